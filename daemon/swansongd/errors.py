@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error of the daemon, and the exit code that each one ends a command with.
+
+::
+
+    SwansongError
+    ├── ConfigError              2   the configuration is wrong; lists every problem
+    ├── Unreachable              3   the daemon does not answer on its socket
+    ├── FencedError              4   a newer generation of this run exists
+    ├── StagingError             5   the staging directory cannot be used
+    ├── StoreError               6   the object store refused or failed
+    │   ├── Transient                may work when tried again
+    │   ├── Permanent                will not work until somebody mends something
+    │   ├── NotFound                 the key (or the bucket) does not exist
+    │   └── Exists                   create-if-absent found the name taken
+    ├── NothingToRestore         7   the run has no commit that is whole
+    └── CorruptError             8   stored bytes or a manifest do not match their digest
+
+Each error says what happened in its message and the way out in ``hint``.
+"""
+
+from __future__ import annotations
+
+
+class SwansongError(Exception):
+    """Base of all errors; ``str()`` is one line for a person, ``hint`` the way out."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def line(self) -> str:
+        """The message and the way out, in one line."""
+        return f"{self}. {self.hint}" if self.hint else str(self)
+
+
+class ConfigError(SwansongError):
+    """The configuration is unusable.  ``problems`` holds one line for each thing that is wrong."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[str], *, hint: str = "") -> None:
+        super().__init__("; ".join(problems), hint=hint)
+        self.problems = problems
+
+
+class Unreachable(SwansongError):
+    exit_code = 3
+
+
+class FencedError(SwansongError):
+    exit_code = 4
+
+
+class StagingError(SwansongError):
+    exit_code = 5
+
+
+class StoreError(SwansongError):
+    exit_code = 6
+    retryable = False
+
+
+class Transient(StoreError):
+    retryable = True
+
+
+class Permanent(StoreError):
+    pass
+
+
+class NotFound(Permanent):
+    pass
+
+
+class Exists(Permanent):
+    pass
+
+
+class NothingToRestore(SwansongError):
+    exit_code = 7
+
+
+class CorruptError(SwansongError):
+    exit_code = 8

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The value types that every other module speaks in.
+
+Frozen dataclasses and enums, standard library only, no IO.  Instants called ``*_mono_s`` are seconds
+of CLOCK_MONOTONIC; wall-clock values are informational and never order anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class Severity(IntEnum):
+    """How sure and how near the end is; the most severe live notice wins."""
+
+    ADVISORY = 1
+    """May not come true (rebalance recommendation): stage, do not stop."""
+    SCHEDULED = 2
+    """Will come true, hours or days ahead."""
+    IMMINENT = 3
+    """The VM goes away within the grace period."""
+    SHUTTING_DOWN = 4
+    """The OS is already on its way down."""
+
+
+class Health(StrEnum):
+    """Whether a source could tell us of the end if it came.  *Unknown* is never *ok*."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    """Some polls fail; notices may be late."""
+    BLIND = "blind"
+    """No answer for long enough that a notice would be missed."""
+    UNSUPPORTED = "unsupported"
+    """This VM has no such source."""
+
+
+class DeadlineQuality(StrEnum):
+    """Where the deadline of a notice comes from."""
+
+    STATED = "stated"
+    DERIVED = "derived"
+    ASSUMED = "assumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A source's word that the VM will go away."""
+
+    source: str
+    """Glossary name, for example ``aws.spot`` or ``gcp.preempted``."""
+    kind: str
+    """``reclaim``, ``stop``, ``hibernate``, ``rebalance``, ``os-shutdown``, ``capacity-end``, ``manual``, ``drill``."""
+    identity: str
+    """The same for every sighting of the same notice; never contains the time of the poll."""
+    severity: Severity
+    deadline_mono_s: float
+    """When the power goes, as far as anyone knows."""
+    deadline_quality: DeadlineQuality
+    detail: str = ""
+    """What the source said, shortened, for logs and the farewell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStatus:
+    """The health of one source, in words, and since when."""
+
+    source: str
+    health: Health
+    reason: str
+    since_mono_s: float
+
+
+class CheckpointKind(StrEnum):
+    """Why a checkpoint was taken."""
+
+    PERIODIC = "periodic"
+    EMERGENCY = "emergency"
+    FINAL = "final"
+
+
+class Verdict(StrEnum):
+    """How an evacuation ended."""
+
+    SAFE = "SAFE"
+    """The newest sealed state, taken after the notice where a trainer lived, is committed."""
+    PARTIAL = "PARTIAL"
+    """An older commit stands."""
+    LOST = "LOST"
+    """Nothing of this run is committed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """One sealed set in staging: its step, and a nonce that tells two sets of one step apart."""
+
+    step: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.nonce}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFile:
+    """One file of a sealed set, as the scan saw it.  Any later difference voids the set."""
+
+    path: str
+    """Relative to the directory of the set, with ``/``."""
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A sealed checkpoint in staging."""
+
+    id: CheckpointId
+    directory: str
+    """Relative to the staging directory of the run."""
+    kind: CheckpointKind
+    files: tuple[StagedFile, ...]
+    markers: frozenset[str] = frozenset()
+    """Paths that say "complete" to a framework; stored after all the data that they cover."""
+    framework: str = "swansong"
+    """Layout by which it was recognised: ``swansong`` for our hooks, else the adopted rule's name."""
+    node: int = 0
+    nodes: int = 1
+    request_id: str = ""
+    """The checkpoint request that it answers; empty for a periodic or an adopted one."""
+    health: Mapping[str, float] = field(default_factory=dict)
+    """Loss and metrics as the trainer reported them."""
+    trainer: Mapping[str, object] = field(default_factory=dict)
+    """World size and other facts for whoever restores."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShard:
+    """One shard, durably in the object store."""
+
+    path: str
+    size_bytes: int
+    digest: str
+    """See :mod:`swansongd.digests`."""
+    key: str
+    part_size_bytes: int
+    """The digest is a two-level one over parts of this size."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommitRef:
+    """Where a commit stands in the lineage of a run.  Readers order by exactly this."""
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"generation {self.generation} step {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerView:
+    """What the daemon knows of one connected rank."""
+
+    connection: int
+    """Number of the connection, unique for the life of the daemon."""
+    pid: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    step: int = -1
+    """Last step that it reported as done; -1 before the first."""
+    save_s: float | None = None
+    """How long its last save took."""
+    save_bytes: int | None = None
+    reported_mono_s: float | None = None

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a source is: a thread of its own that watches one place for word of the VM's end.
+
+A source holds no policy.  It posts :class:`~swansongd.core.events.NoticeRaised` (again and again for
+the same notice if that is simplest: identity makes it idempotent), ``NoticeWithdrawn`` when the place
+where it saw the notice says that it is gone, and ``SourceChanged`` when its health changes.  It never
+raises out of :meth:`Source.run`, never exits, and takes "could not ask" for *unknown*, not for "no".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from swansongd.core.events import Event, SourceChanged
+from swansongd.model import Health, SourceStatus
+
+Post = Callable[[Event], None]
+
+
+class Source(Protocol):
+    """One source of notices.  The service runs each in a daemon thread of its own."""
+
+    name: str
+    """Glossary name, for example ``aws.spot``."""
+
+    def run(self, post: Post, stop: threading.Event) -> None:
+        """Watch until ``stop`` is set.  Returns within a second of that, or is abandoned."""
+
+
+class HealthTracker:
+    """Turns single successes and failures into health, and says so once per change.
+
+    Args:
+        source: glossary name of the source.
+        blind_after_s: without one good answer for this long the source counts as blind.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self, source: str, *, blind_after_s: float, monotonic: Callable[[], float], post: Post
+    ) -> None:
+        self._source = source
+        self._blind_after_s = blind_after_s
+        self._monotonic = monotonic
+        self._post = post
+        self._last_good_mono_s = monotonic()
+        self._status: tuple[Health, str] | None = None
+
+    def ok(self, reason: str = "answers") -> None:
+        self._last_good_mono_s = self._monotonic()
+        self._become(Health.OK, reason)
+
+    def failed(self, reason: str) -> None:
+        blind = self._monotonic() - self._last_good_mono_s >= self._blind_after_s
+        self._become(Health.BLIND if blind else Health.DEGRADED, reason)
+
+    def unsupported(self, reason: str) -> None:
+        self._become(Health.UNSUPPORTED, reason)
+
+    def _become(self, health: Health, reason: str) -> None:
+        if self._status == (health, reason):
+            return
+        self._status = (health, reason)
+        self._post(
+            SourceChanged(
+                SourceStatus(
+                    source=self._source,
+                    health=health,
+                    reason=reason,
+                    since_mono_s=self._monotonic(),
+                )
+            )
+        )

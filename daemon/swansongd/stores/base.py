@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of an object store.  ``tests/contract/`` holds it to every backend.
+
+A backend holds no policy: it does not retry, does not wait longer than its timeouts, and never
+overwrites unless told to.  Retry, deadline, throttle and metrics are wrappers with the same interface.
+
+Keys are relative to the prefix of the store's URL, contain no ``..`` and do not begin with ``/``.
+Every method may be called from many threads at once, and raises only:
+
+- :class:`~swansongd.errors.Transient` when trying again may help (timeout, reset, 5xx, 429, 409),
+- :class:`~swansongd.errors.NotFound` when the key, the upload or the bucket does not exist,
+- :class:`~swansongd.errors.Exists` when a create-if-absent found the name taken,
+- :class:`~swansongd.errors.Permanent` for everything else (no permission, wrong region, bad request).
+
+Errors are classified by code or type, never by message text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a listing or a HEAD tells of an object."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload under way.  Only :meth:`ObjectStore.complete` makes the object visible."""
+
+    key: str
+    upload_id: str
+    size_bytes: int
+    part_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartReceipt:
+    """The store's word that it has a part."""
+
+    number: int
+    """From 1."""
+    etag: str
+
+
+class ObjectStore(Protocol):
+    """Where checkpoints go."""
+
+    url: str
+    """As configured, for logs; never contains a credential."""
+    part_size_bytes_min: int
+    """The smallest legal part, the last one of an upload excepted."""
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        """Store a small object in one request.
+
+        With ``if_absent`` the object is created only when no object of that name exists, decided by
+        the store; raises Exists otherwise.  After a Transient error the object may exist all the
+        same: the caller reads it back and compares.
+        """
+
+    def get(self, key: str) -> bytes:
+        """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises Permanent beyond."""
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of the object from ``offset``.
+
+        Raises Transient when the answer ends early, NotFound when the object is gone, Permanent when
+        the range is not within the object.
+        """
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size of the object, or None when there is none.  A missing *bucket* raises NotFound."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix``, in lexicographic order of their keys."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object.  Removing what is not there is no error."""
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        """Start a multipart upload of an object of exactly ``size_bytes``."""
+
+    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+        """Store part ``number`` (from 1), that is the bytes from ``(number - 1) * part_size_bytes``.
+
+        The store verifies a checksum of the part where it can.  Sending a part again replaces it.
+        """
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        """Make the object visible, whole.  ``parts`` are all of them, in order.
+
+        Completing an upload whose completion already took effect (a lost reply) is no error when the
+        object is there with the size of the upload; raises NotFound when the upload is unknown and
+        the object is not there.
+        """
+
+    def abort(self, upload: Upload) -> None:
+        """Forget the upload and its parts.  Aborting what is unknown is no error."""
+
+    def check(self) -> None:
+        """Ask the store one cheap question; raises as above when bucket, rights or address are wrong."""
