@@ -52,7 +52,7 @@ class Notice:
     source: str
     """Glossary name, for example ``aws.spot`` or ``gcp.preempted``."""
     kind: str
-    """``reclaim``, ``stop``, ``hibernate``, ``rebalance``, ``os-shutdown``, ``capacity-end``, ``manual``, ``drill``."""
+    """``reclaim``, ``stop``, ``hibernate``, ``rebalance``, ``os-shutdown``, ``manual``, ``drill`` ..."""
     identity: str
     """The same for every sighting of the same notice; never contains the time of the poll."""
     severity: Severity
