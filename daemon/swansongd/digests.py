@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 ALGORITHM = "blake3-parts"
+PART_SIZE_BYTES_MAX = 2**30
+"""A part is held in memory while it moves."""
 
 
 def part_digest(data: bytes | bytearray | memoryview) -> bytes:

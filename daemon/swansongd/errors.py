@@ -7,14 +7,15 @@
     ├── ConfigError              2   the configuration is wrong; lists every problem
     ├── Unreachable              3   the daemon does not answer on its socket
     ├── FencedError              4   a newer generation of this run exists
-    ├── StagingError             5   the staging directory cannot be used
+    ├── StagingError             5   the staging directory or a restore target cannot be used
     ├── StoreError               6   the object store refused or failed
     │   ├── Transient                may work when tried again
     │   ├── Permanent                will not work until somebody mends something
     │   ├── NotFound                 the key (or the bucket) does not exist
     │   └── Exists                   create-if-absent found the name taken
     ├── NothingToRestore         7   the run has no commit that is whole
-    └── CorruptError             8   stored bytes or a manifest do not match their digest
+    ├── CorruptError             8   stored bytes or a manifest do not match their digest
+    └── Stopped                  9   somebody asked for the end before it was done
 
 Each error says what happened in its message and the way out in ``hint``.
 """
@@ -85,3 +86,7 @@ class NothingToRestore(SwansongError):
 
 class CorruptError(SwansongError):
     exit_code = 8
+
+
+class Stopped(SwansongError):
+    exit_code = 9

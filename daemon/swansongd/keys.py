@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from swansongd.model import CheckpointId, CommitRef
 
-_GENERATION = re.compile(r"^(\d{8})\.json$")
-_COMMIT = re.compile(r"^(\d{8})/(\d{12})/(\d{5})-of-(\d{5})\.json$")
+_GENERATION = re.compile(r"([0-9]{8})\.json")
+_COMMIT = re.compile(r"([0-9]{8})/([0-9]{12})/([0-9]{5})-of-([0-9]{5})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class RunKeys:
         return f"{self.run}/probes/{nonce}"
 
     def parse_generation(self, key: str) -> int | None:
-        match = _GENERATION.match(key.removeprefix(self.generations))
+        match = _GENERATION.fullmatch(key.removeprefix(self.generations))
         return int(match[1]) if match and key.startswith(self.generations) else None
 
     def parse_commit(self, key: str) -> CommitKey | None:
-        match = _COMMIT.match(key.removeprefix(self.commits))
+        match = _COMMIT.fullmatch(key.removeprefix(self.commits))
         if not match or not key.startswith(self.commits):
             return None
         generation, step, node, nodes = (int(group) for group in match.groups())

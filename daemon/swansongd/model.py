@@ -181,3 +181,5 @@ class TrainerView:
     """How long its last save took."""
     save_bytes: int | None = None
     reported_mono_s: float | None = None
+    is_connected: bool = True
+    """False when the connection is gone but the process may still live, and come back."""

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training hooks of Swansong: emergency checkpoints on spot GPU VMs.
+
+::
+
+    import swansong
+
+    guard = swansong.attach(state={"model": model, "optim": optimizer, "loader": loader}, every_s=60)
+    for step in range(guard.restore(), total_steps):
+        loss = train_one_step()
+        guard.step(step + 1, loss=loss)
+    guard.close()
+
+Standard library only.  Without the daemon every call does nothing.
+"""
+
+from swansong._agree import CheckpointRequest
+from swansong._restore import RestoreError
+from swansong.guard import Guard, attach
+
+__all__ = ["CheckpointRequest", "Guard", "RestoreError", "attach"]

@@ -289,7 +289,8 @@ def decode(data: bytes) -> Message:
     kind = _BY_TYPE.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"unknown message type {name!r:.60}")
-    return _build(kind, body)
+    message: Message = _build(kind, body)
+    return message
 
 
 def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
@@ -366,8 +367,8 @@ RESTORED_DIRECTORY = "restored"
 """Where the daemon puts what a trainer asked to restore, below the staging directory of the run."""
 RANK_MANIFEST_MAX_BYTES = 16 * 2**20
 
-_SEALED = re.compile(r"^step-(\d{12})\.([A-Za-z0-9]{1,64})$")
-_SAFE_PART = re.compile(r"^[A-Za-z0-9_+=@,. -]{1,200}$")
+_SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
+_SAFE_PART = re.compile(r"[A-Za-z0-9_+=@,. -]{1,200}")
 
 
 def sealed_name(step: int, nonce: str) -> str:
@@ -377,7 +378,7 @@ def sealed_name(step: int, nonce: str) -> str:
 
 def parse_sealed_name(name: str) -> tuple[int, str] | None:
     """(step, nonce) of a sealed checkpoint directory, or None when it is not one."""
-    match = _SEALED.match(name)
+    match = _SEALED.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
 
 
@@ -396,7 +397,7 @@ def is_safe_path(path: str) -> bool:
     return (
         len(path) <= 1024
         and len(parts) <= 16
-        and all(_SAFE_PART.match(part) and part not in (".", "..") for part in parts)
+        and all(_SAFE_PART.fullmatch(part) and part not in (".", "..") for part in parts)
     )
 
 

@@ -125,6 +125,8 @@ class Scanned:
     staged: tuple[Staged, ...]
     pending: tuple[str, ...] = ()
     """Directories that are being written, or have not settled yet."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(directory, reason) of what claims to be a checkpoint and is not sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,6 @@ class StartFlush:
     flush_id: str
     staged: Staged
     generation: int
-    urgent: bool
 
 
 @dataclass(frozen=True, slots=True)

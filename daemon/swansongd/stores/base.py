@@ -12,14 +12,23 @@ Every method may be called from many threads at once, and raises only:
 - :class:`~swansongd.errors.Exists` when a create-if-absent found the name taken,
 - :class:`~swansongd.errors.Permanent` for everything else (no permission, wrong region, bad request).
 
-Errors are classified by code or type, never by message text.
+Errors are classified by code or type, never by message text.  The functions at the end are what the
+backends share.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
+
+from swansongd.digests import part_count
+from swansongd.errors import ConfigError, NotFound, Permanent
+
+GET_BYTES_MAX = 64 * 2**20
+"""The largest object that :meth:`ObjectStore.get` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,10 @@ class Upload:
     size_bytes: int
     part_size_bytes: int
 
+    def part_length_bytes(self, number: int) -> int:
+        """Length of part ``number`` (from 1); the last one is what is left."""
+        return min(self.part_size_bytes, self.size_bytes - (number - 1) * self.part_size_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class PartReceipt:
@@ -47,6 +60,7 @@ class PartReceipt:
     number: int
     """From 1."""
     etag: str
+    """Opaque: what the backend wants back at completion.  Keep it whole."""
 
 
 class ObjectStore(Protocol):
@@ -72,7 +86,7 @@ class ObjectStore(Protocol):
         """Fill ``into`` with the bytes of the object from ``offset``.
 
         Raises Transient when the answer ends early, NotFound when the object is gone, Permanent when
-        the range is not within the object.
+        the range is not within the object.  An empty ``into`` asks for nothing: no request is made.
         """
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -106,3 +120,49 @@ class ObjectStore(Protocol):
 
     def check(self) -> None:
         """Ask the store one cheap question; raises as above when bucket, rights or address are wrong."""
+
+
+def bucket_and_prefix(url: str) -> tuple[str, str]:
+    """Bucket and key prefix (empty, or with a ``/`` at its end) of ``scheme://bucket/prefix``.
+
+    Raises:
+        ConfigError: no bucket is named, or there is more in the URL than bucket and prefix.
+    """
+    parts = urlsplit(url)
+    if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc or parts.query:
+        raise ConfigError([f"store.url: must read {parts.scheme}://bucket/prefix"])
+    prefix = parts.path.strip("/")
+    return parts.netloc, f"{prefix}/" if prefix else ""
+
+
+def expect_part(upload: Upload, number: int, data: memoryview) -> None:
+    """Raises Permanent when ``data`` cannot be part ``number``: sent on, it would spoil the object."""
+    wanted_bytes = upload.part_length_bytes(number)
+    if number < 1 or data.nbytes != wanted_bytes:
+        raise Permanent(
+            f"part {number} of {upload.key} has {data.nbytes} bytes instead of {wanted_bytes}"
+        )
+
+
+def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
+    """Raises Permanent unless ``parts`` are all of them, in order: stores accept gaps in silence."""
+    count = part_count(upload.size_bytes, upload.part_size_bytes)
+    if [part.number for part in parts] != list(range(1, count + 1)):
+        raise Permanent(f"{upload.key} wants its {count} parts in order, got {len(parts)} others")
+
+
+def settle_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> None:
+    """Decide a completion that found its upload unknown: was an earlier one carried out, unheard?
+
+    Raises ``unknown`` unless the object is there with the size of the upload.
+    """
+    info = store.head(upload.key)
+    if info is None or info.size_bytes != upload.size_bytes:
+        raise unknown
+
+
+def is_certificate_problem(error: BaseException | None) -> bool:
+    """Whether a TLS certificate that nobody here trusts is at the bottom of ``error``."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: the opened store, stopping on a signal, progress, and words for numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self, cast
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from swansongd.config import Config, load
+from swansongd.config_values import Wrong, run_name
+from swansongd.keys import RunKeys
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.opening import open_store
+from swansongd.stores.retry import Retrying
+from swansongd.telemetry.log import printable
+
+_CALL_BUDGET_S = 30.0
+"""How long one call to the store is tried again before the command gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The configuration, the store that it names, and the run in question."""
+
+    config: Config
+    store: ObjectStore
+    keys: RunKeys
+    stop: threading.Event
+    """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+
+
+class _PatientStore:
+    """A store of which each call is tried again for a time of its own."""
+
+    def __init__(self, store: ObjectStore, stop: threading.Event) -> None:
+        self._store = store
+        self._stop = stop
+
+    def __getattr__(self, name: str) -> Any:
+        give_up_mono_s = time.monotonic() + _CALL_BUDGET_S
+        patient = Retrying(self._store, give_up_mono_s=lambda: give_up_mono_s, stop=self._stop)
+        return getattr(patient, name)
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Opened]:
+    """Read the configuration, open the store, and turn the first signal into ``stop``.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    config = load(args.config)
+    store = open_store(config.store.url, endpoint=config.store.endpoint, region=config.store.region)
+    stop = threading.Event()
+    before = {}
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, on_signal)
+    try:
+        yield Opened(
+            config=config,
+            store=cast("ObjectStore", _PatientStore(store, stop)),
+            keys=RunKeys(args.run or config.run.name),
+            stop=stop,
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", type=_run, metavar="RUN", help="another run than the configured one"
+    )
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=_step, metavar="N", help="only commits of this step")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def _run(text: str) -> str:
+    try:
+        return str(run_name(text))
+    except Wrong as wrong:
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+
+
+def _step(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no step")
+    return int(text)
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for main(), instead of ending the process here
+
+
+def console() -> Console:
+    """Standard output for tables; wide where no terminal sets the width, so that nothing is cut."""
+    return _Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
+
+
+def note(line: str) -> None:
+    """One line for the person in front of it, on standard error."""
+    print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
+
+
+class ShownProgress:
+    """Bytes done of all bytes: a bar on a terminal, else a line for every tenth; on standard error.
+
+    Args:
+        what: the verb, for example ``restore``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._tenths = 0
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(what, total=None)
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+            return
+        tenths = 10 * done_bytes // total_bytes if total_bytes else 10
+        if tenths < self._tenths:  # begun again, with another commit
+            self._tenths = 0
+        if tenths > self._tenths:
+            self._tenths = tenths
+            note(f"{self._what} {tenths}0 % of {human_bytes(total_bytes)}")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def human_bytes(size_bytes: float) -> str:
+    """``1.2 GB``: three digits at most, decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.4g} TB"
+
+
+def human_s(seconds: float) -> str:
+    """``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.3g} {unit}"
+    return f"{seconds:.3g} s"

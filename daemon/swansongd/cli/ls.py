@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong ls``: the commits of a run, newest first."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.table import Table
+
+from swansongd import catalog
+from swansongd.catalog import Commit
+from swansongd.cli.common import (
+    Opened,
+    add_json,
+    add_run,
+    console,
+    human_bytes,
+    note,
+    opened,
+    print_json,
+)
+from swansongd.errors import CorruptError
+from swansongd.telemetry.log import printable
+from swansongd.threads import parallel
+
+HELP = "list the commits of a run, newest first"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened(args) as here:
+        rows = _rows(here)
+        if args.json:
+            print_json(rows)
+        elif not rows:
+            note(f"run {here.keys.run} has no commit")
+        else:
+            console().print(_table(rows))
+    return 0
+
+
+def _rows(here: Opened) -> list[dict[str, Any]]:
+    commits = catalog.list_commits(here.store, here.keys)
+    rows: list[dict[str, Any]] = [{} for _ in commits]
+
+    def describe(index: int) -> None:
+        rows[index] = _row(here, commits[index])
+
+    parallel(range(len(commits)), describe, threads=here.config.flush.connections, stop=here.stop)
+    return rows
+
+
+def _row(here: Opened, commit: Commit) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "generation": commit.ref.generation,
+        "step": commit.ref.step,
+        "nodes": commit.nodes,
+        "nodes_committed": len(commit.manifest_keys),
+        "complete": commit.is_complete,
+        "kind": None,
+        "size_bytes": None,
+        "created": None,
+        "loss": None,
+        "problem": None,
+    }
+    try:
+        manifests = catalog.load(here.store, here.keys, commit)
+    except CorruptError as error:
+        return row | {"complete": False, "problem": error.line()}
+    first = manifests[0]
+    return row | {
+        "kind": str(first.kind),
+        "size_bytes": sum(manifest.size_bytes for manifest in manifests),
+        "created": first.created,
+        "loss": first.health.get("loss"),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("GENERATION", "STEP", "KIND", "NODES", "COMPLETE", "SIZE", "CREATED", "LOSS"):
+        right = name in ("GENERATION", "STEP", "SIZE", "LOSS")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        damaged = row["problem"] is not None
+        table.add_row(
+            str(row["generation"]),
+            str(row["step"]),
+            row["kind"] or "?",
+            f"{row['nodes_committed']}/{row['nodes']}",
+            f"no: {printable(row['problem'])}" if damaged else "yes" if row["complete"] else "no",
+            "?" if row["size_bytes"] is None else human_bytes(row["size_bytes"]),
+            str(printable(row["created"] or "?")),
+            "-" if row["loss"] is None else f"{row['loss']:.6g}",
+            style="dim" if damaged or not row["complete"] else None,
+        )
+    return table

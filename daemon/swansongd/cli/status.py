@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong status``: what the daemon on this VM is doing."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from swansong.protocol import (
+    MAX_MESSAGE_BYTES,
+    ProtocolError,
+    Refused,
+    Status,
+    StatusQuery,
+    decode,
+    encode,
+)
+
+from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.config import load
+from swansongd.errors import Unreachable
+from swansongd.telemetry.log import printable
+
+HELP = "show what the daemon on this VM is doing"
+
+_TIMEOUT_S = 5.0
+_NOT_RUNNING = "Start it, or see why it ended: systemctl status swansongd"
+_NOT_ALLOWED = "Ask as root, or as one of trainer.users"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    report = _ask(load(args.config).trainer.socket)
+    if args.json:
+        print_json(report)
+        return 0
+    out = console()
+    out.print(_summary(report))
+    for title, key, columns in (
+        ("SOURCE", "sources", ("name", "health", "reason", "for_s")),
+        ("TRAINER", "trainers", ("pid", "rank", "step")),
+    ):
+        rows = [row for row in report.get(key) or [] if isinstance(row, dict)]
+        if rows:
+            out.print()
+            out.print(_listing(title, columns, rows))
+    return 0
+
+
+def _ask(path: Path) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.settimeout(_TIMEOUT_S)
+        try:
+            channel.connect(str(path))
+            channel.send(encode(StatusQuery()))
+            while data := channel.recv(MAX_MESSAGE_BYTES + 1):
+                answer = decode(data)
+                if isinstance(answer, Status):
+                    return answer.report
+                if isinstance(answer, Refused):
+                    raise Unreachable(f"the daemon refused: {answer.reason}", hint=_NOT_ALLOWED)
+        except PermissionError:
+            raise Unreachable(f"no right to ask the daemon at {path}", hint=_NOT_ALLOWED) from None
+        except TimeoutError:
+            raise Unreachable(
+                f"the daemon at {path} did not answer within {_TIMEOUT_S:g} s", hint=_NOT_RUNNING
+            ) from None
+        except OSError as error:
+            raise Unreachable(
+                f"no daemon answers at {path} ({error.strerror})", hint=_NOT_RUNNING
+            ) from None
+        except ProtocolError as error:
+            raise Unreachable(
+                f"what answers at {path} is no swansongd of this version ({error})",
+                hint="Restart the daemon after an upgrade",
+            ) from None
+    raise Unreachable(f"the daemon at {path} closed the connection", hint=_NOT_ALLOWED)
+
+
+def _summary(report: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    generation = report.get("generation")
+    claimed = "no generation claimed yet" if generation is None else f"generation {generation}"
+    table.add_row("run", f"{_word(report.get('run'))} ({claimed})")
+    table.add_row("state", _word(report.get("state")))
+    table.add_row("verdict", _word(report.get("verdict")))
+    table.add_row("last commit", _last_commit(report.get("last_commit")))
+    table.add_row("replication lag", _lag(report.get("replication_lag")))
+    table.add_row("pending", _bytes(report.get("pending_bytes")))
+    table.add_row("evacuation", _evacuation(report.get("evacuation")))
+    table.add_row(
+        "daemon",
+        f"version {_word(report.get('version'))}, pid {_word(report.get('pid'))}, "
+        f"up {_seconds(report.get('uptime_s'))}",
+    )
+    return table
+
+
+def _listing(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        name = column.removesuffix("_s").upper()
+        table.add_column(f"{title} {name}" if index == 0 else name, no_wrap=True)
+    for row in rows:
+        cells = (
+            _seconds(row.get(column)) if column.endswith("_s") else _word(row.get(column))
+            for column in columns
+        )
+        bad = row.get("health") in ("degraded", "blind")
+        table.add_row(*cells, style="red" if bad else None)
+    return table
+
+
+def _last_commit(commit: Any) -> str:
+    if not isinstance(commit, dict):
+        return "none"
+    return (
+        f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, "
+        f"{_seconds(commit.get('age_s'))} ago"
+    )
+
+
+def _lag(lag: Any) -> str:
+    if not isinstance(lag, dict):
+        return "unknown"
+    return (
+        f"{_word(lag.get('steps'))} steps, {_seconds(lag.get('seconds'))}, "
+        f"{_bytes(lag.get('bytes'))}"
+    )
+
+
+def _evacuation(evacuation: Any) -> str:
+    if not isinstance(evacuation, dict):
+        return "none"
+    return (
+        f"{_word(evacuation.get('reason'))}: {_word(evacuation.get('plan'))}, "
+        f"{_word(evacuation.get('phase'))}, {_seconds(evacuation.get('seconds_left'))} left"
+    )
+
+
+def _word(value: Any) -> str:
+    return "-" if value is None or value == "" else str(printable(value))
+
+
+def _seconds(value: Any) -> str:
+    return human_s(value) if isinstance(value, (int, float)) else "?"
+
+
+def _bytes(value: Any) -> str:
+    return human_bytes(value) if isinstance(value, (int, float)) else "?"

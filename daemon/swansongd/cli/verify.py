@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong verify``: re-read what is stored, and compare it with the manifests."""
+
+from __future__ import annotations
+
+import argparse
+
+from swansongd.cli.common import ShownProgress, add_json, add_run, add_step, opened, print_json
+from swansongd.errors import CorruptError
+from swansongd.restore import verify
+from swansongd.telemetry.log import printable
+
+HELP = "re-read the stored bytes of all commits, and compare them with the manifests"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_step(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened(args) as here, ShownProgress("verify") as progress:
+        run_name = here.keys.run
+        findings = verify(
+            here.store,
+            here.keys,
+            step=args.step,
+            connections=here.config.flush.connections,
+            progress=progress,
+            stop=here.stop,
+        )
+    if args.json:
+        print_json(
+            [
+                {
+                    "generation": finding.ref.generation,
+                    "step": finding.ref.step,
+                    "problem": finding.problem,
+                }
+                for finding in findings
+            ]
+        )
+        return CorruptError.exit_code if findings else 0
+    for finding in findings:
+        print(f"{finding.ref}: {printable(finding.problem)}")
+    if findings:
+        raise CorruptError(
+            f"run {run_name} has {len(findings)} damaged or missing objects",
+            hint="restore passes over the commits that name them",
+        )
+    print(f"all stored bytes of run {run_name} match their manifests")
+    return 0

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the single values of the configuration are read: a reader for each kind of value.
+
+A reader takes what stood in the TOML and returns what the daemon works with, or raises :class:`Wrong`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from swansongd.digests import PART_SIZE_BYTES_MAX
+
+PART_SIZE_BYTES_MIN = 5 * 2**20
+"""What S3 demands of all parts but the last."""
+
+
+class Wrong(Exception):
+    """A value is unusable: what is wrong with it, and what would be right."""
+
+    def __init__(self, problem: str, remedy: str, *, shown: object = MISSING) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+        self.shown = shown
+        """Stands for the value in the report, where that may hold a secret."""
+
+
+Reader = Callable[[object], Any]
+
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_DURATION = re.compile(rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?!s))?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?")
+_DURATION_UNITS_S = (3600.0, 60.0, 1.0, 0.001)
+_SIZE = re.compile(rf"{_NUMBER} ?([KMGT]?i?B)")
+_SIZE_UNITS = {"B": 1} | {
+    f"{letter}{infix}B": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+_RT_SIGNAL = re.compile(r"SIGRTM(?:IN(?:\+([0-9]{1,2}))?|AX(?:-([0-9]{1,2}))?)")
+_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP")
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
+
+
+def text(pattern: str, remedy: str) -> Reader:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise Wrong("has the wrong form", remedy)
+        return value
+
+    return read
+
+
+run_name = text(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+    "use up to 100 letters, digits, dots, dashes and underscores, a letter or digit first",
+)
+
+
+def one_of(*words: str) -> Reader:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise Wrong("is none of the choices", f"use one of {', '.join(words)}")
+        return value
+
+    return read
+
+
+def path(value: object) -> Path:
+    good = isinstance(value, str) and value.isprintable() and value.startswith("/")
+    if not good or ".." in str(value).split("/"):
+        raise Wrong("is no absolute path", "give a path that begins with / and has no ..")
+    return Path(str(value))
+
+
+def socket_path(value: object) -> Path:
+    socket = path(value)
+    if len(bytes(socket)) > 107:
+        raise Wrong("is too long for a socket", "give a path of at most 107 bytes")
+    return socket
+
+
+def duration(value: object) -> float:
+    """A duration in seconds."""
+    remedy = 'give seconds as a number, or a string such as "500ms", "5s" or "1h30m"'
+    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
+        amounts = (float(amount or 0) for amount in match.groups())
+        seconds = sum(
+            amount * unit_s for amount, unit_s in zip(amounts, _DURATION_UNITS_S, strict=True)
+        )
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise Wrong("is no duration", remedy)
+    if not 0 < seconds < math.inf:
+        raise Wrong("is not greater than 0 and finite", remedy)
+    return seconds
+
+
+def part_size(value: object) -> int:
+    """A part size in bytes."""
+    remedy = 'give bytes as a number, or a string such as "16MiB", from 5MiB to 1GiB'
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _SIZE_UNITS:
+        size = float(match[1]) * _SIZE_UNITS[match[2]]
+    elif isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        raise Wrong("is no size", remedy)
+    if size != int(size):
+        raise Wrong("is no whole number of bytes", remedy)
+    if not PART_SIZE_BYTES_MIN <= size <= PART_SIZE_BYTES_MAX:
+        raise Wrong("is out of range", remedy)
+    return int(size)
+
+
+def connections(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 128:
+        raise Wrong("is no number of connections", "give a whole number from 1 to 128")
+    return value
+
+
+def _split(value: str) -> tuple[str, str, str, str]:
+    """Scheme, host, path and the rest (query, fragment) of a URL."""
+    parts = urlsplit(value)
+    if "@" in parts.netloc:
+        shown = parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]).geturl()
+        raise Wrong(
+            "holds a credential", "leave it out; the VM's own identity is used", shown=shown
+        )
+    return parts.scheme, parts.netloc, parts.path, parts.query + parts.fragment
+
+
+def store_url(value: object) -> str:
+    remedy = "give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///ABSOLUTE/PATH"
+    try:
+        scheme, host, path, rest = _split(value if isinstance(value, str) else "")
+    except ValueError:
+        raise Wrong("is no URL", remedy) from None
+    is_file = scheme == "file" and not host and path.startswith("/") and path.strip("/")
+    is_bucket = scheme in ("s3", "gs") and re.fullmatch(r"[a-z0-9][a-z0-9._-]{2,221}", host)
+    if not (is_file or is_bucket) or rest or ".." in path.split("/") or not path.isprintable():
+        raise Wrong("is no store", remedy)
+    return str(value)
+
+
+def http_url(value: object) -> str:
+    remedy = "give http://HOST:PORT or https://HOST"
+    try:
+        scheme, host, _, rest = _split(value if isinstance(value, str) else "")
+    except ValueError:
+        raise Wrong("is no URL", remedy) from None
+    if scheme not in ("http", "https") or not host or rest or not str(value).isprintable():
+        raise Wrong("is no http address", remedy)
+    return str(value).rstrip("/")
+
+
+def signal_number(name: str) -> int | None:
+    """The number of a signal that may be sent to a trainer, or None when it may not."""
+    if name in _SIGNALS:
+        return int(signal.Signals[name])
+    if match := _RT_SIGNAL.fullmatch(name):
+        low, high = int(signal.SIGRTMIN), int(signal.SIGRTMAX)
+        number = low + int(match[1] or 0) if "MIN" in name else high - int(match[2] or 0)
+        return number if low <= number <= high else None
+    return None
+
+
+def trainer_signal(value: object) -> str:
+    if not isinstance(value, str) or (value != "none" and signal_number(value) is None):
+        raise Wrong(
+            "is no signal for a trainer",
+            f"use none, {', '.join(_SIGNALS)} or SIGRTMIN+N",
+        )
+    return value
+
+
+def users(value: object) -> tuple[str | int, ...]:
+    remedy = 'give a list of user names and uids, such as ["ubuntu", 1001]'
+    if not isinstance(value, list):
+        raise Wrong("is no list", remedy)
+    for item in value:
+        is_uid = isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**32 - 1
+        if not is_uid and not (isinstance(item, str) and _USER.fullmatch(item)):
+            raise Wrong(f"has {item!r:.40}, which is no user", remedy)
+    return tuple(value)

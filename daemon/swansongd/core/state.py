@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that the decision loop knows.  One frozen value; :mod:`swansongd.core.machine` replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swansongd.core.planner import Candidate, Measured, Plan
+from swansongd.model import (
+    CheckpointId,
+    CommitRef,
+    Notice,
+    Severity,
+    SourceStatus,
+    Staged,
+    StoredShard,
+    TrainerView,
+    Verdict,
+)
+
+
+class Phase(StrEnum):
+    """Where the daemon stands; a verdict takes the place of the last ones."""
+
+    IDLE = "IDLE"
+    ARMED = "ARMED"
+    CHECKPOINTING = "CHECKPOINTING"
+    FLUSHING = "FLUSHING"
+    COMMITTING = "COMMITTING"
+    FENCED = "FENCED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The part of the configuration that decisions need."""
+
+    reserve_s: float
+    signals_trainer: bool
+    """A signal and a process to send it to are configured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """The flush under way."""
+
+    flush_id: str
+    staged: Staged
+    started_mono_s: float
+    bytes_stored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A set whose shards are all stored, and whose manifest is not known to be."""
+
+    flush_id: str
+    staged: Staged
+    shards: tuple[StoredShard, ...]
+    is_asked: bool
+    """A CommitManifest is out and has not been answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A checkpoint request to the trainer, and how far it has come."""
+
+    request_id: str
+    by_signal: bool
+    agree_by_mono_s: float
+    known: frozenset[CheckpointId]
+    """Sets that were sealed before the request: none of them answers it."""
+    ranks: frozenset[int] = frozenset()
+    accepted: Mapping[int, int] = field(default_factory=dict)
+    """Rank to the last step that it had completed."""
+    target: int | None = None
+    sealed: CheckpointId | None = None
+    lost_mono_s: float | None = None
+    """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
+    failure: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.sealed is None and not self.failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evacuation:
+    """What happens between a notice and its verdict."""
+
+    id: str
+    reason: str
+    opened_mono_s: float
+    deadline_mono_s: float
+    """Only ever moves earlier."""
+    plan: Plan
+    ask: Ask | None = None
+    verdict: Verdict | None = None
+    verdict_commit: CommitRef | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    settings: Settings
+    sources: Mapping[str, SourceStatus] = field(default_factory=dict)
+    notices: Mapping[str, Notice] = field(default_factory=dict)
+    """Live notices by their source."""
+    concluded: tuple[str, ...] = ()
+    """Identities of notices that the VM has outlived; they start nothing any more."""
+    trainers: tuple[TrainerView, ...] = ()
+    generation: int | None = None
+    fenced_by: int | None = None
+    staged: tuple[Staged, ...] = ()
+    pending: tuple[str, ...] = ()
+    inherited: frozenset[CheckpointId] = frozenset()
+    """Sets that lay in staging before the generation was claimed: perhaps of an older lineage."""
+    unusable: frozenset[CheckpointId] = frozenset()
+    """Sets that changed, could not be read, or lost a conflict."""
+    flight: Flight | None = None
+    stored: tuple[Stored, ...] = ()
+    last_commit: CommitRef | None = None
+    """Newest commit of the run that this daemon knows of, of whatever generation."""
+    last_commit_mono_s: float | None = None
+    """When this daemon committed it; None for one that it found."""
+    retry_mono_s: float = 0.0
+    """After a failure of the store: not before this instant."""
+    failures: int = 0
+    flushes: int = 0
+    bandwidth_bytes_per_s: float | None = None
+    evacuation: Evacuation | None = None
+    is_leaving: bool = False
+
+    @property
+    def phase(self) -> Phase | Verdict:
+        """Derived, so that it cannot disagree with the facts."""
+        if self.fenced_by is not None:
+            return Phase.FENCED
+        evacuation = self.evacuation
+        if evacuation is None:
+            return Phase.ARMED if self.notices else Phase.IDLE
+        if evacuation.ask is not None and evacuation.ask.is_waiting and evacuation.verdict is None:
+            return Phase.CHECKPOINTING
+        if self.flight is not None:
+            return Phase.FLUSHING
+        if self.stored:
+            return Phase.COMMITTING
+        return evacuation.verdict or Phase.FLUSHING
+
+    @property
+    def connected(self) -> tuple[TrainerView, ...]:
+        return tuple(trainer for trainer in self.trainers if trainer.is_connected)
+
+    @property
+    def newest_staged(self) -> Staged | None:
+        """Newest sealed set that can be used, committed or not."""
+        usable = [staged for staged in self.staged if staged.id not in self.unusable]
+        return max(usable, key=lambda staged: staged.id, default=None)
+
+    @property
+    def uncommitted(self) -> tuple[Staged, ...]:
+        """Sealed sets that a commit should still come of, newest first."""
+        wanted = (s for s in self.staged if s.id not in self.unusable and not self._is_behind(s))
+        return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
+
+    def _is_behind(self, staged: Staged) -> bool:
+        last = self.last_commit
+        if last is None:
+            return False
+        same_lineage = last.generation == self.generation or staged.id in self.inherited
+        return same_lineage and staged.id.step <= last.step
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Sealed sets with bytes that are not stored yet."""
+        stored = {item.staged.id for item in self.stored}
+        result = []
+        for staged in self.uncommitted:
+            if staged.id not in stored:
+                in_flight = self.flight is not None and self.flight.staged.id == staged.id
+                done = self.flight.bytes_stored if self.flight is not None and in_flight else 0
+                result.append(Candidate(id=staged.id, bytes_left=staged.size_bytes - done))
+        return tuple(result)
+
+    @property
+    def measured(self) -> Measured:
+        """The slowest rank decides how long a save takes; the newest set tells how large one is."""
+        save_s = [t.save_s for t in self.trainers if t.save_s is not None]
+        newest = max((s for s in self.staged), key=lambda s: s.id, default=None)
+        reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
+        return Measured(
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            save_s=max(save_s, default=None),
+            save_bytes=newest.size_bytes if newest else (sum(reported) if reported else None),
+        )
+
+    @property
+    def urgent_notice(self) -> Notice | None:
+        """The most severe live notice that calls for an evacuation; of equals the earliest."""
+        live = [
+            notice
+            for notice in self.notices.values()
+            if notice.severity >= Severity.IMMINENT and notice.identity not in self.concluded
+        ]
+        return min(live, key=lambda n: (-n.severity, n.deadline_mono_s), default=None)

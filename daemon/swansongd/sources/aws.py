@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices of Amazon EC2, from its instance metadata service (IMDS version 2 only).
+
+On ``spot/instance-action`` 404 means that all is well, 200 that the VM will be taken, and everything
+else that nobody knows.  The service is polled: it has no way to wait for a change.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from swansongd.core.events import NoticeRaised, NoticeWithdrawn
+from swansongd.model import DeadlineQuality, Notice, Severity
+from swansongd.sources.base import Clock, HealthTracker, Post
+from swansongd.sources.metadata import (
+    DEFAULT_URL,
+    Answer,
+    Backoff,
+    MetadataClient,
+    MetadataUnavailable,
+    shortened,
+    watch,
+)
+
+TOKEN_PATH = "/latest/api/token"  # noqa: S105
+TOKEN_HEADER = "X-aws-ec2-metadata-token"  # noqa: S105
+TOKEN_TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"  # noqa: S105
+TOKEN_TTL_S = 21600
+SPOT_PATH = "/latest/meta-data/spot/instance-action"
+
+NOTICE_S = 120.0
+"""The most that a spot notice leaves."""
+CLOCK_SKEW_SHOWN_S = 5.0
+
+_RENEW_BEFORE_S = 300.0
+_RENEW_RETRY_S = 30.0
+_KINDS = {"terminate": "reclaim", "stop": "stop", "hibernate": "hibernate"}
+_MEND = "aws ec2 modify-instance-metadata-options --instance-id ID"
+
+
+class Imds:
+    """GET with a session token, and the life of that token.  Never asks without one for an answer.
+
+    Args:
+        client: the connection.
+        monotonic: the clock.
+        token_ttl_s: life to ask for, 1 to 21600 seconds.
+    """
+
+    def __init__(
+        self, client: MetadataClient, *, monotonic: Clock, token_ttl_s: int = TOKEN_TTL_S
+    ) -> None:
+        self._client = client
+        self._monotonic = monotonic
+        self._token_ttl_s = token_ttl_s
+        self._token: str | None = None
+        self._renew_mono_s = 0.0
+        self._hop_limited = False
+
+    def get(self, path: str) -> Answer:
+        """Ask; where the token is refused, ask anew with a new one.  A 401 refused that one as well.
+
+        Raises:
+            MetadataUnavailable: no answer, or no token.
+        """
+        if self._token is not None:
+            answer = self._client.request("GET", path, headers={TOKEN_HEADER: self._token})
+            if answer.status != 401:
+                return answer
+        return self._client.request("GET", path, headers={TOKEN_HEADER: self._fetch_token()})
+
+    def renew_if_due(self) -> None:
+        """Replace a token that is soon to expire.  Call between polls; a failure is tried again later."""
+        if self._token is None or self._monotonic() < self._renew_mono_s:
+            return
+        old = self._token
+        try:
+            self._fetch_token()
+        except MetadataUnavailable:
+            self._token = old
+            self._renew_mono_s = self._monotonic() + _RENEW_RETRY_S
+
+    def _fetch_token(self) -> str:
+        self._token = None
+        asked_mono_s = self._monotonic()
+        try:
+            answer = self._client.request(
+                "PUT", TOKEN_PATH, headers={TOKEN_TTL_HEADER: str(self._token_ttl_s)}
+            )
+        except MetadataUnavailable as error:
+            if error.timed_out and (self._hop_limited or self._answers_without_token()):
+                self._hop_limited = True
+                raise MetadataUnavailable(
+                    "the metadata service answers, but its token does not arrive: the hop limit is "
+                    "too low for a container; mend it with "
+                    f"`{_MEND} --http-put-response-hop-limit 2`",
+                    timed_out=True,
+                ) from error
+            raise
+        if answer.status != 200:
+            raise MetadataUnavailable(f"asked for a token, {_refusal(answer.status)}")
+        token = answer.body.decode("latin-1").strip()
+        if not (token.isascii() and token.isprintable() and 0 < len(token) <= 1024):
+            raise MetadataUnavailable("what the metadata service gives for a token is none")
+        ttl_s = _granted_s(answer) or self._token_ttl_s
+        self._renew_mono_s = asked_mono_s + ttl_s - min(_RENEW_BEFORE_S, ttl_s / 4)
+        self._hop_limited = False
+        self._token = token
+        return token
+
+    def _answers_without_token(self) -> bool:
+        """For diagnosis alone: the answer is not looked at."""
+        try:
+            self._client.request("GET", "/latest/meta-data/")
+        except MetadataUnavailable:
+            return False
+        return True
+
+
+def _granted_s(answer: Answer) -> int | None:
+    text = answer.headers.get(TOKEN_TTL_HEADER, "")
+    granted_s = int(text) if text.isdecimal() and len(text) <= 5 else 0
+    return granted_s if 1 <= granted_s <= TOKEN_TTL_S else None
+
+
+def _refusal(status: int) -> str:
+    if 300 <= status < 400:
+        return f"the metadata service redirects (HTTP {status}), which is not followed"
+    if status == 403:
+        return (
+            "the metadata service refuses (HTTP 403): it may be switched off; mend it with "
+            f"`{_MEND} --http-endpoint enabled`"
+        )
+    return f"the metadata service answers HTTP {status}"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One instant on both clocks."""
+
+    mono_s: float
+    wall_s: float
+    """Seconds since 1970, UTC."""
+
+    def mended(self, answer: Answer) -> Moment:
+        """The same instant by the clock of the server, where it shows one.
+
+        ``Date`` names a second; within that second the local clock is believed.
+        """
+        try:
+            date_s = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+        except (ValueError, OverflowError):
+            return self
+        return Moment(self.mono_s, min(max(self.wall_s, date_s), date_s + 1))
+
+
+def read_instance_action(body: bytes, asked: Moment, assumed_grace_s: float) -> Notice:
+    """The notice that the body of ``spot/instance-action`` holds, however it is mangled.
+
+    Args:
+        asked: when it was asked for.  That lies before the server looked at its clock, so the deadline
+            comes out early by the time that the answer took, never late.
+        assumed_grace_s: grace period where the body does not say, or not understandably.
+    """
+    action, stated = _parse(body)
+    left_s = None if stated is None else stated.timestamp() - asked.wall_s
+    if action == "hibernate":
+        # Begins with the notice; the stated time grants nothing.
+        grace_s, quality = 0.0, DeadlineQuality.DERIVED
+    elif left_s is None or action not in _KINDS:
+        grace_s = assumed_grace_s if left_s is None else min(max(left_s, 0.0), assumed_grace_s)
+        quality = DeadlineQuality.ASSUMED
+    else:
+        grace_s = min(max(left_s, 0.0), NOTICE_S)
+        quality = DeadlineQuality.STATED if grace_s == left_s else DeadlineQuality.DERIVED
+    when = "unknown" if stated is None else f"{stated:%Y-%m-%dT%H:%M:%SZ}"
+    return Notice(
+        source=AwsSpotSource.name,
+        kind=_KINDS.get(action, "reclaim"),
+        identity=f"{AwsSpotSource.name}:{action if action in _KINDS else 'unknown'}:{when}",
+        severity=Severity.IMMINENT,
+        deadline_mono_s=asked.mono_s + grace_s,
+        deadline_quality=quality,
+        detail=shortened(body.decode("utf-8", "replace")),
+    )
+
+
+def _parse(body: bytes) -> tuple[str, datetime | None]:
+    """Action ("" where there is none) and stated time in UTC."""
+    try:
+        fields: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return "", None
+    if not isinstance(fields, dict):
+        return "", None
+    try:
+        stated = datetime.fromisoformat(fields["time"])
+        # A time without a zone is meant in UTC, as all of them are.
+        stated = stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        stated = None
+    return str(fields.get("action", "")), stated
+
+
+class AwsSpotSource:
+    """``aws.spot``: the spot interruption notice of this VM.
+
+    Args:
+        metadata_url: address of the metadata service.
+        poll_interval_s: from one poll to the next.
+        assumed_grace_s: grace period for a notice that does not state its time.
+        monotonic, wall: the clocks, in seconds.
+        timeout_s: limit of each HTTP exchange.
+        blind_after_s: without an answer for this long the source calls itself blind.
+        uniform: where jitter comes from.
+    """
+
+    name = "aws.spot"
+
+    def __init__(
+        self,
+        *,
+        assumed_grace_s: float,
+        monotonic: Clock,
+        wall: Clock,
+        metadata_url: str = DEFAULT_URL,
+        poll_interval_s: float = 1.0,
+        timeout_s: float = 1.0,
+        blind_after_s: float = 15.0,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._metadata_url = metadata_url
+        self._poll_interval_s = poll_interval_s
+        self._assumed_grace_s = assumed_grace_s
+        self._monotonic = monotonic
+        self._wall = wall
+        self._timeout_s = timeout_s
+        self._blind_after_s = blind_after_s
+        self._uniform = uniform
+        self._live: Notice | None = None
+        self._skew_s = 0.0
+
+    def run(self, post: Post, stop: threading.Event) -> None:
+        """See :class:`~swansongd.sources.base.Source`."""
+        client = MetadataClient(self._metadata_url, timeout_s=self._timeout_s)
+        imds = Imds(client, monotonic=self._monotonic)
+        health = HealthTracker(
+            self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
+        )
+
+        def look() -> float:
+            asked = Moment(self._monotonic(), self._wall())
+            answer = imds.get(SPOT_PATH)
+            self._judge(answer, asked, post)
+            health.ok("answers" + self._skew_words(asked, answer))
+            imds.renew_if_due()
+            return max(0.0, asked.mono_s + self._poll_interval_s - self._monotonic())
+
+        backoff = Backoff(
+            self._poll_interval_s / 4, min(2 * self._poll_interval_s, 2.0), self._uniform
+        )
+        watch(look, client=client, health=health, backoff=backoff, stop=stop)
+
+    def _judge(self, answer: Answer, asked: Moment, post: Post) -> None:
+        if answer.status == 200:
+            mended = asked.mended(answer)
+            notice = read_instance_action(answer.body, mended, self._assumed_grace_s)
+            # The deadline of the first sight stands: an assumed one would recede with each poll.
+            if self._live is None or self._live.identity != notice.identity:
+                self._live = notice
+                post(NoticeRaised(notice))
+        elif answer.status == 404:
+            if self._live is not None:
+                self._live = None
+                post(NoticeWithdrawn(self.name, "the metadata service no longer shows a notice"))
+        else:
+            raise MetadataUnavailable(_refusal(answer.status))
+
+    def _skew_words(self, asked: Moment, answer: Answer) -> str:
+        skew_s = asked.wall_s - asked.mended(answer).wall_s
+        if abs(skew_s) <= CLOCK_SKEW_SHOWN_S:
+            self._skew_s = 0.0
+            return ""
+        if abs(skew_s - self._skew_s) > CLOCK_SKEW_SHOWN_S:
+            self._skew_s = (
+                skew_s  # else the old words stand, so that they do not change by the second
+            )
+        ahead = "ahead of" if self._skew_s > 0 else "behind"
+        return f"; the local clock is {abs(self._skew_s):.0f} s {ahead} the metadata service's"

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cloud this VM runs in, from what its firmware says of itself: no network, no waiting."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+Cloud = Literal["aws", "gcp", "none"]
+
+DMI_DIRECTORY = "/sys/class/dmi/id"
+
+
+def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
+    """The cloud; ``none`` where the firmware names no cloud that we know, or cannot be read."""
+    # The older, Xen-based instance types say "Xen" as vendor and name Amazon in the firmware's version.
+    if _read(dmi_directory, "sys_vendor") == "Amazon EC2" or _read(
+        dmi_directory, "bios_version"
+    ).endswith(".amazon"):
+        return "aws"
+    if _read(dmi_directory, "product_name") in ("Google Compute Engine", "Google"):
+        return "gcp"
+    return "none"
+
+
+def _read(directory: str, name: str) -> str:
+    try:
+        with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the staging directory of a run: inotify wakes the scan, and a periodic scan is the net.
+
+inotify loses events without a word, and its instances run out; so nothing here depends on it but speed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+
+from swansongd.core.events import Event, Scanned
+from swansongd.staging.seal import Scanner
+
+CLOSE_TIMEOUT_S = 1.0
+_GAP_MIN_S = 0.02
+_INTERVAL_MIN_S = 0.05
+_EVENTS = [
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+]
+"""Not the opening and reading of files: that is us."""
+
+
+class StagingObserver:
+    """Scans in a thread of its own, and posts Scanned when there is news or when it was asked to.
+
+    Args:
+        scanner: what to do again and again.
+        post: takes the events.
+        log: a structlog logger.
+        interval_s: between scans when nothing else causes one.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        post: Callable[[Event], None],
+        log: Any,
+        interval_s: float = 1.0,
+    ) -> None:
+        self._scanner = scanner
+        self._post = post
+        self._log = log
+        self._interval_s = interval_s
+        self._wake = threading.Event()
+        self._asked = threading.Event()
+        self._stop = threading.Event()
+        self._last: Scanned | None = None
+        self._trouble = ""
+        self._thread = threading.Thread(target=self._run, name="staging-observer", daemon=True)
+
+    def start(self) -> None:
+        """Scan at once, and whenever there is reason to."""
+        self._thread.start()
+
+    def rescan(self) -> None:
+        """Post what a scan finds that begins after this call, be it news or not."""
+        self._asked.set()
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; it may outlive a scan that hangs on a broken file system."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        observer = self._watch()
+        while not self._stop.is_set():
+            self._wake.clear()
+            began_mono_s = time.monotonic()
+            self._scan()
+            # Even when something changes all the time, no more than half of it is spent on scans.
+            self._stop.wait(max(_GAP_MIN_S, time.monotonic() - began_mono_s))
+            self._wake.wait(self._pause_s())
+        if observer is not None:
+            observer.stop()
+            observer.join(CLOSE_TIMEOUT_S)
+
+    def _pause_s(self) -> float:
+        if not self._scanner.is_settling:
+            return self._interval_s
+        return min(self._interval_s, max(_INTERVAL_MIN_S, self._scanner.settle_s / 4))
+
+    def _scan(self) -> None:
+        # Read before the scan begins: who asks while it goes on gets the next one.
+        is_asked = self._asked.is_set()
+        if is_asked:
+            self._asked.clear()
+        try:
+            scanned = self._scanner.scan()
+        except Exception as error:  # noqa: BLE001 - the thread must outlive every state of the disk
+            if is_asked:
+                self._asked.set()
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._log.error("staging_scan_failed", error=self._trouble)
+            return
+        self._trouble = ""
+        if is_asked or self._last is None or _content(scanned) != _content(self._last):
+            self._last = scanned
+            self._post(scanned)
+
+    def _watch(self) -> Any:
+        handler = FileSystemEventHandler()
+        handler.on_any_event = lambda _: self._wake.set()
+        try:
+            observer = Observer()
+            # Not below: sets get their sealed name here, and adopted ones have to settle anyway.
+            observer.schedule(
+                handler, str(self._scanner.run_directory), recursive=False, event_filter=_EVENTS
+            )
+            observer.start()
+        except Exception as error:  # noqa: BLE001 - whatever it is, we can do without
+            self._log.warning("staging_watch_failed", error=str(error), fallback="periodic scan")
+            return None
+        return observer
+
+
+def _content(scanned: Scanned) -> tuple[object, ...]:
+    return scanned.staged, scanned.pending, scanned.rejected

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks, opens and removes sealed sets in staging, trusting nothing that lies there.
+
+Everything goes by directory descriptors, one component at a time, and follows no link: what is checked
+is what is read.  Only regular files count, with one name, on one device, of a user who may train.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from swansong import protocol
+
+from swansongd.errors import StagingError
+from swansongd.model import Staged, StagedFile
+
+FILES_MAX = 20_000
+DEPTH_MAX = 16
+REMOVING_PREFIX = ".removing."
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def walk(directory_fd: int, allowed_uids: frozenset[int] | None = None) -> tuple[StagedFile, ...]:
+    """All files below an open directory, sorted by path.
+
+    Args:
+        directory_fd: open directory of the set.
+        allowed_uids: users that files and directories may belong to, and whose files must be readable;
+            None asks neither.
+
+    Raises:
+        StagingError: something there must not, or cannot, be uploaded; the message names it.
+    """
+    files: list[StagedFile] = []
+    try:
+        device = os.fstat(directory_fd).st_dev
+        _walk(directory_fd, "", device, allowed_uids, files)
+        space = os.fstatvfs(directory_fd)
+    except OSError as error:
+        raise StagingError(f"changed while it was walked, or cannot be read: {error}") from error
+    size_bytes, holds_bytes = (
+        sum(file.size_bytes for file in files),
+        space.f_blocks * space.f_frsize,
+    )
+    if size_bytes > holds_bytes > 0:
+        raise StagingError(
+            f"claims {size_bytes} bytes on a file system of {holds_bytes}: sparse files"
+        )
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _walk(
+    directory_fd: int,
+    prefix: str,
+    device: int,
+    allowed_uids: frozenset[int] | None,
+    files: list[StagedFile],
+) -> None:
+    if prefix.count("/") >= DEPTH_MAX:
+        raise StagingError(f"{prefix[:100]!r} is nested deeper than {DEPTH_MAX} directories")
+    with os.scandir(directory_fd) as entries:
+        for entry in entries:
+            path = prefix + entry.name
+            facts = entry.stat(follow_symlinks=False)
+            _check(path, facts, device, allowed_uids)
+            if stat.S_ISDIR(facts.st_mode):
+                inner_fd = os.open(entry.name, DIRECTORY_FLAGS, dir_fd=directory_fd)
+                try:
+                    _walk(inner_fd, f"{path}/", device, allowed_uids, files)
+                finally:
+                    os.close(inner_fd)
+                continue
+            if len(files) >= FILES_MAX:
+                raise StagingError(f"holds more than {FILES_MAX} files")
+            if allowed_uids is not None and not os.access(
+                entry.name, os.R_OK, dir_fd=directory_fd, effective_ids=True
+            ):
+                raise StagingError(
+                    f"{path!r} cannot be read by the daemon",
+                    hint="let the trainer write files that its group may read (umask 027)",
+                )
+            files.append(_staged(path, facts))
+
+
+def listing(
+    run_directory: int | Path, directory: str, allowed_uids: frozenset[int] | None = None
+) -> tuple[StagedFile, ...]:
+    """The files of a set: all below its directory, or the one file that it is.
+
+    Raises:
+        StagingError: as for :func:`walk`.
+    """
+    try:
+        with _opened_set(run_directory, directory) as (set_fd, is_file):
+            if not is_file:
+                _check(directory, os.fstat(set_fd), os.fstat(set_fd).st_dev, allowed_uids)
+                return walk(set_fd, allowed_uids)
+            facts = os.stat(directory, dir_fd=set_fd, follow_symlinks=False)
+            _check(directory, facts, os.fstat(set_fd).st_dev, allowed_uids)
+            return (_staged(directory, facts),)
+    except OSError as error:
+        raise StagingError(f"cannot be read: {error.strerror}") from error
+
+
+def _check(
+    path: str, facts: os.stat_result, device: int, allowed_uids: frozenset[int] | None
+) -> None:
+    if not protocol.is_safe_path(path):
+        raise StagingError(f"the name {path[:100]!r} has characters that are not allowed")
+    kind = stat.S_IFMT(facts.st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise StagingError(f"{path!r} is {_kind(facts.st_mode)}")
+    if facts.st_dev != device:
+        raise StagingError(f"{path!r} lies on another file system")
+    if allowed_uids is not None and facts.st_uid not in allowed_uids:
+        raise StagingError(
+            f"{path!r} belongs to user id {facts.st_uid}", hint="add that user to trainer.users"
+        )
+    if kind == stat.S_IFREG and facts.st_nlink != 1:
+        raise StagingError(f"{path!r} has {facts.st_nlink} names (hard links)")
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def _staged(path: str, facts: os.stat_result) -> StagedFile:
+    return StagedFile(
+        path=path, size_bytes=facts.st_size, mtime_ns=facts.st_mtime_ns, inode=facts.st_ino
+    )
+
+
+def open_file(run_directory: int | Path, directory: str, file: StagedFile) -> int:
+    """Open one file of a sealed set for reading; the caller closes the descriptor.
+
+    Args:
+        run_directory: staging directory of the run, as a path or an open descriptor.
+        directory: of the set, as in :attr:`Staged.directory`; of a one-file set the file itself.
+        file: as the scan saw it.
+
+    Raises:
+        StagingError: it is not what the scan saw any more, or cannot be read.
+    """
+    try:
+        with _opened_set(run_directory, directory) as (set_fd, _):
+            fd = _open_below(set_fd, file.path)
+            try:
+                _check(file.path, os.fstat(fd), os.fstat(set_fd).st_dev, None)
+                if not unchanged(fd, file):
+                    raise StagingError("changed after it was sealed")
+                os.set_blocking(fd, True)
+            except BaseException:
+                os.close(fd)
+                raise
+    except OSError as error:
+        raise StagingError(f"{directory}/{file.path} cannot be opened: {error.strerror}") from error
+    except StagingError as error:
+        raise StagingError(f"{directory}/{file.path}: {error}", hint=error.hint) from None
+    return fd
+
+
+def unchanged(fd: int, file: StagedFile) -> bool:
+    """Whether the open file is still exactly what the scan saw."""
+    return _staged(file.path, os.fstat(fd)) == file
+
+
+def same_listing(run_directory: int | Path, staged: Staged) -> bool:
+    """Whether the set still consists of exactly the files that the scan saw, all unchanged."""
+    try:
+        return listing(run_directory, staged.directory) == staged.files
+    except StagingError:
+        return False
+
+
+def remove_set(run_directory: int | Path, directory: str) -> None:
+    """Delete a set.  It loses its name first, so that no half of it is ever taken for a set.
+
+    Removing what is not there is no error.
+
+    Raises:
+        StagingError: it cannot be deleted; what is left of it is tried again by
+            :func:`remove_leftovers`.
+    """
+    doomed = f"{REMOVING_PREFIX}{directory}"
+    try:
+        with opened(run_directory) as run_fd:
+            _check_name(directory)
+            with suppress(FileNotFoundError):
+                os.rename(directory, doomed, src_dir_fd=run_fd, dst_dir_fd=run_fd)
+                _remove(run_fd, doomed)
+    except OSError as error:
+        raise StagingError(
+            f"{directory} cannot be deleted: {error.strerror}",
+            hint="let the trainer create directories that its group may write to",
+        ) from error
+
+
+def remove_leftovers(run_directory: int | Path) -> None:
+    """Delete what interrupted removals left behind, as far as possible."""
+    with opened(run_directory) as run_fd:
+        for name in os.listdir(run_fd):
+            if name.startswith(REMOVING_PREFIX):
+                with suppress(OSError):
+                    _remove(run_fd, name)
+
+
+@contextmanager
+def opened(directory: int | Path) -> Iterator[int]:
+    """Descriptor of a directory: opened here, or as given.
+
+    Raises:
+        OSError: it is no directory, or a link to one.
+    """
+    if isinstance(directory, int):
+        yield directory
+        return
+    fd = os.open(directory, DIRECTORY_FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int, bool]]:
+    """Directory that the paths of a set are relative to, and whether the set is one file in it."""
+    _check_name(directory)
+    with opened(run_directory) as run_fd:
+        mode = os.stat(directory, dir_fd=run_fd, follow_symlinks=False).st_mode
+        if stat.S_ISREG(mode):
+            yield run_fd, True
+            return
+        if not stat.S_ISDIR(mode):
+            raise StagingError(f"is {_kind(mode)}")
+        set_fd = os.open(directory, DIRECTORY_FLAGS, dir_fd=run_fd)
+        try:
+            yield set_fd, False
+        finally:
+            os.close(set_fd)
+
+
+def _check_name(directory: str) -> None:
+    if "/" in directory or not protocol.is_safe_path(directory):
+        raise StagingError(f"{directory[:100]!r} is no name of a set")
+
+
+def _open_below(directory_fd: int, path: str) -> int:
+    if not protocol.is_safe_path(path):
+        raise StagingError("is no path within a set")
+    *parents, name = path.split("/")
+    with ExitStack() as stack:
+        for part in parents:
+            directory_fd = os.open(part, DIRECTORY_FLAGS, dir_fd=directory_fd)
+            stack.callback(os.close, directory_fd)
+        return os.open(name, _FILE, dir_fd=directory_fd)
+
+
+def _remove(parent_fd: int, name: str) -> None:
+    try:
+        directory_fd = os.open(name, DIRECTORY_FLAGS, dir_fd=parent_fd)
+    except NotADirectoryError:
+        os.unlink(name, dir_fd=parent_fd)
+        return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        os.unlink(name, dir_fd=parent_fd)  # the link goes, what it points at stays
+        return
+    try:
+        for inner in os.listdir(directory_fd):
+            _remove(directory_fd, inner)
+    finally:
+        os.close(directory_fd)
+    os.rmdir(name, dir_fd=parent_fd)

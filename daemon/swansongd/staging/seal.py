@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognises complete checkpoints in the staging directory of a run.
+
+Sets of our hooks say themselves when they are complete: they have their sealed name, and a rank manifest
+of each local rank that lists every file with its size.  Layouts of other frameworks are adopted by the
+rules in :data:`ADOPTED`, once they have settled: unchanged for a while, and no file open for writing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swansong import protocol
+from swansong.protocol import ProtocolError, RankManifest
+
+from swansongd.core.events import Scanned
+from swansongd.errors import StagingError
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansongd.staging import scan
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a framework lays a checkpoint out, and how it shows that it has finished."""
+
+    framework: str
+    name: re.Pattern[str]
+    """Of the directory; the first group is the step, where the name has one."""
+    is_one_file: bool = False
+    needs: frozenset[str] = frozenset()
+    """Without these files it is not this layout."""
+    last: tuple[str, str] | None = None
+    """(a, b): a set that has ``a`` is not complete before it has ``b``."""
+    markers: frozenset[str] = frozenset()
+
+
+ADOPTED = (
+    Layout(  # Hugging Face: training_args.bin comes with the model, trainer_state.json after all else
+        "checkpoint-n",
+        re.compile(r"checkpoint-([0-9]{1,12})"),
+        last=("training_args.bin", "trainer_state.json"),
+        markers=frozenset({"trainer_state.json"}),
+    ),
+    Layout(  # PyTorch DCP: the coordinator puts .metadata in place after all ranks have written
+        "dcp",
+        re.compile(r"(?:.*[^0-9])?([0-9]{1,12})[^0-9]*|.*"),
+        needs=frozenset({".metadata"}),
+        markers=frozenset({".metadata"}),
+    ),
+    Layout(  # Lightning
+        "ckpt", re.compile(r"(?:.*[^a-z])?step=([0-9]{1,12})(?:[^0-9].*)?\.ckpt"), is_one_file=True
+    ),
+)
+"""The first that fits is taken."""
+
+_RANK_MANIFEST = re.compile(r"rank-[0-9]{5,}\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is known of one entry of the staging directory."""
+
+    files: tuple[StagedFile, ...]
+    since_mono_s: float
+    outcome: Staged | StagingError | None = None
+    """None: not settled yet."""
+
+
+class Scanner:
+    """Walks the staging directory of a run, and remembers from scan to scan what has not changed.
+
+    Args:
+        run_directory: staging directory of the run.
+        allowed_uids: users that staged files may belong to.
+        settle_s: how long an adopted set must be unchanged.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        allowed_uids: frozenset[int],
+        settle_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self.run_directory = run_directory
+        self.settle_s = settle_s
+        self.is_settling = False
+        """Whether the last scan saw an adopted set that has not settled."""
+        self._allowed_uids = allowed_uids
+        self._monotonic = monotonic
+        self._seen: dict[str, _Seen] = {}
+
+    def scan(self) -> Scanned:
+        """One walk.
+
+        Raises:
+            OSError: the staging directory of the run itself cannot be read.
+        """
+        started_mono_s = self._monotonic()
+        seen: dict[str, _Seen] = {}
+        staged: list[Staged] = []
+        pending: list[str] = []
+        rejected: list[tuple[str, str]] = []
+        self.is_settling = False
+        with scan.opened(self.run_directory) as run_fd:
+            for name in sorted(os.listdir(run_fd)):
+                if name.startswith(".") or name == protocol.RESTORED_DIRECTORY:
+                    continue
+                if protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX)):
+                    if name.endswith(protocol.PARTIAL_SUFFIX):
+                        pending.append(name)
+                        continue
+                    layout = None
+                else:
+                    layout = _layout_of(run_fd, name)
+                    if layout is None:
+                        continue
+                try:
+                    found = self._examine(run_fd, name, layout)
+                except StagingError as error:
+                    rejected.append((name, error.line()))
+                    continue
+                seen[name] = found
+                if isinstance(found.outcome, Staged):
+                    staged.append(found.outcome)
+                elif found.outcome is not None:
+                    rejected.append((name, found.outcome.line()))
+                else:
+                    pending.append(name)
+                    self.is_settling = True
+        self._seen = seen
+        return Scanned(
+            started_mono_s=started_mono_s,
+            staged=tuple(sorted(staged, key=lambda item: (item.id, item.directory))),
+            pending=tuple(pending),
+            rejected=tuple(rejected),
+        )
+
+    def _examine(self, run_fd: int, name: str, layout: Layout | None) -> _Seen:
+        """What is known of the entry now.
+
+        Raises:
+            StagingError: its listing is unsound, so that there is nothing to remember.
+        """
+        now_mono_s = self._monotonic()
+        files = scan.listing(run_fd, name, self._allowed_uids)
+        seen = self._seen.get(name)
+        if seen is None or seen.files != files:
+            seen = _Seen(files, now_mono_s)
+        if seen.outcome is not None:
+            return seen
+        try:
+            if layout is None:
+                return replace(seen, outcome=_sealed(run_fd, self.run_directory.name, name, files))
+            if now_mono_s - seen.since_mono_s < self.settle_s or is_written(run_fd, name, files):
+                return seen
+            return replace(seen, outcome=_adopted(name, layout, files))
+        except StagingError as error:
+            return replace(seen, outcome=error)
+
+
+def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> bool:
+    """Whether some process has a file of the set open for writing, as far as can be known.
+
+    Asked with a read lease, which the kernel grants only where there is no writer.  It needs to be the
+    owner of the file, or CAP_LEASE; without it, or on file systems without leases, the answer is False.
+    """
+    for file in files:
+        try:
+            fd = scan.open_file(run_directory, directory, file)
+        except StagingError:
+            return True  # changed just now
+        try:
+            # A writer that comes while we hold the lease has us sent this signal, which by default is
+            # ignored; without this line it would be SIGIO, which by default kills.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+    return False
+
+
+def _layout_of(run_fd: int, name: str) -> Layout | None:
+    try:
+        mode = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_mode
+        for layout in ADOPTED:
+            # A link under a name that would be adopted is reported; others are nobody's business.
+            fits = stat.S_ISLNK(mode) or stat.S_ISDIR(mode) != layout.is_one_file
+            if fits and layout.name.fullmatch(name) and _holds(run_fd, name, layout.needs):
+                return layout
+    except OSError:
+        pass  # gone meanwhile
+    return None
+
+
+def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
+    if not needs:
+        return True
+    with suppress(OSError):
+        directory_fd = os.open(name, scan.DIRECTORY_FLAGS, dir_fd=run_fd)
+        try:
+            return needs.issubset(os.listdir(directory_fd))
+        finally:
+            os.close(directory_fd)
+    return False
+
+
+def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged:
+    paths = {file.path for file in files}
+    match = layout.name.fullmatch(name)
+    if match is None or match[1] is None:
+        raise StagingError("has no step number of up to 12 digits in its name")
+    if not paths:
+        raise StagingError("holds no file")
+    if layout.last is not None and layout.last[0] in paths and layout.last[1] not in paths:
+        raise StagingError(f"is not complete: {layout.last[1]} is missing")
+    content = "\n".join(f"{f.path}\t{f.size_bytes}\t{f.mtime_ns}\t{f.inode}" for f in files)
+    return Staged(
+        id=CheckpointId(int(match[1]), hashlib.sha256(content.encode()).hexdigest()[:12]),
+        directory=name,
+        kind=CheckpointKind.PERIODIC,
+        files=files,
+        markers=layout.markers & paths,
+        framework=layout.framework,
+    )
+
+
+def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> Staged:
+    parsed = protocol.parse_sealed_name(name)
+    assert parsed is not None
+    manifests = [
+        _read_manifest(run_fd, name, file) for file in files if _RANK_MANIFEST.fullmatch(file.path)
+    ]
+    if not manifests:
+        raise StagingError("has no rank manifest")
+    # Ranks agree on all but their files and health; one that was asked speaks for the set.
+    lead = next((manifest for manifest in manifests if manifest.request_id), manifests[0])
+    nodes, odd = divmod(lead.world_size, max(1, lead.local_world_size))
+    if lead.local_world_size < 1 or odd or not 0 <= lead.node < nodes:
+        raise StagingError(
+            f"node {lead.node} with {lead.local_world_size} of {lead.world_size} ranks makes no sense"
+        )
+    if len(manifests) != lead.local_world_size:
+        raise StagingError(f"has {len(manifests)} of {lead.local_world_size} rank manifests")
+    sizes = {file.path: file.size_bytes for file in files}
+    for manifest in manifests:
+        _check_manifest(manifest, lead, run, parsed[0], sizes)
+    return Staged(
+        id=CheckpointId(*parsed),
+        directory=name,
+        kind=CheckpointKind(lead.kind),
+        files=files,
+        markers=frozenset(path for path in sizes if path.split("/")[-1] == ".metadata"),
+        node=lead.node,
+        nodes=nodes,
+        request_id=lead.request_id,
+        health=lead.health,
+        trainer={
+            "world_size": lead.world_size,
+            "local_world_size": lead.local_world_size,
+            "framework": lead.framework,
+        },
+    )
+
+
+def _check_manifest(
+    manifest: RankManifest, lead: RankManifest, run: str, step: int, sizes: dict[str, int]
+) -> None:
+    rank = f"rank {manifest.rank}"
+    if manifest.version != protocol.VERSION:
+        raise StagingError(
+            f"{rank}: manifest of version {manifest.version}, not {protocol.VERSION}"
+        )
+    if manifest.run != run:
+        raise StagingError(f"{rank}: belongs to run {manifest.run!r:.100}, not {run!r}")
+    if manifest.step != step:
+        raise StagingError(f"{rank}: says step {manifest.step}")
+    if _world(manifest) != _world(lead):
+        raise StagingError(f"{rank}: disagrees with rank {lead.rank} about the ranks there are")
+    if manifest.kind not in tuple(CheckpointKind):
+        raise StagingError(f"{rank}: unknown kind {manifest.kind!r:.40}")
+    for entry in manifest.files:
+        found = sizes.get(entry.path)
+        if found is None:
+            raise StagingError(f"{rank}: {entry.path} is missing")
+        if found != entry.size_bytes:
+            raise StagingError(f"{rank}: {entry.path} has {found} bytes, not {entry.size_bytes}")
+
+
+def _world(manifest: RankManifest) -> tuple[int, int, int]:
+    return manifest.world_size, manifest.local_world_size, manifest.node
+
+
+def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifest:
+    if file.size_bytes > protocol.RANK_MANIFEST_MAX_BYTES:
+        raise StagingError(f"{file.path} has over {protocol.RANK_MANIFEST_MAX_BYTES} bytes")
+    with os.fdopen(scan.open_file(run_fd, directory, file), "rb") as stream:
+        try:
+            manifest = RankManifest.decode(stream.read(file.size_bytes))
+        except (OSError, ProtocolError) as error:
+            raise StagingError(f"{file.path}: {error}") from None
+    if protocol.rank_manifest_name(manifest.rank) != file.path:
+        raise StagingError(f"{file.path} says it is of rank {manifest.rank}")
+    return manifest

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trying again: a store around a store, and the only place that repeats a request.
+
+What may be repeated is decided by the error (only Transient), how long by ``give_up_mono_s``, and that
+repeating does no harm by the contract: every call of it is idempotent, create-if-absent excepted, whose
+Exists after an ambiguous attempt goes on to the caller, who reads back and compares.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from random import SystemRandom
+from typing import TypeVar
+
+import structlog
+
+from swansongd.errors import Transient
+from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt, Upload
+
+T = TypeVar("T")
+
+_BACKOFF_S_FIRST = 0.1
+_BACKOFF_S_MAX = 5.0
+
+_log = structlog.get_logger(__name__)
+_random = SystemRandom()
+
+
+class Retrying:
+    """The same store, that repeats what failed with Transient.
+
+    Waits a random time below 0.1 s before the second attempt, and doubles that bound up to 5 s; never
+    so long that the time left is waited away.
+
+    Args:
+        store: the store that does the work.
+        give_up_mono_s: asked before every attempt; none begins at or after that instant.  None means
+            no limit.
+        stop: once it is set nothing waits any more: the last error is raised.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        give_up_mono_s: Callable[[], float | None],
+        stop: threading.Event,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = store.url
+        self.part_size_bytes_min = store.part_size_bytes_min
+        self._store = store
+        self._give_up_mono_s = give_up_mono_s
+        self._stop = stop
+        self._monotonic = monotonic
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self._try(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent))
+
+    def get(self, key: str) -> bytes:
+        return self._try(f"get {key}", lambda: self._store.get(key))
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+        self._try(f"get {key}", lambda: self._store.get_range(key, offset, into))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._try(f"head {key}", lambda: self._store.head(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        # A listing that broke off is begun anew, and what was handed on already is passed over: the
+        # order of the keys makes that safe.
+        last = ""
+        rest: Iterator[ObjectInfo] | None = None
+
+        def following() -> ObjectInfo | None:
+            nonlocal rest
+            listing, rest = rest or self._store.list(prefix), None
+            for info in listing:
+                if info.key > last:
+                    rest = listing
+                    return info
+            return None
+
+        while (info := self._try(f"list {prefix}", following)) is not None:
+            last = info.key
+            yield info
+
+    def delete(self, key: str) -> None:
+        self._try(f"delete {key}", lambda: self._store.delete(key))
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        return self._try(
+            f"begin {key}", lambda: self._store.begin(key, size_bytes, part_size_bytes)
+        )
+
+    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+        return self._try(
+            f"part {number} of {upload.key}", lambda: self._store.put_part(upload, number, data)
+        )
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        self._try(f"complete {upload.key}", lambda: self._store.complete(upload, parts))
+
+    def abort(self, upload: Upload) -> None:
+        self._try(f"abort {upload.key}", lambda: self._store.abort(upload))
+
+    def check(self) -> None:
+        self._try("check", self._store.check)
+
+    def _try(self, call: str, attempt: Callable[[], T]) -> T:
+        began_mono_s = self._monotonic()
+        backoff_s = _BACKOFF_S_FIRST
+        attempts = 0
+        if self._left_s() <= 0:
+            raise Transient(f"{call}: no time left to begin")
+        while True:
+            attempts += 1
+            try:
+                result = attempt()
+            except Transient as error:
+                if attempts == 1:
+                    _log.warning("store_retry", call=call, error=str(error))
+                left_s = self._left_s()
+                if left_s < _BACKOFF_S_FIRST:
+                    raise
+                # Full jitter: many writers that failed together must not come back together.
+                wait_s = _random.uniform(0, min(backoff_s, left_s))
+                backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
+                # Asked again after the wait: deadlines move, always to an earlier time.
+                if self._stop.wait(wait_s) or self._left_s() <= 0:
+                    raise
+            else:
+                if attempts > 1:
+                    after_s = round(self._monotonic() - began_mono_s, 3)
+                    _log.info("store_recovered", call=call, attempts=attempts, after_s=after_s)
+                return result
+
+    def _left_s(self) -> float:
+        give_up_mono_s = self._give_up_mono_s()
+        return math.inf if give_up_mono_s is None else give_up_mono_s - self._monotonic()

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs: one line per event to standard error, written by a thread of its own.
+
+Whoever logs puts a finished line into a bounded queue and goes on; when the journal stalls, lines are
+dropped and counted, and the decision loop never waits.  Strings are shortened and made printable on
+their way, for many come from trainers and from the network.  What other libraries log through
+``logging`` takes the same way, capped at warnings where they might show a credential.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import structlog
+
+_LINES_MAX = 10_000
+_TEXT_MAX = 500
+_TRACEBACK_MAX = 8_000
+_ITEMS_MAX = 50
+_DEPTH_MAX = 4
+_CAPPED = ("boto3", "botocore", "s3transfer", "urllib3", "requests", "google", "watchdog")
+
+
+class _Writer:
+    """The queue of lines, and the thread that writes them to a file descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lines: queue.Queue[str] = queue.Queue(_LINES_MAX)
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._dropped_unsaid = 0
+        threading.Thread(target=self._run, name="log-writer", daemon=True).start()
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped
+
+    def put(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            with self._lock:
+                self._dropped += 1
+                self._dropped_unsaid += 1
+
+    def flush(self, timeout_s: float) -> bool:
+        give_up_mono_s = time.monotonic() + timeout_s
+        with self._lines.all_tasks_done:
+            while self._lines.unfinished_tasks:
+                left_s = give_up_mono_s - time.monotonic()
+                if left_s <= 0 or not self._lines.all_tasks_done.wait(left_s):
+                    return not self._lines.unfinished_tasks
+        return True
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            try:
+                self._write(line)
+                with self._lock:
+                    unsaid, self._dropped_unsaid = self._dropped_unsaid, 0
+                if unsaid:
+                    self._write(
+                        f'{{"event": "log_dropped", "level": "warning", "lines": {unsaid}}}'
+                    )
+            except OSError:
+                with self._lock:
+                    self._dropped += 1  # nobody listens any more, and there is no one to tell
+            finally:
+                self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        data = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+class _Lines:
+    """What structlog calls a logger: takes the finished line."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+
+    def msg(self, line: str) -> None:
+        self._writer.put(line)
+
+    debug = info = warning = warn = error = critical = exception = fatal = log = msg
+
+
+class _Libraries(logging.Handler):
+    """Hands what libraries log over to structlog; their text is a fact, never the event."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+        except Exception as error:  # noqa: BLE001 - a broken log call must not break its caller
+            message = f"{record.msg!s} (cannot be formatted: {error})"
+        structlog.get_logger().log(
+            max(record.levelno, logging.DEBUG),
+            "library_log",
+            logger=record.name,
+            message=message,
+            exc_info=record.exc_info,
+        )
+
+
+_writer: _Writer | None = None
+
+
+def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
+    """Set logging up for the process; may be called again.
+
+    Args:
+        log_format: ``json`` or ``console``.
+        level: ``debug``, ``info``, ``warning`` or ``error``; nothing below it is written.
+        fd: where to write; standard error unless told otherwise.
+    """
+    global _writer  # noqa: PLW0603 - the process has one log
+    flush(1.0)
+    _writer = _Writer(sys.stderr.fileno() if fd is None else fd)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    renderer: Any = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=fd is None and sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _event_first,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *_: _Lines(_writer),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(handlers=[_Libraries()], level=number, force=True)
+    logging.captureWarnings(capture=True)
+    for name in _CAPPED:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+def flush(timeout_s: float) -> bool:
+    """Wait until all lines are written; False when ``timeout_s`` was not enough."""
+    return _writer is None or _writer.flush(timeout_s)
+
+
+def dropped() -> int:
+    """How many lines were dropped since :func:`configure`, because nobody took them."""
+    return 0 if _writer is None else _writer.dropped
+
+
+def _event_first(
+    _logger: Any, _method: str, line: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    head = {name: line.pop(name) for name in ("event", "level", "timestamp")}
+    exception = line.pop("exception", None)
+    facts = {**head, **{str(name): printable(value) for name, value in line.items()}}
+    if exception is not None:
+        facts["exception"] = str(exception)[-_TRACEBACK_MAX:]
+    return facts
+
+
+def printable(value: object, depth: int = 0) -> object:
+    """The value with all strings in it shortened and without control characters, fit for JSON."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if depth < _DEPTH_MAX and isinstance(value, Mapping):
+        items = list(value.items())[:_ITEMS_MAX]
+        return {str(printable(str(key))): printable(item, depth + 1) for key, item in items}
+    if depth < _DEPTH_MAX and isinstance(value, (list, tuple, set, frozenset)):
+        return [printable(item, depth + 1) for item in list(value)[:_ITEMS_MAX]]
+    text = str(value)
+    if len(text) > _TEXT_MAX:
+        text = f"{text[:_TEXT_MAX]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
+atexit.register(flush, 1.0)

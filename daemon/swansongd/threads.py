@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the same function over many tasks in a few threads of our own.
+
+Not an executor: the interpreter waits for the threads of an executor when it exits, and these are
+daemon threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from swansongd.errors import Stopped
+
+Task = TypeVar("Task")
+
+_POLL_S = 0.2
+
+
+def parallel(
+    tasks: Iterable[Task],
+    function: Callable[[Task], None],
+    *,
+    threads: int,
+    stop: threading.Event | None = None,
+) -> None:
+    """Call ``function`` once for each task, in up to ``threads`` threads at a time.
+
+    Returns when all calls have returned.  The first error ends it: tasks not begun are dropped, calls
+    under way are waited for (each is bounded by the timeouts of what it does), so that no thread of
+    this call is left to touch what the caller cleans up next.
+
+    Raises:
+        Stopped: ``stop`` was set before all tasks were done.
+        BaseException: the first one that ``function`` raised.
+    """
+    queue = iter(list(tasks))
+    lock = threading.Lock()
+    halt = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not halt.is_set():
+            with lock:
+                if stop is not None and stop.is_set():
+                    errors.append(Stopped("stopped before it was done"))
+                    halt.set()
+                    return
+                try:
+                    task = next(queue)
+                except StopIteration:
+                    return
+            try:
+                function(task)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                with lock:
+                    errors.append(error)
+                halt.set()
+
+    workers = [
+        threading.Thread(target=work, name=f"parallel-{number}", daemon=True)
+        for number in range(threads)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(_POLL_S)  # in short waits, so that Ctrl-C is seen
+    except BaseException:
+        halt.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection of the trainer channel, and the socket that they come in by.  Holds no policy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from swansong.protocol import MAX_MESSAGE_BYTES
+
+from swansongd.errors import SwansongError
+from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
+
+OUTGOING_MESSAGES_MAX = 64
+MESSAGES_PER_S_MAX = 200.0
+SOCKET_MODE = 0o660
+
+
+class Connection:
+    """A connected peer: its socket (None once closed), its process, and what waits to be sent to it."""
+
+    def __init__(
+        self, number: int, connected: socket.socket, peer: Peer, now_mono_s: float
+    ) -> None:
+        self.number = number
+        self.socket: socket.socket | None = connected
+        self.peer = peer
+        self.has_joined = False
+        self._outgoing: deque[bytes] = deque()
+        self._tokens = MESSAGES_PER_S_MAX
+        self._refilled_mono_s = now_mono_s
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether messages wait until the peer reads."""
+        return bool(self._outgoing)
+
+    def receive(self) -> tuple[bytes, int, bool]:
+        """The next message, the pid that sent it, and whether it was cut off at the size limit.
+
+        No bytes mean that the peer has closed.
+
+        Raises:
+            BlockingIOError: no message is there.
+            OSError: the connection is broken.
+        """
+        assert self.socket is not None
+        # Room for the credentials alone: descriptors that a peer might pass are dropped by the kernel.
+        data, ancillary, flags, _ = self.socket.recvmsg(
+            MAX_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
+        pid = 0
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid = unpack_credentials(content)[0]
+        return data, pid, bool(flags & socket.MSG_TRUNC)
+
+    def may_speak(self, now_mono_s: float) -> bool:
+        """Count one message; False when the peer sends more than the rate allows."""
+        earned = (now_mono_s - self._refilled_mono_s) * MESSAGES_PER_S_MAX
+        self._tokens = min(MESSAGES_PER_S_MAX, self._tokens + earned) - 1.0
+        self._refilled_mono_s = now_mono_s
+        return self._tokens >= 0.0
+
+    def send(self, message: bytes) -> bool:
+        """Send, or keep until the peer reads; False when too much is kept already.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        if len(self._outgoing) >= OUTGOING_MESSAGES_MAX:
+            return False
+        self._outgoing.append(message)
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        with suppress(BlockingIOError):
+            while self._outgoing and self.socket is not None:
+                self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
+                self._outgoing.popleft()
+
+    def close(self, last_words: bytes | None = None) -> None:
+        """Close the socket; ``last_words`` reach the peer if it has room for them."""
+        if self.socket is not None:
+            close_socket(self.socket, last_words)
+            self.socket = None
+            self._outgoing.clear()
+
+
+def close_socket(connected: socket.socket, last_words: bytes | None) -> None:
+    """Close a non-blocking socket, saying something first."""
+    if last_words is not None:
+        with suppress(OSError):
+            # What is unread at the close would reach the peer as an error that hides our last words.
+            connected.shutdown(socket.SHUT_RD)
+            while connected.recv(1):
+                pass
+        with suppress(OSError):
+            connected.send(last_words, socket.MSG_NOSIGNAL)
+    connected.close()
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket at ``path``, of mode 0660, in place of one that nobody answers on any more.
+
+    Raises:
+        SwansongError: somebody answers there, or what is there is no socket.
+        OSError: the directory is missing or not ours to write to.
+    """
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        # The file is born with the mode of the unbound socket, less the umask; the chmod afterwards can
+        # only widen it.  So at no moment may others connect, and the process-wide umask is left alone.
+        os.fchmod(listener.fileno(), SOCKET_MODE)
+        listener.bind(os.fspath(path))
+        os.chmod(path, SOCKET_MODE)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def adopt(listener_fd: int) -> socket.socket:
+    """The listening socket that systemd handed over.
+
+    Raises:
+        SwansongError: it is of another type.
+    """
+    listener = socket.socket(fileno=listener_fd)
+    if (listener.family, listener.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        listener.close()
+        raise SwansongError(
+            "the socket handed over by systemd is of the wrong type",
+            hint="use ListenSequentialPacket= in the socket unit",
+        )
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise SwansongError(
+                f"{path} exists and is not a socket",
+                hint="remove it, or name another path in trainer.socket",
+            )
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        code = probe.connect_ex(os.fspath(path))
+    if code == errno.ECONNREFUSED:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    elif code != errno.ENOENT:
+        raise SwansongError(
+            f"another process answers on {path}",
+            hint="stop the other daemon, or name another path in trainer.socket",
+        )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signal for trainers without our hooks: sent through a pidfd, and only where it cannot kill.
+
+The default action of most signals ends the process, so the target must catch the signal, belong to a
+user who may train, and be the training script itself: launchers die of it and leave their workers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path, PurePath
+
+from swansongd.config_values import signal_number
+from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
+from swansongd.errors import ConfigError
+from swansongd.trainers import peers
+
+SYSTEMCTL_TIMEOUT_S = 2.0
+_PID_FILE = re.compile(rb"\s*([1-9][0-9]{0,9})\s*")
+_LAUNCHERS = re.compile(
+    r"(torchrun|deepspeed|accelerate(-launch)?|torch\.distributed\.(run|launch)"
+    r"|deepspeed\.launcher\.\w+|accelerate\.commands\.\w+)"
+)
+
+
+class _Refused(Exception):
+    """Why the signal is not sent, with the way out."""
+
+
+class SignalSender:
+    """Signals the one configured process, in a thread of its own for each request.
+
+    Args:
+        signal_name: for example ``SIGUSR1``.
+        pid_file: file that holds the number of the process; it comes before ``unit``.
+        unit: systemd unit whose main process is meant.
+        allowed_uids: users that the process and its pid file may belong to.
+        post: takes SignalSent or SignalRefused, and SignalledExited once the process is gone.
+
+    Raises:
+        ConfigError: no such signal, or not one for a trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        signal_name: str,
+        pid_file: Path | None,
+        unit: str | None,
+        allowed_uids: frozenset[int],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._name = signal_name
+        number = signal_number(signal_name)
+        if number is None:
+            raise ConfigError([f"trainer.signal: {signal_name} is no signal for a trainer"])
+        self._number = number
+        self._pid_file = pid_file
+        self._unit = unit
+        self._allowed_uids = allowed_uids
+        self._post = post
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+
+    def send(self, request_id: str) -> None:
+        """Signal the trainer, once per request; returns at once."""
+        with self._lock:
+            if request_id in self._known:
+                return
+            self._known.add(request_id)
+        threading.Thread(
+            target=self._send, args=(request_id,), name=f"signal-{request_id}", daemon=True
+        ).start()
+
+    def _send(self, request_id: str) -> None:
+        try:
+            pid, pidfd = self._target()
+        except _Refused as refusal:
+            self._post(SignalRefused(request_id, str(refusal)))
+            return
+        except Exception as error:  # noqa: BLE001 - the decision waits for an answer, whatever happened
+            self._post(SignalRefused(request_id, f"the process cannot be examined: {error}"))
+            return
+        try:
+            # The checks read /proc by number; that the pidfd's process still lives makes them its own.
+            signal.pidfd_send_signal(pidfd, self._number)
+        except OSError as error:
+            os.close(pidfd)
+            self._post(SignalRefused(request_id, _not_sent(pid, error)))
+            return
+        try:
+            self._post(SignalSent(request_id, pid))
+            peers.wait_exit(pidfd, None)
+            self._post(SignalledExited(request_id, pid))
+        finally:
+            os.close(pidfd)
+
+    def _target(self) -> tuple[int, int]:
+        pid = self._resolve()
+        try:
+            pidfd = peers.open_process(pid)
+        except ProcessLookupError:
+            raise _Refused(f"process {pid} is gone") from None
+        try:
+            self._check(pid)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        return pid, pidfd
+
+    def _check(self, pid: int) -> None:
+        uid = peers.real_uid(pid)
+        if uid not in self._allowed_uids:
+            raise _Refused(
+                f"process {pid} belongs to user id {uid}: add that user to trainer.users "
+                "if it is the trainer"
+            )
+        program = _program(peers.command_line(pid))
+        if _LAUNCHERS.fullmatch(program):
+            raise _Refused(
+                f"process {pid} is the launcher {program}, which would die or end the job: "
+                "let the training script write its own pid to trainer.pid_file"
+            )
+        if not peers.catches_signal(pid, self._number):
+            raise _Refused(
+                f"process {pid} has no handler for {self._name} and would die of it: "
+                "install one in the training script, or use the hooks"
+            )
+
+    def _resolve(self) -> int:
+        if self._pid_file is not None:
+            return self._pid_from_file(self._pid_file)
+        if self._unit is not None:
+            return _main_pid(self._unit)
+        raise _Refused("no process is configured: set trainer.pid_file or trainer.unit")
+
+    def _pid_from_file(self, path: Path) -> int:
+        try:
+            # Neither a link to elsewhere nor a FIFO that never answers.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _Refused(
+                f"the pid file {path} cannot be opened ({error.strerror}): the training script "
+                "writes it when it starts"
+            ) from None
+        try:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode):
+                raise _Refused(f"the pid file {path} is not a regular file")
+            if facts.st_uid not in self._allowed_uids or facts.st_mode & stat.S_IWOTH:
+                raise _Refused(
+                    f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
+                    "must belong to one of trainer.users and be writable by nobody else"
+                )
+            match = _PID_FILE.fullmatch(os.read(fd, 64))
+        finally:
+            os.close(fd)
+        if match is None:
+            raise _Refused(f"the pid file {path} does not hold one number")
+        return int(match[1])
+
+
+def _not_sent(pid: int, error: OSError) -> str:
+    if isinstance(error, ProcessLookupError):
+        return f"process {pid} is gone"
+    if isinstance(error, PermissionError):
+        return (
+            f"not permitted to signal process {pid}: give the daemon CAP_KILL, "
+            "or run both as the same user"
+        )
+    return f"process {pid} could not be signalled: {error.strerror}"
+
+
+def _main_pid(unit: str) -> int:
+    command = ["systemctl", "show", "--property", "MainPID", "--value", "--", unit]
+    try:
+        done = subprocess.run(  # noqa: S603 - the unit's name is the operator's
+            command, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=True, text=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _Refused(f"systemctl does not tell the main process of {unit}: {error}") from None
+    pid = 0
+    with suppress(ValueError):
+        pid = int(done.stdout)
+    if pid <= 0:
+        raise _Refused(f"unit {unit} has no main process: is it running?")
+    return pid
+
+
+def _program(arguments: list[str]) -> str:
+    """What the process runs: name of the program, or of the script or module that Python runs."""
+    if not arguments:
+        return ""
+    name = PurePath(arguments[0]).name
+    if not name.startswith(("python", "pypy")):
+        return name
+    rest = iter(arguments[1:])
+    for argument in rest:
+        if argument == "-m":
+            return next(rest, "")
+        if argument in ("-X", "-W", "--check-hash-based-pycs"):
+            next(rest, None)
+        elif argument.startswith("-"):
+            if argument.endswith("c"):
+                return ""
+        else:
+            return PurePath(argument).name
+    return ""

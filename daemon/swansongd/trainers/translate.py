@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From messages of the trainer channel to events of the decision loop.  Pure."""
+
+from __future__ import annotations
+
+from swansong import protocol
+from swansong.protocol import Message
+
+from swansongd.core.events import (
+    Event,
+    TrainerAccepted,
+    TrainerFailed,
+    TrainerProgress,
+    TrainerSealed,
+)
+from swansongd.model import TrainerView
+
+_TEXT_CHARS_MAX = 500
+
+
+def event_of(connection: int, message: Message) -> Event:
+    """The event that stands for a trainer's message; not for those that the channel itself handles."""
+    match message:
+        case protocol.Progress():
+            return TrainerProgress(connection, message.step, message.save_s, message.save_bytes)
+        case protocol.Accepted():
+            return TrainerAccepted(connection, message.request_id, message.step)
+        case protocol.Sealed():
+            return TrainerSealed(
+                connection, message.request_id, message.step, message.save_s, message.size_bytes
+            )
+        case protocol.Failed():
+            return TrainerFailed(connection, message.request_id, short(message.reason))
+        case protocol.Declined():
+            reason = short(f"declined: {message.reason}")
+            return TrainerFailed(connection, message.request_id, reason)
+    raise AssertionError(f"no event for {message.TYPE}")
+
+
+def view_of(connection: int, pid: int, hello: protocol.Hello) -> TrainerView:
+    """What a hello tells of its rank."""
+    return TrainerView(
+        connection=connection,
+        pid=pid,
+        rank=hello.rank,
+        world_size=hello.world_size,
+        local_world_size=hello.local_world_size,
+        step=hello.step,
+    )
+
+
+def problem_with(hello: protocol.Hello, run: str) -> str:
+    """Why a trainer may not join ``run``, with the way out; empty when it may."""
+    if hello.version != protocol.VERSION:
+        return (
+            f"the hooks speak version {hello.version} and the daemon {protocol.VERSION}: "
+            "install matching versions"
+        )
+    if hello.run not in ("", run):
+        return (
+            f"the trainer says run {hello.run!r:.100}, the daemon serves {run!r}: "
+            "let the trainer leave the run out, or change run in the configuration"
+        )
+    if not (0 <= hello.rank < hello.world_size and 1 <= hello.local_world_size <= hello.world_size):
+        return (
+            f"rank {hello.rank} of {hello.world_size} ({hello.local_world_size} on this VM) "
+            "makes no sense: check RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+        )
+    return ""
+
+
+def refused(reason: str) -> bytes:
+    """The last message to a peer that is turned away."""
+    return protocol.encode(protocol.Refused(short(reason)))
+
+
+def short(text: str) -> str:
+    """``text``, cut to what belongs into a log line."""
+    return text if len(text) <= _TEXT_CHARS_MAX else f"{text[:_TEXT_CHARS_MAX]}..."

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# One build for both clouds; `-only` picks one.
+
+locals {
+  stamp = formatdate("YYYYMMDD-hhmmss", timestamp())
+}
+
+build {
+  sources = ["source.amazon-ebs.swansong", "source.googlecompute.swansong"]
+
+  # The shape of the repository, as far as provision.sh needs it.
+  provisioner "shell" {
+    inline = ["mkdir -p /tmp/swansong/packer /tmp/swansong/wheelhouse"]
+  }
+
+  provisioner "file" {
+    source      = "${path.root}/provision.sh"
+    destination = "/tmp/swansong/packer/provision.sh"
+  }
+
+  provisioner "file" {
+    source      = "${path.root}/../systemd"
+    destination = "/tmp/swansong"
+  }
+
+  provisioner "file" {
+    source      = "${var.wheelhouse}/"
+    destination = "/tmp/swansong/wheelhouse"
+  }
+
+  provisioner "file" {
+    source      = var.config_file
+    destination = "/tmp/swansong/swansong.toml"
+  }
+
+  provisioner "shell" {
+    inline = [
+      "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml",
+      "rm -rf /tmp/swansong",
+    ]
+  }
+}

@@ -1,0 +1,170 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Puts Swansong on this machine.  The images and the tests use this same script, and so can you on a VM
+# that exists.  Running it again changes nothing, or upgrades.  It enables the daemon and never starts it.
+set -euo pipefail
+
+readonly VENV=/opt/swansong
+readonly CONFIG=/etc/swansong/swansong.toml
+
+usage() {
+	cat <<-'TEXT'
+		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--no-packages] [--image]
+		  --wheelhouse DIR  install the two distributions from the wheels in DIR, without a package index;
+		                    else from the sources beside this script, their dependencies from the index
+		  --config FILE     becomes /etc/swansong/swansong.toml, unless that exists; else the commented example
+		  --no-packages     install nothing with the package manager: fail when Python is missing
+		  --image           at the end, forget the identity of this machine, for it becomes an image
+		PYTHON names the interpreter to use; else the first of 3.11 or later that is found.
+	TEXT
+}
+
+say() { printf 'provision: %s\n' "$*"; }
+
+die() {
+	printf 'provision: %s\n' "$*" >&2
+	exit 1
+}
+
+# Prints the first interpreter that is new enough and can make a venv.
+find_python() {
+	local candidate
+	for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
+		if [ -n "$candidate" ] && "$candidate" -c \
+			'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+			command -v "$candidate"
+			return
+		fi
+	done
+	return 1
+}
+
+install_packages() {
+	if command -v apt-get >/dev/null; then
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends "$@" </dev/null
+	elif command -v dnf >/dev/null; then
+		dnf install -y -q "$@"
+	else
+		return 1
+	fi
+}
+
+ensure_packages() {
+	if ! find_python >/dev/null; then
+		# The distribution's own Python first; Ubuntu 22.04 and Amazon Linux have 3.11 beside an older one.
+		install_packages python3 python3-venv ca-certificates || true
+		find_python >/dev/null || install_packages python3.11 python3.11-venv || install_packages python3.11 || true
+	fi
+	# Without polkit logind refuses a delay lock to anyone but root; the daemon then works without it.
+	if ! command -v pkaction >/dev/null; then
+		install_packages polkitd || install_packages polkit ||
+			say "no polkit: shutdowns that nobody announced will not wait for the flush"
+	fi
+}
+
+install_distributions() {
+	local python
+	python=$(find_python) || die "Python 3.11 or later with the venv module is needed; name one with PYTHON=..."
+	if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+		"$python" -m venv --clear "$VENV"
+	fi
+	local install=("$VENV/bin/python" -m pip install --quiet --no-input --no-cache-dir --disable-pip-version-check --upgrade)
+	if [ -n "$wheelhouse" ]; then
+		"${install[@]}" --no-index --find-links "$wheelhouse" swansong swansongd
+	else
+		# A copy, for a build leaves files beside its sources.
+		scratch=$(mktemp -d)
+		trap 'rm -rf "$scratch"' EXIT
+		cp -r "$source/training_hooks" "$source/daemon" "$scratch/"
+		"${install[@]}" --constraint "$source/constraints.txt" "$scratch/training_hooks" "$scratch/daemon"
+	fi
+	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong
+}
+
+install_system_files() {
+	local units=$source/systemd
+	install -D -m 0644 "$units/sysusers.d/swansong.conf" /usr/lib/sysusers.d/swansong.conf
+	install -D -m 0644 "$units/tmpfiles.d/swansong.conf" /usr/lib/tmpfiles.d/swansong.conf
+	install -D -m 0644 -t /etc/systemd/system "$units/swansongd.service" "$units/swansong-restore@.service"
+	install -D -m 0644 "$units/trainer.service.d/swansong.conf" \
+		/usr/share/doc/swansong/trainer.service.d/swansong.conf
+	systemd-sysusers swansong.conf
+	systemd-tmpfiles --create swansong.conf
+}
+
+# A Python below /root, say, would do for us but not for the daemon.
+check_daemon_can_run() {
+	runuser -u swansong -- "$VENV/bin/python" -c 'import swansongd' ||
+		die "user swansong cannot run $(realpath "$VENV/bin/python"): remove $VENV, name another with PYTHON=..."
+}
+
+install_config() {
+	local example
+	if [ -e "$CONFIG" ]; then
+		say "kept $CONFIG"
+		return
+	fi
+	if [ -z "$config" ]; then
+		example=$("$VENV/bin/python" -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
+	fi
+	install -D -m 0644 "${config:-$example}" "$CONFIG"
+	say "wrote $CONFIG"
+}
+
+configure_logind() {
+	local installed=/etc/systemd/logind.conf.d/zz-swansong.conf
+	if ! cmp -s "$source/systemd/logind.conf.d/zz-swansong.conf" "$installed"; then
+		install -D -m 0644 "$source/systemd/logind.conf.d/zz-swansong.conf" "$installed"
+		[ "$booted" = no ] || systemctl try-restart systemd-logind.service # sessions and locks survive it
+	fi
+}
+
+enable_service() {
+	[ "$booted" = no ] || systemctl daemon-reload
+	systemctl enable --quiet swansongd.service
+}
+
+# What tells one VM from another; the first boot of the image makes it anew.
+forget_this_machine() {
+	if command -v cloud-init >/dev/null; then
+		cloud-init clean --logs
+	fi
+	: >/etc/machine-id
+}
+
+wheelhouse='' config='' packages=yes image=no
+while [ $# -gt 0 ]; do
+	case $1 in
+	--wheelhouse | --config)
+		[ -e "${2:-}" ] || die "$1 needs something that exists, not '${2:-}'"
+		printf -v "${1#--}" %s "$(realpath "$2")"
+		shift
+		;;
+	--no-packages) packages=no ;;
+	--image) image=yes ;;
+	-h | --help)
+		usage
+		exit 0
+		;;
+	*)
+		usage >&2
+		exit 2
+		;;
+	esac
+	shift
+done
+[ "$(id -u)" = 0 ] || die "must be root: it makes a user, units and $VENV"
+umask 022
+booted=no
+[ ! -d /run/systemd/system ] || booted=yes
+source=$(realpath "$(dirname "$0")/..")
+[ "$packages" = no ] || ensure_packages
+install_distributions
+install_system_files
+check_daemon_can_run
+install_config
+configure_logind
+enable_service
+[ "$image" = no ] || forget_this_machine
+say "done: edit $CONFIG, then systemctl start swansongd"

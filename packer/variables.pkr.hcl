@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+
+variable "wheelhouse" {
+  type        = string
+  default     = "../build/wheelhouse"
+  description = "Folder of wheels, see README.md."
+}
+
+variable "config_file" {
+  type        = string
+  default     = "../daemon/swansongd/swansong.example.toml"
+  description = "Becomes /etc/swansong/swansong.toml in the image. Holds no secret."
+}
+
+variable "image_name" {
+  type        = string
+  default     = "swansong"
+  description = "Name of the image; a time stamp is added."
+}
+
+# The bases are plain Debian. For GPUs name an image that has drivers: its Python may be 3.11 or later,
+# or provision.sh installs one beside it.
+
+variable "aws_region" {
+  type    = string
+  default = "us-east-1"
+}
+
+variable "aws_instance_type" {
+  type        = string
+  default     = "t3.small"
+  description = "Of the build VM; needs no GPU."
+}
+
+variable "aws_source_image" {
+  type        = string
+  default     = "debian-12-amd64-*"
+  description = "Name pattern of the base image; the newest that matches is taken."
+}
+
+variable "aws_source_owner" {
+  type        = string
+  default     = "136693071363" # Debian
+  description = "Account that publishes the base image."
+}
+
+variable "aws_ssh_username" {
+  type    = string
+  default = "admin"
+}
+
+variable "gcp_project" {
+  type        = string
+  default     = ""
+  description = "Project that the image is made in."
+}
+
+variable "gcp_zone" {
+  type    = string
+  default = "us-central1-a"
+}
+
+variable "gcp_machine_type" {
+  type    = string
+  default = "e2-small"
+}
+
+variable "gcp_source_family" {
+  type        = string
+  default     = "debian-12"
+  description = "Family of the base image; its newest is taken."
+}
+
+variable "gcp_source_project" {
+  type    = string
+  default = "debian-cloud"
+}

@@ -1,0 +1,84 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Checks what no Python tool reads: shell scripts, systemd units, Packer templates.  Part of `make check`.
+# A tool that is missing is a failure in CI, and elsewhere a line that says what was not checked.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+failed=0
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# check WHAT COMMAND...: success is exit 0 and nothing on stderr, for some tools only print what they find.
+check() {
+	local what=$1
+	shift
+	if "$@" >"$scratch/stdout" 2>"$scratch/stderr" && [ ! -s "$scratch/stderr" ]; then
+		printf 'ok      %s\n' "$what"
+	else
+		printf 'FAILED  %s\n' "$what"
+		sed -e '/^✓/d' -e 's/^/        /' "$scratch/stdout" "$scratch/stderr"
+		failed=1
+	fi
+}
+
+# have TOOL WHAT: whether the tool is there; else says what is not checked for want of it.
+have() {
+	if command -v "$1" >/dev/null; then
+		return 0
+	fi
+	if [ -n "${CI:-}" ]; then
+		printf 'FAILED  %s: %s is not installed\n' "$2" "$1"
+		failed=1
+	else
+		printf 'skipped %s: %s is not installed\n' "$2" "$1"
+	fi
+	return 1
+}
+
+# requirements-dev.txt brings shellcheck.
+PATH=$PATH:$PWD/.venv/bin
+
+if have shellcheck "shell scripts"; then
+	mapfile -t scripts < <(find . \( -name '.?*' -o -name build \) -prune -o -name '*.sh' -print)
+	check "shell scripts" shellcheck "${scripts[@]}" .ci/run
+fi
+
+if have systemd-analyze "units"; then
+	# A root of its own, in which the units find what they start and what they are ordered by.
+	root=$scratch/root
+	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
+	ln -s usr/lib "$root/lib"
+	for program in bin/sh bin/rm opt/swansong/bin/swansongd opt/swansong/bin/swansong; do
+		install -m 0755 /dev/null "$root/$program"
+	done
+	for units in /usr/lib/systemd/system /lib/systemd/system; do
+		[ -d "$root/usr/lib/systemd/system" ] || [ ! -d "$units" ] || cp -r "$units" "$root/usr/lib/systemd/"
+	done
+	cp -r systemd/*.service systemd/trainer.service.d "$root/etc/systemd/system/"
+	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
+	for unit in swansongd.service swansong-restore@my-run.service trainer.service; do
+		check "$unit is understood" systemd-analyze verify --man=no --recursive-errors=no \
+			--root="$root" "/etc/systemd/system/$unit"
+	done
+	for unit in systemd/*.service; do
+		check "exposure of ${unit#systemd/} is at most 2.0" systemd-analyze security --offline=true \
+			--threshold=20 --no-pager "$unit"
+	done
+fi
+
+if have packer "Packer templates"; then
+	# Without plugins.pkr.hcl, a block that Packer 1.6 does not know; the rest it checks to the last argument.
+	export CHECKPOINT_DISABLE=1 PACKER_CONFIG_DIR=$scratch
+	check "format of the Packer templates" packer fmt -check packer
+	mkdir -p "$scratch/clone/build/wheelhouse" "$scratch/clone/daemon/swansongd"
+	cp -r packer systemd "$scratch/clone/"
+	rm "$scratch/clone/packer/plugins.pkr.hcl"
+	touch "$scratch/clone/daemon/swansongd/swansong.example.toml"
+	depth=() # later versions check arguments with plugins only
+	packer version | grep -q '^Packer v1\.6\.' || depth=(-syntax-only)
+	check "Packer templates" env --chdir "$scratch/clone/packer" \
+		packer validate -var gcp_project=none "${depth[@]}" .
+fi
+
+exit "$failed"

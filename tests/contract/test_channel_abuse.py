@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer channel under hostile, broken and careless peers: none of them costs the others anything."""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from channel_peer import Client, PeerProcess, RunningChannel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from swansong import protocol
+from swansongd.core.events import TrainerJoined, TrainerLeft, TrainerProgress
+from swansongd.trainers import channel, connection, peers
+from waiting import until
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningChannel]:
+    """One channel for all: whatever a test does to it, the next one must find it at work."""
+    with RunningChannel() as running:
+        yield running
+
+
+def refusal(client: Client) -> str:
+    """The reason why the daemon refused, after which it has closed."""
+    answer = client.hear()
+    assert isinstance(answer, protocol.Refused), answer
+    assert client.hear() is None
+    return answer.reason
+
+
+def assert_serves(running: RunningChannel) -> None:
+    before = len(running.of(TrainerProgress))
+    with running.joined() as client:
+        client.say(protocol.Progress(1))
+        running.wait(TrainerProgress, before + 1)
+
+
+@as_root
+@pytest.mark.fault("S8")
+def test_another_user_cannot_even_connect(running: RunningChannel) -> None:
+    """The mode of the socket keeps out who is not in the group."""
+    script = """
+try: s.connect(path)
+except PermissionError: show("kept out")
+"""
+    with PeerProcess(running.path, script, uid=NOBODY, gid=NOBODY) as peer:
+        assert peer.line() == "kept out"
+
+
+@as_root
+@pytest.mark.fault("S8", "T13")
+def test_another_user_in_the_group_is_refused_by_its_credentials(running: RunningChannel) -> None:
+    """Who gets through the mode but is not configured reads what to configure; so does the log, once."""
+    for _ in range(2):
+        with PeerProcess(running.path, "s.connect(path); show(hear())", uid=NOBODY) as peer:
+            reason = json.loads(peer.line())["reason"]
+            assert "65534" in reason
+            assert "trainer.users" in reason
+    assert len([line for line in running.lines if "65534" in line]) == 1
+
+
+@as_root
+def test_a_configured_user_is_served() -> None:
+    """The list of users admits, not the fact of being the daemon's own."""
+    with (
+        RunningChannel(allowed_uids=frozenset({NOBODY})) as running,
+        PeerProcess(running.path, "show(join())", uid=NOBODY) as peer,
+    ):
+        assert '"welcome"' in peer.line()
+
+
+@pytest.mark.fault("S12")
+def test_an_oversized_message_ends_the_connection(running: RunningChannel) -> None:
+    """A message over the limit is refused with the way out; none of it is believed."""
+    with running.joined() as client:
+        client.say(b'{"type":"progress","step":7,"x":"' + b"x" * protocol.MAX_MESSAGE_BYTES + b'"}')
+        assert "65536 bytes" in refusal(client)
+    with running.connect() as client, pytest.raises(OSError, match=os.strerror(errno.EMSGSIZE)):
+        client.say(b"x" * 2**20)  # the kernel's own limit
+    assert not any(event.step == 7 for event in running.of(TrainerProgress))
+    assert_serves(running)
+
+
+def test_the_largest_message_passes(running: RunningChannel) -> None:
+    """The limit itself is within the limit."""
+    with running.joined() as client:
+        head, tail = b'{"type":"progress","step":8,"x":"', b'"}'
+        client.say(head + b"x" * (protocol.MAX_MESSAGE_BYTES - len(head) - len(tail)) + tail)
+        until(lambda: any(event.step == 8 for event in running.of(TrainerProgress)))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+looks_right = st.builds(
+    lambda kind, rest: json.dumps({**rest, "type": kind.TYPE}).encode(),
+    st.sampled_from([*protocol.FROM_TRAINER, *protocol.FROM_DAEMON]),
+    st.dictionaries(
+        st.sampled_from(["step", "run", "rank", "reason", "request_id", "version"]), json_values
+    ),
+)
+
+
+@pytest.mark.fault("S12", "S13")
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.binary(min_size=1, max_size=200) | looks_right, min_size=1, max_size=4))
+def test_whatever_is_sent_the_others_are_served(
+    running: RunningChannel, messages: list[bytes]
+) -> None:
+    """Bytes, broken JSON and well-formed nonsense end in a refusal or in nothing, and harm nobody."""
+    with running.connect() as client:
+        for message in messages:
+            try:
+                client.say(message)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+    assert_serves(running)
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"[" * 60000,
+        b'{"type":"progress","step":' + b"9" * 60000 + b"}",
+        b'{"type":"progress","step":1,"step":2}',
+        b'{"type":"progress","step":1,"loss":NaN}',
+        b'{"type":"progress","step":true}',
+        b"\xff\xfe",
+    ],
+    ids=["deep", "huge-number", "duplicate", "nan", "bool", "no-utf8"],
+)
+def test_json_tricks_are_refused(running: RunningChannel, message: bytes) -> None:
+    """None of the known tricks is taken for a message."""
+    before = len(running.of(TrainerProgress))
+    with running.joined() as client:
+        client.say(message)
+        assert refusal(client)
+    assert len(running.of(TrainerProgress)) == before
+
+
+@pytest.mark.fault("S12")
+def test_a_peer_that_does_not_read_is_dropped(running: RunningChannel) -> None:
+    """What waits for one peer is bounded, sending never waits, and the others hear everything."""
+    with running.joined() as slow, running.joined() as quick:
+        numbers = (slow.number, quick.number)
+        left = 0
+        for step in range(3000):
+            running.channel.send(numbers, protocol.Withdrawn(str(step), "x" * 2000))
+            heard = quick.hear()
+            assert isinstance(heard, protocol.Withdrawn)
+            assert heard.request_id == str(step)
+            left = sum(event.connection == numbers[0] for event in running.of(TrainerLeft))
+            if left:
+                break
+        assert left == 1
+        assert "does not read" in running.of(TrainerLeft)[-1].reason
+        slow.close()
+
+
+def test_a_peer_that_reads_late_misses_nothing(running: RunningChannel) -> None:
+    """Messages that the socket had no room for wait, in order, until the peer reads."""
+    with running.joined() as client:
+        count = connection.OUTGOING_MESSAGES_MAX  # each too large for two to fit into the socket
+        for step in range(count):
+            running.channel.send((client.number,), protocol.Withdrawn(str(step), "x" * 60000))
+        heard = [client.hear() for _ in range(count)]
+        assert [message.request_id for message in heard if message] == list(map(str, range(count)))
+
+
+@pytest.mark.fault("S12")
+def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
+    """A peer that sends without end is dropped at the rate limit, with a reason."""
+    before = len(running.of(TrainerProgress))
+    with running.joined() as client:
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(100_000):
+                client.say(protocol.Progress(1))
+        answer = until(client.hear)
+        assert isinstance(answer, protocol.Refused)
+        assert "messages a second" in answer.reason
+    assert len(running.of(TrainerProgress)) - before < 2000
+    assert_serves(running)
+
+
+@pytest.mark.fault("S12", "H07")
+def test_connections_are_bounded() -> None:
+    """One more than the limit is refused; when one has gone, there is room again."""
+    with RunningChannel() as running:
+        clients = [running.connect() for _ in range(channel.CONNECTIONS_MAX)]
+        with running.connect() as client:
+            assert "connections already" in refusal(client)
+        clients.pop().close()
+
+        def is_let_in() -> bool:
+            with running.connect() as client:
+                client.say(protocol.Hello(run="r1"))
+                return isinstance(client.hear(), protocol.Welcome)
+
+        until(is_let_in, what="room")
+        for client in clients:
+            client.close()
+
+
+def test_descriptors_that_a_peer_passes_are_not_taken(running: RunningChannel) -> None:
+    """A peer cannot fill the daemon's descriptor table by passing its own."""
+    with running.joined() as client:
+        count = len(os.listdir("/proc/self/fd"))
+        for step in range(50):
+            client.socket.sendmsg(
+                [protocol.encode(protocol.Progress(1000 + step))],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))],
+            )
+        until(lambda: any(event.step == 1049 for event in running.of(TrainerProgress)))
+        assert len(os.listdir("/proc/self/fd")) <= count
+
+
+@pytest.mark.fault("H07")
+def test_without_descriptors_the_connected_are_served_and_nothing_spins() -> None:
+    """Out of descriptors the daemon lets nobody in, goes on with those that it has, and stays calm."""
+    script = """
+import resource, sys, time
+from channel_peer import RunningChannel
+from swansongd.core.events import TrainerProgress
+with RunningChannel() as running:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    print(running.path, flush=True)
+    sys.stdin.readline()
+    running.wait(TrainerProgress)
+    before = time.process_time()
+    sys.stdin.readline()
+    print(time.process_time() - before, "trainer_not_accepted" in str(running.lines), flush=True)
+    sys.stdin.readline()
+"""
+    path = os.pathsep.join(map(os.path.abspath, ("tests", *filter(None, sys.path))))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        socket_path = process.stdout.readline().strip()
+        first = Client(socket_path)
+        first.say(protocol.Hello(run="r1"))
+        assert isinstance(first.hear(), protocol.Welcome)
+        others = [Client(socket_path) for _ in range(20)]  # more than there are descriptors
+        process.stdin.write("\n")
+        first.say(protocol.Progress(1))
+        assert select.select([first.socket], [], [], 0.3)[0] == []  # time in which it could spin
+        process.stdin.write("\n")
+        busy_s, is_logged = process.stdout.readline().split()
+        assert float(busy_s) < 0.15
+        assert is_logged == "True"
+        for other in others:
+            other.close()
+        with Client(socket_path) as late:
+            late.say(protocol.Hello(run="r1"))
+            assert isinstance(late.hear(), protocol.Welcome)
+        first.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.fault("S10")
+def test_peers_are_known_on_kernels_without_a_peer_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 6.5 the pidfd comes from the number, and only while the connection stands."""
+    monkeypatch.setattr(peers, "SO_PEERPIDFD", 9999)
+    with RunningChannel() as running:
+        assert_serves(running)
+        with PeerProcess(running.path, "join(); wait(); os._exit(0)") as peer:
+            running.wait(TrainerJoined, 2)
+            peer.go_on()
+            until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with ours, pytest.raises(ProcessLookupError):
+        peers.identify(ours)

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restore: exactly what was sealed, or an older commit and the reason, or a clear failure."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path, tree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from swansongd import manifest
+from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
+from swansongd.keys import RunKeys
+from swansongd.model import CommitRef
+from swansongd.restore import restore, verify
+from swansongd.stores.files import FileStore
+from waiting import until
+
+KEYS = RunKeys("r")
+OLD = {"model.pt": b"old" * 700, "meta/rng-0.pt": b"seed", "empty": b""}
+NEW = {"model.pt": b"new" * 1000, "deep/er/optim.pt": os.urandom(2 * PART_SIZE_BYTES), "x": b"1"}
+OLD_REF, NEW_REF = CommitRef(1, 100), CommitRef(1, 200)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    """A store with an older and a newer commit."""
+    made = file_store(tmp_path / "store")
+    commit(made, OLD, step=100)
+    commit(made, NEW, step=200)
+    return made
+
+
+@pytest.fixture
+def to(tmp_path: Path) -> Path:
+    return tmp_path / "restored" / "here"
+
+
+def in_store(tmp_path: Path, step: int, path: str) -> Path:
+    key = f"r/data/00000001/{step:012d}-abc-a1/00000/{path}"
+    return object_path(tmp_path / "store", key)
+
+
+def manifest_in_store(tmp_path: Path, step: int) -> Path:
+    return object_path(tmp_path / "store", KEYS.commit(CommitRef(1, step), 0, 1))
+
+
+def test_the_newest_commit_comes_back_exactly(store: FileStore, to: Path) -> None:
+    """Same paths, same bytes, nothing else; the numbers told are right, and progress reaches the end."""
+    told: list[tuple[int, int]] = []
+    got = restore(store, KEYS, to, connections=3, progress=lambda *both: told.append(both))
+    size_bytes = sum(map(len, NEW.values()))
+    assert tree(to) == NEW
+    assert (got.ref, got.path, got.size_bytes, got.skipped) == (NEW_REF, to, size_bytes, ())
+    assert told[-1] == (size_bytes, size_bytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert os.listdir(to.parent) == ["here"]
+    assert verify(store, KEYS) == []
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    files=st.dictionaries(
+        st.from_regex(r"[a-z0-9.=@ -]{0,6}[a-z](/[a-z]{1,3}){0,2}", fullmatch=True),
+        st.binary(max_size=3 * PART_SIZE_BYTES),
+        max_size=6,
+    ),
+    connections=st.integers(1, 5),
+)
+def test_any_files_come_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes], connections: int
+) -> None:
+    """Whatever sizes and names, at the edges of parts too."""
+    if any(other.startswith(f"{name}/") for name in files for other in files):
+        return
+    base = tmp_path_factory.mktemp("any")
+    made = file_store(base / "store")
+    commit(made, files)
+    restore(made, KEYS, base / "to", connections=connections)
+    assert tree(base / "to") == files
+
+
+def test_a_generation_stands_above_a_step(store: FileStore, to: Path) -> None:
+    """A late commit of an older generation does not displace a newer generation's."""
+    commit(store, {"a": b"lineage"}, generation=2, step=50)
+    assert restore(store, KEYS, to).ref == CommitRef(2, 50)
+
+
+def test_a_step_can_be_asked_for(store: FileStore, tmp_path: Path) -> None:
+    """Of several generations that have it the newest; a step that nobody committed is an error."""
+    assert restore(store, KEYS, tmp_path / "1", step=100).ref == OLD_REF
+    commit(store, {"a": b"again"}, generation=2, step=100)
+    assert restore(store, KEYS, tmp_path / "2", step=100).ref == CommitRef(2, 100)
+    with pytest.raises(NothingToRestore, match="step 150"):
+        restore(store, KEYS, tmp_path / "3", step=150)
+
+
+def test_runs_do_not_mix(store: FileStore, to: Path) -> None:
+    """Another run in the same store is another run."""
+    with pytest.raises(NothingToRestore, match="run other has no commit"):
+        restore(store, RunKeys("other"), to)
+    assert not to.exists()
+
+
+# ---------------------------------------------------------------- what is wrong with a commit
+
+
+def flip_in_shard(tmp_path: Path) -> None:
+    flip_bit(in_store(tmp_path, 200, "deep/er/optim.pt"), 8 * (PART_SIZE_BYTES + 17) + 3)
+
+
+def remove_shard(tmp_path: Path) -> None:
+    in_store(tmp_path, 200, "x").unlink()
+
+
+def shorten_shard(tmp_path: Path) -> None:
+    os.truncate(in_store(tmp_path, 200, "model.pt"), 2999)
+
+
+def lengthen_shard(tmp_path: Path) -> None:
+    os.truncate(in_store(tmp_path, 200, "model.pt"), 3001)
+
+
+def flip_in_manifest(tmp_path: Path) -> None:
+    flip_bit(manifest_in_store(tmp_path, 200), 1234)
+
+
+def cut_manifest(tmp_path: Path) -> None:
+    os.truncate(manifest_in_store(tmp_path, 200), 100)
+
+
+def empty_manifest(tmp_path: Path) -> None:
+    os.truncate(manifest_in_store(tmp_path, 200), 0)
+
+
+DAMAGE = [
+    (flip_in_shard, "does not match its digest"),
+    (remove_shard, "x is missing from the store"),
+    (shorten_shard, "model.pt has 2999 bytes instead of 3000"),
+    (lengthen_shard, "model.pt has 3001 bytes instead of 3000"),
+    (flip_in_manifest, "manifest"),
+    (cut_manifest, "manifest is not JSON"),
+    (empty_manifest, "manifest is not JSON"),
+]
+
+
+@pytest.mark.fault("G08", "G10", "O20")
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
+def test_a_damaged_commit_is_passed_over_aloud(
+    store: FileStore, tmp_path: Path, to: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    """The next older one comes back, whole and unmixed; why is said; the store is left as it is."""
+    damage(tmp_path)
+    before = tree(tmp_path / "store")
+    told: list[tuple[CommitRef, str]] = []
+    got = restore(store, KEYS, to, skipped=lambda *both: told.append(both))
+    assert tree(to) == OLD
+    assert got.ref == OLD_REF
+    assert list(got.skipped) == told
+    ((ref, why),) = told
+    assert ref == NEW_REF
+    assert reason in why
+    assert os.listdir(to.parent) == ["here"]
+    assert tree(tmp_path / "store") == before
+    findings = verify(store, KEYS)
+    assert [finding.ref for finding in findings] == [NEW_REF]
+    assert reason in findings[0].problem
+
+
+@pytest.mark.fault("G07")
+def test_a_deleted_commit_is_no_commit(store: FileStore, to: Path) -> None:
+    """When an operator deletes the newest manifest, the older commit is the newest."""
+    store.delete(KEYS.commit(NEW_REF, 0, 1))
+    assert restore(store, KEYS, to).ref == OLD_REF
+
+
+@pytest.mark.fault("G01")
+def test_shards_without_a_manifest_are_no_commit(store: FileStore, to: Path) -> None:
+    """A flush that never committed leaves garbage, and the older commit stands."""
+    store.put("r/data/00000001/000000000300-abc-a1/00000/model.pt", b"garbage")
+    assert restore(store, KEYS, to).ref == NEW_REF
+
+
+@pytest.mark.fault("G09")
+def test_a_commit_of_a_newer_format_is_passed_over_with_a_way_out(
+    store: FileStore, to: Path
+) -> None:
+    """Nothing is guessed; the reason says to upgrade."""
+    store.put(KEYS.commit(CommitRef(1, 300), 0, 1), b'{"format":"swansong-manifest","version":7}')
+    got = restore(store, KEYS, to)
+    assert got.ref == NEW_REF
+    assert "upgrade" in got.skipped[0][1]
+
+
+def test_nothing_whole_lists_all_reasons(store: FileStore, tmp_path: Path, to: Path) -> None:
+    """When every commit is damaged the error names each with its reason, and nothing is there."""
+    flip_in_shard(tmp_path)
+    in_store(tmp_path, 100, "empty").unlink()
+    with pytest.raises(NothingToRestore) as caught:
+        restore(store, KEYS, to)
+    assert "generation 1 step 200: deep/er/optim.pt does not match" in str(caught.value)
+    assert "generation 1 step 100: empty is missing" in str(caught.value)
+    assert os.listdir(to.parent) == []
+
+
+@pytest.mark.fault("G17")
+def test_a_checkpoint_that_a_node_never_committed_is_passed_over(
+    store: FileStore, to: Path
+) -> None:
+    """Two of three nodes are no checkpoint; three of three are, with the files of all in one place."""
+    for node in (0, 2):
+        commit(store, {f"rank-{node}": b"x" * node}, step=300, node=node, nodes=3)
+    got = restore(store, KEYS, to / "1")
+    assert got.ref == NEW_REF
+    assert got.skipped == ((CommitRef(1, 300), "2 of 3 nodes committed it"),)
+    assert verify(store, KEYS) == []
+    commit(store, {"rank-1": b"late"}, step=300, node=1, nodes=3)
+    assert restore(store, KEYS, to / "2").ref == CommitRef(1, 300)
+    assert tree(to / "2") == {"rank-0": b"", "rank-1": b"late", "rank-2": b"xx"}
+
+
+def test_nodes_that_disagree_about_a_file_are_no_checkpoint(store: FileStore, to: Path) -> None:
+    """The same file from two nodes is one file; different files of one name are passed over."""
+    for node in (0, 1):
+        commit(store, {"config": b"same", f"n{node}": b"x"}, step=300, node=node, nodes=2)
+        commit(store, {"config": b"%d" % node}, step=400, node=node, nodes=2)
+    got = restore(store, KEYS, to)
+    assert got.ref == CommitRef(1, 300)
+    assert "different files called config" in got.skipped[0][1]
+    assert tree(to) == {"config": b"same", "n0": b"x", "n1": b"x"}
+
+
+@pytest.mark.fault("S6", "S24", "G16")
+@pytest.mark.parametrize("path", ["../../escaped", "/tmp/escaped", "a/../../../escaped", "."])
+def test_a_hostile_manifest_writes_nothing_outside(
+    store: FileStore, tmp_path: Path, to: Path, path: str
+) -> None:
+    """A manifest with a right digest and a wrong path is passed over before anything is written."""
+    made = commit(store, {"a": b"x"}, step=300)
+    hostile = replace(made, shards=(replace(made.shards[0], path=path),))
+    store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(hostile))
+    before = tree(tmp_path)
+    got = restore(store, KEYS, to)
+    assert "not safe" in got.skipped[0][1]
+    written = set(tree(tmp_path)) - set(before)
+    assert written == {f"restored/here/{name}" for name in NEW}
+
+
+def test_a_shard_that_two_commits_share_is_reported_for_both(
+    store: FileStore, tmp_path: Path
+) -> None:
+    """verify reads a shared shard once, and names every commit that depends on it."""
+    made = commit(store, {"a": b"x"}, step=300)
+    again = replace(made, step=400)
+    store.put(KEYS.commit(CommitRef(1, 400), 0, 1), manifest.encode(again))
+    flip_bit(in_store(tmp_path, 300, "a"), 0)
+    assert [finding.ref.step for finding in verify(store, KEYS)] == [400, 300]
+    assert [finding.ref.step for finding in verify(store, KEYS, step=400)] == [400]
+    assert verify(store, KEYS, step=100) == []
+    with pytest.raises(NothingToRestore):
+        verify(store, KEYS, step=500)
+
+
+# ---------------------------------------------------------------- what is wrong with the store
+
+
+class OddStore(FileStore):
+    """A file store in which one call can be made to behave otherwise."""
+
+    def __init__(self, tmp_path: Path, instead: Callable[[str, int, memoryview], bool]) -> None:
+        super().__init__(f"file://{tmp_path / 'store'}")
+        self._instead = instead
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+        super().get_range(key, offset, into)
+        self._instead(key, offset, into)
+
+
+def test_a_store_that_cannot_be_reached_is_not_a_bad_commit(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """A transient error is raised: an older commit must not come back because of a bad line."""
+
+    def fail(key: str, _offset: int, _into: memoryview) -> bool:
+        if "model.pt" in key:
+            raise Transient("connection reset")
+        return True
+
+    with pytest.raises(Transient, match="connection reset"):
+        restore(OddStore(tmp_path, fail), KEYS, to)
+    assert os.listdir(to.parent) == []
+
+
+def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
+    """A bucket that is not there is an error, and no fresh run."""
+    with pytest.raises(NotFound):
+        restore(FileStore(f"file://{tmp_path / 'nowhere'}"), KEYS, to)
+    assert not to.parent.exists()
+
+
+@pytest.mark.fault("O13")
+def test_a_bit_that_flips_on_the_wire_is_read_again(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """The stored bytes are sound, so the newest commit comes back, right."""
+    flipped: list[str] = []
+
+    def flip_once(key: str, _offset: int, into: memoryview) -> bool:
+        if "optim" in key and not flipped:
+            flipped.append(key)
+            into[5] ^= 1
+        return True
+
+    assert restore(OddStore(tmp_path, flip_once), KEYS, to).ref == NEW_REF
+    assert flipped
+    assert tree(to) == NEW
+
+
+@pytest.mark.fault("G10", "O20")
+def test_a_shard_that_vanishes_under_the_restore_makes_it_take_an_older_commit(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """Retention or a lifecycle rule may delete a shard after its size was checked."""
+
+    def vanish(key: str, _offset: int, _into: memoryview) -> bool:
+        if key.endswith("optim.pt"):
+            raise NotFound("no such key")
+        return True
+
+    got = restore(OddStore(tmp_path, vanish), KEYS, to)
+    assert got.ref == OLD_REF
+    assert got.skipped == ((NEW_REF, "deep/er/optim.pt is missing from the store"),)
+    assert tree(to) == OLD
+
+
+# ---------------------------------------------------------------- the place to restore to
+
+
+def test_a_target_in_use_is_refused_at_once(store: FileStore, tmp_path: Path) -> None:
+    """A file, a link, a directory that holds something: untouched, and an error before any download."""
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious").write_text("x")
+    file = tmp_path / "file"
+    file.write_text("x")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    for destination in (full, file, link):
+        with pytest.raises(StagingError, match="no empty directory") as caught:
+            restore(store, KEYS, destination)
+        assert caught.value.hint
+    assert tree(full) == {"precious": b"x"}
+    assert file.read_text() == "x"
+    assert sorted(os.listdir(tmp_path)) == ["file", "full", "link", "store"]
+
+
+def test_an_empty_directory_is_taken(store: FileStore, to: Path) -> None:
+    """A directory made beforehand is as good as none."""
+    to.mkdir(parents=True)
+    restore(store, KEYS, to)
+    assert tree(to) == NEW
+
+
+@pytest.mark.fault("S24")
+def test_a_link_in_place_of_the_parent_is_not_followed(store: FileStore, tmp_path: Path) -> None:
+    """Whoever may write next to the destination cannot lead the bytes elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "parent").symlink_to(elsewhere)
+    with pytest.raises(StagingError, match="cannot restore to"):
+        restore(store, KEYS, tmp_path / "parent" / "here")
+    assert os.listdir(elsewhere) == []
+
+
+@pytest.mark.fault("S24")
+def test_a_link_put_into_the_target_while_it_is_written_is_not_followed(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """A directory of the target that is swapped for a link in the middle: refused, nothing written."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "er").mkdir(parents=True)
+    (elsewhere / "er" / "optim.pt").write_bytes(b"precious")
+
+    def swap(_key: str, _offset: int, _into: memoryview) -> bool:
+        (partial,) = to.parent.iterdir()
+        if not (partial / "deep").is_symlink():
+            (partial / "deep").rename(partial / "moved")
+            (partial / "deep").symlink_to(elsewhere)
+        return True
+
+    with pytest.raises(StagingError, match="cannot restore to"):
+        restore(OddStore(tmp_path, swap), KEYS, to, connections=1)
+    assert (elsewhere / "er" / "optim.pt").read_bytes() == b"precious"
+    assert not to.exists()
+
+
+@pytest.mark.fault("G11")
+def test_a_stopped_restore_leaves_nothing(store: FileStore, tmp_path: Path, to: Path) -> None:
+    """Stopped in the middle of the bytes: no destination, no temporary directory."""
+    stop = threading.Event()
+    seen: list[list[str]] = []
+
+    def stop_here(_key: str, _offset: int, _into: memoryview) -> bool:
+        seen.append(os.listdir(to.parent))
+        stop.set()
+        return True
+
+    with pytest.raises(Stopped):
+        restore(OddStore(tmp_path, stop_here), KEYS, to, connections=1, stop=stop)
+    assert len(seen) == 1
+    assert seen[0][0].startswith(".here.partial-")
+    assert os.listdir(to.parent) == []
+
+
+@pytest.mark.fault("G11", "D12")
+def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """One restore waits in the middle while another to the same place runs through."""
+    dead = to.parent / ".here.partial-0123456789abcdef"
+    dead.mkdir(parents=True)
+    (dead / "model.pt").write_bytes(b"half")
+    other = to.parent / ".there.partial-0123456789abcdef"
+    other.mkdir()
+    go_on = threading.Event()
+    outcome: list[BaseException] = []
+
+    def wait(_key: str, _offset: int, _into: memoryview) -> bool:
+        return go_on.wait(30)
+
+    def slow() -> None:
+        try:
+            restore(OddStore(tmp_path, wait), KEYS, to)
+        except StagingError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=slow, daemon=True)
+    thread.start()
+    living = until(
+        lambda: [
+            name for name in os.listdir(to.parent) if name.startswith(".here") and name != dead.name
+        ],
+        what="the slow restore to begin",
+    )
+    until(lambda: not dead.exists(), what="the leftover to be removed")
+    restore(store, KEYS, to)
+    assert tree(to) == NEW
+    assert set(os.listdir(to.parent)) == {"here", other.name, *living}
+    go_on.set()
+    thread.join(30)
+    assert "cannot restore to" in str(outcome[0])
+    assert set(os.listdir(to.parent)) == {"here", other.name}
+    assert tree(to) == NEW
+
+
+def test_a_destination_that_appears_meanwhile_is_not_overwritten(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """The last step is a rename that refuses what is not empty."""
+
+    def appear(_key: str, _offset: int, _into: memoryview) -> bool:
+        to.mkdir(exist_ok=True)
+        (to / "precious").write_text("x")
+        return True
+
+    with pytest.raises(StagingError):
+        restore(OddStore(tmp_path, appear), KEYS, to)
+    assert tree(to) == {"precious": b"x"}
+    assert os.listdir(to.parent) == ["here"]

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signal reaches one process that wants it, and no process dies of it that did not ask for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
+from swansongd.errors import ConfigError
+from swansongd.trainers import peers
+from swansongd.trainers.signals import SignalSender, _program
+from waiting import until
+
+CATCHES = """
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"caught\\n"))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+DOES_NOT = "import sys; print('ready', flush=True); sys.stdin.readline()"
+
+
+class Trainer:
+    """A process without hooks; ``argv`` is what it appears to be."""
+
+    def __init__(self, script: str, *argv: str, uid: int = 0) -> None:
+        become = (
+            f"import os, signal; os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n"
+            if uid
+            else ""
+        )
+        command = [sys.executable, "-I", "-S", *(argv or ("-c", become + script))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.line() == "ready"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    with Trainer(CATCHES) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+def sender(
+    events: list[Event], pid_file: Path | None = None, *, unit: str | None = None, uid: int = 0
+) -> SignalSender:
+    return SignalSender(
+        signal_name="SIGUSR1",
+        pid_file=pid_file,
+        unit=unit,
+        allowed_uids=frozenset({os.geteuid(), uid}),
+        post=events.append,
+    )
+
+
+def pid_file(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "pid"
+    path.write_text(f"{content}\n")
+    return path
+
+
+def refusal(events: list[Event]) -> str:
+    until(lambda: events, what="an answer")
+    (event,) = events
+    assert isinstance(event, SignalRefused), event
+    return event.reason
+
+
+def test_the_trainer_gets_the_signal_and_its_end_is_told(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """The handler runs, the delivery is told, and later the exit."""
+    sender(events, pid_file(tmp_path, trainer.pid)).send("q")
+    assert trainer.line() == "caught"
+    until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
+    trainer.end()
+    until(lambda: events[1:] == [SignalledExited("q", trainer.pid)], what="the exit")
+
+
+def test_one_request_is_one_signal(trainer: Trainer, events: list[Event], tmp_path: Path) -> None:
+    """The same request again does nothing; another request is another signal."""
+    signals = sender(events, pid_file(tmp_path, trainer.pid))
+    for request in ("q", "q", "p", "q"):
+        signals.send(request)
+        until(lambda: events, what="an answer")
+    until(lambda: len(events) >= 2)
+    trainer.end()
+    until(lambda: len(events) >= 4)
+    sent = sorted(event.request_id for event in events if isinstance(event, SignalSent))
+    assert sent == ["p", "q"]
+    assert len(events) == 4
+
+
+@pytest.mark.fault("S11", "T10")
+def test_a_process_without_a_handler_is_spared(events: list[Event], tmp_path: Path) -> None:
+    """The default action would kill it: it is refused in words, and lives."""
+    with Trainer(DOES_NOT) as trainer:
+        sender(events, pid_file(tmp_path, trainer.pid)).send("q")
+        assert "no handler for SIGUSR1" in refusal(events)
+        assert trainer.process.poll() is None
+
+
+@pytest.mark.fault("S11", "T10")
+def test_the_mask_of_caught_signals_is_read_right(trainer: Trainer) -> None:
+    """SIGUSR1 is seen as caught where it is, its neighbours and other processes are not."""
+    assert peers.catches_signal(trainer.pid, signal.SIGUSR1)
+    assert not peers.catches_signal(trainer.pid, signal.SIGUSR2)
+    assert not peers.catches_signal(trainer.pid, signal.SIGSEGV)
+    assert not peers.catches_signal(trainer.pid, signal.SIGRTMAX)
+    with Trainer(DOES_NOT) as other:
+        assert not peers.catches_signal(other.pid, signal.SIGUSR1)
+    with pytest.raises(OSError, match="No such"):
+        peers.catches_signal(other.pid, signal.SIGUSR1)
+
+
+@pytest.mark.fault("S10")
+def test_a_process_that_is_gone_is_named(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """A pid file that outlived its process hits nobody."""
+    trainer.end()
+    sender(events, pid_file(tmp_path, trainer.pid)).send("q")
+    assert "is gone" in refusal(events)
+
+
+@pytest.mark.fault("S10")
+def test_a_pidfd_never_means_another_process(trainer: Trainer) -> None:
+    """Once the process has ended, its pidfd reaches nobody, whoever has the number now."""
+    pidfd = peers.open_process(trainer.pid)
+    try:
+        assert not peers.has_exited(pidfd)
+        trainer.end()
+        assert peers.has_exited(pidfd)
+        with pytest.raises(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+    finally:
+        os.close(pidfd)
+
+
+@pytest.mark.fault("S10")
+def test_a_number_that_changes_hands_while_it_is_opened_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The start time before and after must agree; the descriptor is not leaked."""
+    ticks = iter([1, 2])
+    monkeypatch.setattr(peers, "_start_ticks", lambda pid: next(ticks))
+    count = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProcessLookupError, match="another process"):
+        peers.open_process(os.getpid())
+    assert len(os.listdir("/proc/self/fd")) == count
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+def test_a_stranger_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+    """A process of a user who is not configured is left alone; one of a configured user is not."""
+    with Trainer(CATCHES, uid=65534) as trainer:
+        path = pid_file(tmp_path, trainer.pid)
+        sender(events, path).send("q")
+        assert "65534" in refusal(events)
+        assert "trainer.users" in refusal(events)
+        events.clear()
+        sender(events, path, uid=65534).send("q")
+        assert trainer.line() == "caught"
+    until(lambda: len(events) == 2)
+
+
+@pytest.mark.parametrize("content", ["", "abc", "-5", "0", "12 13", "99999999999999", "1\n2"])
+def test_a_pid_file_holds_one_number(content: str, events: list[Event], tmp_path: Path) -> None:
+    """Whatever is not exactly one number (-5 would be a process group) is refused."""
+    sender(events, pid_file(tmp_path, content)).send("q")
+    assert "does not hold one number" in refusal(events)
+
+
+def test_a_pid_file_that_anybody_could_write_is_not_believed(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """It must be a regular file that only its owner, who may train, and the group can write."""
+    path = pid_file(tmp_path, trainer.pid)
+    path.chmod(0o666)
+    sender(events, path).send("q")
+    assert "writable by nobody else" in refusal(events)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away: needs root")
+def test_a_pid_file_of_a_stranger_is_not_believed(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """The number in it would be the stranger's choice."""
+    path = pid_file(tmp_path, trainer.pid)
+    os.chown(path, 65534, 65534)
+    sender(events, path).send("q")
+    assert "owner 65534" in refusal(events)
+
+
+@pytest.mark.fault("S1", "S4")
+def test_a_pid_file_is_a_file(trainer: Trainer, events: list[Event], tmp_path: Path) -> None:
+    """Links are not followed, FIFOs do not block, and what is missing is named."""
+    real = pid_file(tmp_path, trainer.pid)
+    (tmp_path / "link").symlink_to(real)
+    os.mkfifo(tmp_path / "fifo")
+    for name, words in (
+        ("link", "cannot be opened"),
+        ("fifo", "not a regular"),
+        ("none", "cannot be"),
+    ):
+        events.clear()
+        sender(events, tmp_path / name).send("q")
+        assert words in refusal(events)
+
+
+def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> None:
+    """A launcher, even one that catches the signal, would end the job."""
+    script = tmp_path / "torchrun"
+    script.write_text(CATCHES)
+    with Trainer(CATCHES, str(script)) as trainer:
+        sender(events, pid_file(tmp_path, trainer.pid)).send("q")
+        assert "launcher torchrun" in refusal(events)
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("/usr/bin/python3 /usr/local/bin/torchrun --nproc 4 train.py", "torchrun"),
+        ("python -u -m torch.distributed.run train.py", "torch.distributed.run"),
+        ("python -X dev -W error train.py torchrun", "train.py"),
+        ("accelerate launch x.py", "accelerate"),
+        ("python3.11 -c torchrun", ""),
+        ("python", ""),
+        ("", ""),
+    ],
+)
+def test_the_program_is_found_in_the_command_line(command: str, program: str) -> None:
+    """What Python runs counts, not Python, and not the arguments of the script."""
+    assert _program(command.split()) == program
+
+
+def test_the_main_process_of_a_unit_is_signalled(
+    trainer: Trainer, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemctl is asked for the main process; a unit that does not run has none."""
+    tool = tmp_path / "systemctl"
+    tool.write_text(
+        "#!/bin/sh\n"
+        '[ "$*" = "show --property MainPID --value -- train.service" ] '
+        f"&& echo {trainer.pid} || echo 0\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    sender(events, unit="idle.service").send("q")
+    assert "is it running" in refusal(events)
+    events.clear()
+    sender(events, unit="train.service").send("q")
+    assert trainer.line() == "caught"
+    trainer.end()
+    until(lambda: len(events) == 2)
+
+
+def test_a_machine_without_systemd_is_answered(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decision always gets an answer."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sender(events, unit="train.service").send("q")
+    assert "systemctl does not tell" in refusal(events)
+    events.clear()
+    sender(events).send("q")
+    assert "set trainer.pid_file" in refusal(events)
+
+
+def test_only_signals_for_trainers_are_taken() -> None:
+    """SIGKILL cannot be caught, so it is no request."""
+    with pytest.raises(ConfigError):
+        SignalSender(
+            signal_name="SIGKILL",
+            pid_file=None,
+            unit=None,
+            allowed_uids=frozenset(),
+            post=lambda _: None,
+        )

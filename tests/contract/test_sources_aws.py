@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source aws.spot against the emulated metadata service, in its good and bad hours."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+from emulators.process import EmulatorProcess
+from source_run import SourceRun, asked, control
+from swansongd.model import DeadlineQuality, Health, Severity
+from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
+from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
+from waiting import until
+
+GET_SPOT = f"GET {SPOT_PATH}"
+PUT_TOKEN = f"PUT {TOKEN_PATH}"
+POLL_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.aws_imds", "--v1") as process:
+        yield process
+
+
+@pytest.fixture
+def imds(process: EmulatorProcess) -> str:
+    for order in ("clear", "withdraw", "invalidate-tokens"):
+        control(process.url, order)
+    return process.url
+
+
+def spot(
+    url: str,
+    *,
+    poll_interval_s: float = POLL_S,
+    timeout_s: float = 5.0,
+    blind_after_s: float = 30.0,
+    monotonic: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> AwsSpotSource:
+    return AwsSpotSource(
+        metadata_url=url,
+        poll_interval_s=poll_interval_s,
+        assumed_grace_s=25.0,
+        monotonic=monotonic,
+        wall=wall,
+        timeout_s=timeout_s,
+        blind_after_s=blind_after_s,
+    )
+
+
+def polls(url: str, more: int) -> None:
+    """Wait until the source has asked that much more often."""
+    goal = asked(url, GET_SPOT) + more
+    until(lambda: asked(url, GET_SPOT) >= goal, what="more polls")
+
+
+@pytest.mark.fault("N05")
+def test_404_is_the_normal_state(imds: str) -> None:
+    """Poll after poll without a notice posts one status, ok, and uses one token and connection."""
+    tokens = asked(imds, PUT_TOKEN)
+    connections = asked(imds, "connections")
+    with SourceRun(spot(imds)) as run:
+        polls(imds, 5)
+        assert [(s.source, s.health) for s in run.statuses] == [("aws.spot", Health.OK)]
+        assert asked(imds, PUT_TOKEN) - tokens == 1
+        assert asked(imds, "connections") - connections == 1
+    assert len(run.events) == 1
+
+
+@pytest.mark.fault("N09")
+def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
+    """One notice, however often it is polled; its deadline is the stated time on our clock."""
+    with SourceRun(spot(imds)) as run:
+        polls(imds, 1)
+        stated = control(imds, "notice", action="terminate", in_s=90)["time"]
+        (notice,) = until(lambda: run.notices, what="the notice")
+        end = datetime.fromisoformat(stated).timestamp()
+        assert abs(notice.deadline_mono_s - time.monotonic() - (end - time.time())) < 1.5
+        assert (notice.kind, notice.severity) == ("reclaim", Severity.IMMINENT)
+        assert notice.deadline_quality is DeadlineQuality.STATED
+        assert "terminate" in notice.detail
+        polls(imds, 3)
+        assert len(run.notices) == 1
+    with SourceRun(spot(imds)) as restarted:
+        (again,) = until(lambda: restarted.notices, what="the notice after a restart")
+        assert again.identity == notice.identity
+
+
+def test_withdrawn_and_given_again(imds: str) -> None:
+    """404 after a notice withdraws it, once; a later notice is a new one."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "notice", action="stop", in_s=60)
+        until(lambda: run.notices, what="the notice")
+        control(imds, "withdraw")
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert withdrawn.source == "aws.spot"
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: len(run.notices) == 2, what="the second notice")
+    assert [notice.kind for notice in run.notices] == ["stop", "reclaim"]
+    assert len(run.withdrawals) == 1
+
+
+@pytest.mark.fault("N13")
+def test_hibernate_leaves_no_time(imds: str) -> None:
+    """The deadline of a hibernation is the moment of the notice, whatever time it states."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "notice", action="hibernate", in_s=120)
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert notice.kind == "hibernate"
+        assert notice.deadline_mono_s <= time.monotonic()
+
+
+@pytest.mark.fault("N03")
+def test_401_is_mended_within_the_poll(imds: str) -> None:
+    """A refused token is replaced and the question asked anew at once; health never suffers."""
+    with SourceRun(spot(imds)) as run:
+        polls(imds, 2)
+        refused = asked(imds, GET_SPOT, "401")
+        tokens = asked(imds, PUT_TOKEN)
+        control(imds, "invalidate-tokens")
+        until(lambda: asked(imds, GET_SPOT, "401") > refused, what="a refusal")
+        polls(imds, 2)
+        assert asked(imds, GET_SPOT, "401") - refused == 1
+        assert asked(imds, PUT_TOKEN) - tokens == 1
+        assert [status.health for status in run.statuses] == [Health.OK]
+
+
+@pytest.mark.fault("N03")
+def test_endless_401_is_unknown(imds: str) -> None:
+    """If a new token is refused as well, nothing is known, and asking goes on."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "fault", path=SPOT_PATH, kind="status", value=401)
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert "401" in run.statuses[-1].reason
+        polls(imds, 2)
+        control(imds, "clear")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_token_is_renewed_before_it_ends(imds: str) -> None:
+    """Shortly before its end the token is replaced between polls; a failure leaves the old one."""
+    clock = Clock()
+    path = "/latest/meta-data/instance-id"
+    tokens, refused = asked(imds, PUT_TOKEN), asked(imds, f"GET {path}", "401")
+    with MetadataClient(imds, timeout_s=5) as client:
+        session = Imds(client, monotonic=clock)
+        session.renew_if_due()
+        assert session.get(path).status == 200
+        for at_s, expected in ((0, 1), (21000, 1), (21310, 2), (21320, 2)):
+            clock.now_s = at_s
+            session.renew_if_due()
+            assert asked(imds, PUT_TOKEN) - tokens == expected
+        control(imds, "fault", path=TOKEN_PATH, kind="status", value=503)
+        clock.now_s = 21310 + 21310
+        session.renew_if_due()
+        session.renew_if_due()
+        assert asked(imds, PUT_TOKEN) - tokens == 3
+        assert session.get(path).status == 200
+    assert asked(imds, f"GET {path}", "401") == refused
+
+
+@pytest.mark.fault("N04")
+def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
+    """PUT silent, GET answered: the reason names the cure, and no answer without a token is believed.
+
+    The emulator would answer without a token, with a notice even (IMDSv1).
+    """
+    control(imds, "fault", path="*", kind="refuse-put")
+    control(imds, "notice", action="terminate", in_s=60)
+    with SourceRun(spot(imds, timeout_s=0.3)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        reason = run.statuses[-1].reason
+        assert "aws ec2 modify-instance-metadata-options" in reason
+        assert "--http-put-response-hop-limit 2" in reason
+        puts = asked(imds, PUT_TOKEN)
+        until(lambda: asked(imds, PUT_TOKEN) > puts + 1, what="further attempts")
+        assert run.notices == []
+        assert len(run.statuses) == 1
+        control(imds, "clear")
+        until(lambda: run.notices, what="the notice, once a token comes")
+
+
+@pytest.mark.fault("N04")
+def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
+    """If nothing answers, the reason does not send anybody to mend the hop limit."""
+    control(imds, "fault", kind="hang")
+    with SourceRun(spot(imds, timeout_s=0.2)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert "hop" not in run.statuses[-1].reason
+        assert "0.2 s" in run.statuses[-1].reason
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 500])
+def test_refused_token_is_unknown(imds: str, status: int) -> None:
+    """No token, no answer: version 1 is not tried, and 404 here does not mean that all is well."""
+    gets = asked(imds, GET_SPOT)
+    control(imds, "fault", path=TOKEN_PATH, kind="status", value=status)
+    with SourceRun(spot(imds)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert str(status) in run.statuses[-1].reason
+    assert asked(imds, GET_SPOT) == gets
+
+
+@pytest.mark.fault("N06")
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_refusals_are_unknown_and_never_withdraw(imds: str, status: int) -> None:
+    """An outage turns the source degraded, then blind, and withdraws nothing; a clean 404 does."""
+    with SourceRun(spot(imds, blind_after_s=0.3)) as run:
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: run.notices, what="the notice")
+        control(imds, "fault", path=SPOT_PATH, kind="status", value=status)
+        control(imds, "withdraw")
+        until(lambda: run.is_now(Health.BLIND), what="blind")
+        polls(imds, 2)
+        assert run.withdrawals == []
+        assert str(status) in run.statuses[-1].reason
+        control(imds, "clear")
+        until(lambda: run.withdrawals, what="the withdrawal")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+        healths = [status.health for status in run.statuses]
+        assert healths == [Health.OK, Health.DEGRADED, Health.BLIND, Health.OK]
+
+
+@pytest.mark.fault("N07")
+@pytest.mark.parametrize("kind", ["stall", "slow", "hang"])
+def test_stalled_answer_delays_no_notice(imds: str, kind: str) -> None:
+    """An answer that never ends is cut off at the limit; the next poll brings the notice.
+
+    Byte by byte, each in time, it would last for a minute.
+    """
+    with SourceRun(spot(imds, timeout_s=0.5)) as run:
+        polls(imds, 1)
+        control(imds, "fault", path=SPOT_PATH, kind=kind, value=0.2, count=1)
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: run.notices, what="the notice")
+        assert "0.5 s" in run.statuses[1].reason
+        until(lambda: run.is_now(Health.OK), what="recovery")
+
+
+@pytest.mark.parametrize("kind", ["reset", "truncate"])
+def test_broken_answer_is_unknown(imds: str, kind: str) -> None:
+    """Half an answer is none, neither a mangled notice nor a withdrawal."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "fault", path=SPOT_PATH, kind=kind, count=1)
+        until(lambda: run.is_now(Health.DEGRADED) or len(run.statuses) > 1, what="degraded")
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: run.notices, what="the notice")
+    assert [notice.kind for notice in run.notices] == ["reclaim"]
+    assert "unknown" not in run.notices[0].identity
+
+
+@pytest.mark.fault("N08")
+def test_mangled_notice_keeps_its_first_deadline(imds: str) -> None:
+    """What cannot be read is a notice all the same, raised once, so that its deadline cannot recede."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "fault", path=SPOT_PATH, kind="body", value='{"action": "term')
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert notice.deadline_mono_s <= time.monotonic() + 25
+        assert notice.detail == '{"action": "term'
+        polls(imds, 3)
+        assert len(run.notices) == 1
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize("skew_s", [1200, -1200])
+def test_wrong_local_clock(imds: str, skew_s: int) -> None:
+    """Twenty minutes off, the deadline is still right, and the health says how far off the clock is."""
+    with SourceRun(spot(imds, wall=lambda: time.time() + skew_s)) as run:
+        stated = control(imds, "notice", action="terminate", in_s=90)["time"]
+        (notice,) = until(lambda: run.notices, what="the notice")
+        end = datetime.fromisoformat(stated).timestamp()
+        assert abs(notice.deadline_mono_s - time.monotonic() - (end - time.time())) < 2.5
+        until(lambda: run.is_now(Health.OK), what="health")
+        polls(imds, 3)
+        (status,) = run.statuses
+        shown_s = re.search(r"(\d+) s (ahead of|behind) the metadata service's", status.reason)
+        assert shown_s
+        assert abs(int(shown_s[1]) - 1200) <= 2
+        assert ("ahead of" if skew_s > 0 else "behind") in status.reason
+
+
+def test_without_date_the_local_clock_decides(imds: str) -> None:
+    """An answer without Date is judged by the local clock."""
+    local = datetime(2020, 1, 1, tzinfo=UTC).timestamp()
+    control(imds, "fault", path=SPOT_PATH, kind="bare")
+    control(imds, "notice", action="terminate", time="2020-01-01T00:01:00Z")
+    with SourceRun(spot(imds, monotonic=lambda: 500.0, wall=lambda: local)) as run:
+        (notice,) = until(lambda: run.notices, what="the notice")
+    assert notice.deadline_mono_s == 560.0
+
+
+@pytest.mark.fault("S17")
+@pytest.mark.parametrize("path", [SPOT_PATH, TOKEN_PATH])
+def test_redirects_are_not_followed(imds: str, path: str) -> None:
+    """Neither for a token nor for an answer does the source go elsewhere; a redirect is unknown."""
+    with EmulatorProcess("emulators.aws_imds") as elsewhere:
+        control(imds, "fault", path=path, kind="redirect", value=elsewhere.url + SPOT_PATH)
+        with SourceRun(spot(imds)) as run:
+            until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+            assert "302" in run.statuses[-1].reason
+        assert asked(elsewhere.url, GET_SPOT) == 0
+
+
+@pytest.mark.fault("S18")
+def test_huge_answer_is_unknown(imds: str) -> None:
+    """A body over the cap is no answer; one just below it is."""
+    with SourceRun(spot(imds)) as run:
+        control(imds, "fault", path=SPOT_PATH, kind="body", value="x" * 65537)
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert run.notices == []
+        control(imds, "clear")
+        control(imds, "fault", path=SPOT_PATH, kind="body", value="x" * 65536)
+        until(lambda: run.notices, what="a notice")
+
+
+@pytest.mark.fault("S18")
+@pytest.mark.parametrize("token", ["", "a\nb: c", "x" * 2000, "é"])
+def test_strange_token_is_refused(imds: str, token: str) -> None:
+    """What could not go into a header safely is not used as a token."""
+    control(imds, "fault", path=TOKEN_PATH, kind="body", value=token)
+    with (
+        MetadataClient(imds, timeout_s=5) as client,
+        pytest.raises(MetadataUnavailable, match="is none"),
+    ):
+        Imds(client, monotonic=time.monotonic).get(SPOT_PATH)
+
+
+@pytest.mark.fault("S15", "S16")
+def test_environment_leads_nobody_astray(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
+    with EmulatorProcess("emulators.aws_imds") as decoy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy",
+                     "AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"):  # fmt: skip
+            monkeypatch.setenv(name, decoy.url)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with SourceRun(spot(imds)) as run:
+            until(lambda: run.is_now(Health.OK), what="health")
+            polls(imds, 2)
+        assert asked(decoy.url, GET_SPOT) == 0
+        assert asked(decoy.url, PUT_TOKEN) == 0
+
+
+@pytest.mark.fault("N01", "N02")
+def test_service_that_comes_late(imds: str) -> None:
+    """With nobody there the source waits, degraded, and is well as soon as the service is."""
+    with EmulatorProcess("emulators.aws_imds") as first:
+        port = first.url.rpartition(":")[2]
+    with SourceRun(spot(first.url, blind_after_s=0.3)) as run:
+        until(lambda: run.is_now(Health.BLIND), what="blind")
+        assert "refused" in run.statuses[-1].reason
+        with EmulatorProcess("emulators.aws_imds", "--port", port):
+            until(lambda: run.is_now(Health.OK), what="health")
+    assert [status.health for status in run.statuses] == [Health.DEGRADED, Health.BLIND, Health.OK]
+
+
+def test_stops_in_the_middle_of_a_request(imds: str) -> None:
+    """A silent server does not hold up the end: the connection is shut from outside."""
+    control(imds, "fault", kind="hang")
+    hung = asked(imds, PUT_TOKEN, "hang")
+    with SourceRun(spot(imds, timeout_s=60)) as run:
+        until(lambda: asked(imds, PUT_TOKEN, "hang") > hung, what="the request to hang")
+    assert run.events == []
+
+
+def test_abort_refuses_what_comes_after(imds: str) -> None:
+    """A client told to stop between two requests begins no further one."""
+    with MetadataClient(imds, timeout_s=60) as client:
+        Imds(client, monotonic=time.monotonic).get(SPOT_PATH)
+        client.abort()
+        gets = asked(imds, GET_SPOT)
+        with pytest.raises(MetadataUnavailable):
+            client.request("GET", SPOT_PATH)
+        assert asked(imds, GET_SPOT) == gets

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source gcp.preempted against the emulated metadata server, in its good and bad hours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from emulators.process import EmulatorProcess
+from source_run import SourceRun, asked, control
+from swansongd.model import DeadlineQuality, Health, Severity
+from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
+from waiting import until
+
+PATH = "/computeMetadata/v1/instance/preempted"
+GET = f"GET {PATH}"
+KEY = "instance/preempted"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.gcp_metadata") as process:
+        yield process
+
+
+@pytest.fixture
+def server(process: EmulatorProcess) -> str:
+    control(process.url, "dead", after_s=None)
+    control(process.url, "clear")
+    control(process.url, "set", key=KEY, value="FALSE")
+    return process.url
+
+
+def preempted(
+    url: str,
+    *,
+    hang_s: int = 30,
+    timeout_s: float = 40.0,
+    blind_after_s: float = 30.0,
+    boot_id: str | None = "boot-1",
+) -> GcpPreemptedSource:
+    return GcpPreemptedSource(
+        metadata_url=url,
+        assumed_grace_s=25.0,
+        monotonic=time.monotonic,
+        boot_id=boot_id,
+        hang_s=hang_s,
+        timeout_s=timeout_s,
+        retry_cap_s=0.1,
+        blind_after_s=blind_after_s,
+    )
+
+
+def polls(url: str, more: int) -> None:
+    """Wait until the source has asked that much more often."""
+    goal = asked(url, GET) + more
+    until(lambda: asked(url, GET) >= goal, what="more requests")
+
+
+def test_change_is_told_while_hanging(server: str) -> None:
+    """The first answer is at once, the second hangs and brings the notice when the value changes."""
+    before = asked(server, GET)
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        polls(server, 0)
+        until(lambda: asked(server, GET) == before + 2, what="the hanging request")
+        control(server, "set", key=KEY, value="TRUE")
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert asked(server, GET, "200") - before <= 3
+        assert (notice.source, notice.kind) == ("gcp.preempted", "reclaim")
+        assert notice.severity is Severity.IMMINENT
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        assert [status.health for status in run.statuses] == [Health.OK]
+
+
+@pytest.mark.fault("N09")
+def test_already_true_is_seen_and_keeps_its_identity(server: str) -> None:
+    """A start after the flip sees it at once, with the same identity in one boot, another in the next."""
+    control(server, "set", key=KEY, value="TRUE")
+    identities = []
+    for boot_id in ("boot-1", "boot-1", "boot-2"):
+        with SourceRun(preempted(server, boot_id=boot_id)) as run:
+            (notice,) = until(lambda run=run: run.notices, what="the notice")
+            identities.append(notice.identity)
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_boot_of_this_machine_is_the_default(server: str) -> None:
+    """Without a given one the identity names the boot that the kernel names."""
+    control(server, "set", key=KEY, value="TRUE")
+    with SourceRun(preempted(server, boot_id=None)) as run:
+        (notice,) = until(lambda: run.notices, what="the notice")
+    assert notice.identity == f"gcp.preempted:{read_boot_id()}"
+
+
+def test_withdrawn_when_false_again(server: str) -> None:
+    """Back to FALSE withdraws the notice; TRUE again raises it again."""
+    with SourceRun(preempted(server)) as run:
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: run.notices, what="the notice")
+        control(server, "set", key=KEY, value="FALSE")
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert withdrawn.source == "gcp.preempted"
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: len(run.notices) == 2, what="the second notice")
+
+
+def test_wakeups_without_a_change_are_normal(server: str) -> None:
+    """Timeouts and spurious wake-ups change nothing, before the notice and after it."""
+    with SourceRun(preempted(server, hang_s=1)) as run:
+        polls(server, 3)
+        control(server, "touch", key=KEY)
+        assert run.notices == []
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: run.notices, what="the notice")
+        for _ in range(2):
+            control(server, "touch", key=KEY)
+            polls(server, 1)
+    assert len(run.notices) == 1
+    assert [status.health for status in run.statuses] == [Health.OK]
+
+
+def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None:
+    """Answers that come at once and bring nothing new are asked for at a pace."""
+    control(server, "fault", path=PATH, kind="body", value="FALSE")
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        started, before = time.monotonic(), asked(server, GET)
+        polls(server, 5)
+        asked_more = asked(server, GET) - before
+        assert asked_more <= (time.monotonic() - started) / 0.1 + 2
+
+
+@pytest.mark.fault("N06", "N16")
+@pytest.mark.parametrize(
+    ("kind", "value", "word"),
+    [
+        ("status", 503, "503"),
+        ("status", 500, "500"),
+        ("reset", None, "reset"),
+        ("truncate", None, "broke"),
+        ("hang", None, "0.5 s"),
+        ("stall", None, "0.5 s"),
+    ],
+)
+def test_bad_hours_are_unknown_and_pass(server: str, kind: str, value: object, word: str) -> None:
+    """Whatever goes wrong, the source is degraded, asks on from the beginning, and sees the notice.
+
+    The value changes while the source cannot see it, so only a question without an ETag finds it.
+    """
+    with SourceRun(preempted(server, hang_s=1, timeout_s=0.5)) as run:
+        control(server, "fault", path=PATH, kind=kind, value=value)
+        until(lambda: word in "".join(s.reason for s in run.statuses), what="the reason")
+        polls(server, 2)
+        control(server, "set", key=KEY, value="TRUE")
+        assert run.withdrawals == []
+        control(server, "clear")
+        until(lambda: run.notices, what="the notice")
+
+
+@pytest.mark.fault("N16")
+def test_hanging_connection_that_dies_is_replaced(server: str) -> None:
+    """A hanging GET that never returns is given up at the limit, and the next asks for the value."""
+    with SourceRun(preempted(server, hang_s=30, timeout_s=0.5, blind_after_s=60)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        until(lambda: run.is_now(Health.DEGRADED), what="the limit")
+        until(lambda: run.is_now(Health.OK), what="a fresh beginning")
+
+
+@pytest.mark.fault("N01", "N02")
+def test_server_that_dies_after_the_notice_withdraws_nothing(server: str) -> None:
+    """After the flip the server may fall silent: blind, but the notice stands."""
+    with SourceRun(preempted(server, hang_s=1, timeout_s=0.3, blind_after_s=0.5)) as run:
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: run.notices, what="the notice")
+        control(server, "dead", after_s=0)
+        until(lambda: run.is_now(Health.BLIND), what="blind")
+        assert run.withdrawals == []
+
+
+@pytest.mark.fault("S18")
+def test_answer_without_flavor_is_not_the_metadata_server(server: str) -> None:
+    """A stranger's TRUE is no notice, and a stranger's FALSE withdraws none."""
+    control(server, "fault", path=PATH, kind="bare")
+    control(server, "set", key=KEY, value="TRUE")
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert "Metadata-Flavor" in run.statuses[-1].reason
+        assert run.notices == []
+        control(server, "clear")
+        until(lambda: run.notices, what="the notice")
+
+
+@pytest.mark.fault("S18")
+@pytest.mark.parametrize("value", ["", "MAYBE", "x" * 1000, "x" * 70000])
+def test_other_values_are_unknown(server: str, value: str) -> None:
+    """Neither TRUE nor FALSE, or too long: unknown."""
+    control(server, "fault", path=PATH, kind="body", value=value)
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert run.notices == []
+        assert len(run.statuses[-1].reason) < 300
+
+
+@pytest.mark.fault("S17")
+def test_redirects_are_not_followed(server: str) -> None:
+    """A redirect is unknown, and nobody is asked where it points to."""
+    with EmulatorProcess("emulators.gcp_metadata") as elsewhere:
+        control(server, "fault", path=PATH, kind="redirect", value=elsewhere.url + PATH)
+        with SourceRun(preempted(server)) as run:
+            until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+            assert "302" in run.statuses[-1].reason
+        assert asked(elsewhere.url, GET) == 0
+
+
+@pytest.mark.fault("S15", "S16")
+def test_environment_leads_nobody_astray(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
+    with EmulatorProcess("emulators.gcp_metadata") as decoy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, decoy.url)
+        for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
+            monkeypatch.setenv(name, decoy.url.removeprefix("http://"))
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with SourceRun(preempted(server)) as run:
+            until(lambda: run.is_now(Health.OK), what="health")
+        assert asked(decoy.url, GET) == 0
+
+
+def test_stops_while_hanging(server: str) -> None:
+    """A hanging GET does not hold up the end, and its break is not taken for a failure."""
+    before = asked(server, GET)
+    with SourceRun(preempted(server)) as run:
+        until(lambda: asked(server, GET) == before + 2, what="the hanging request")
+    assert [status.health for status in run.statuses] == [Health.OK]

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What S3 and GCS stores make of broken connections, foreign certificates and long outages."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from contract.store_backends import BUCKET, PART, Cloud, retrying, staged_upload
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from emulators.fault_proxy import FaultProxy, Way
+from swansongd.errors import Permanent, StoreError, Transient
+from swansongd.stores.gcs import GcsStore
+from swansongd.stores.s3 import S3Store
+from waiting import until
+
+CONTENT = os.urandom(200_000)
+
+
+@pytest.mark.fault("O01")
+def test_connection_refused(cloud: Cloud, proxy: FaultProxy) -> None:
+    """Transient at once, and a later call works: no client stays broken."""
+    store = cloud.open(proxy.url)
+    store.put("key", b"content")
+    proxy.refuse()
+    for call in (lambda: store.get("key"), lambda: store.put("key", b""), store.check):
+        with pytest.raises(Transient):
+            call()
+    proxy.forward()
+    assert store.get("key") == b"content"
+
+
+@pytest.mark.fault("O01")
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
+    """Wherever the connection breaks, on the way there or back: Transient, then the retry is right."""
+    store = cloud.open(proxy.url)
+    store.put("key", CONTENT)
+    into = bytearray(len(CONTENT))
+    upload = store.begin("shard", len(CONTENT), PART)
+
+    def part() -> None:
+        store.put_part(upload, 1, memoryview(CONTENT))
+
+    def read() -> None:
+        store.get_range("key", 0, memoryview(into))
+
+    calls = [part, read]
+    offsets = (0, 1, 17, 60, 150, 250, *range(1_000, 190_000, 37_123))
+    struck = 0
+    for offset in offsets:
+        for call in calls:
+            proxy.reset(way, offset)
+            before = proxy.hits
+            try:
+                call()
+            except Transient:
+                assert proxy.hits > before
+                struck += 1
+            else:
+                assert proxy.hits == before, "the connection broke, and nobody noticed"
+    assert struck >= len(offsets)
+    proxy.reset(way, 100, times=1)
+    careful = retrying(store)
+    receipt = careful.put_part(upload, 1, memoryview(CONTENT))
+    proxy.reset(way, 100, times=1)
+    careful.complete(upload, [receipt])
+    proxy.reset(way, 100, times=1)
+    assert careful.get("shard") == CONTENT
+
+
+@pytest.mark.fault("O02")
+def test_accepts_and_never_answers(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The read timeout ends the wait, for small calls and for parts alike."""
+    store = cloud.open(proxy.url, read_timeout_s=0.3)
+    upload = store.begin("shard", len(CONTENT), PART)
+    proxy.mute()
+    for call in (
+        lambda: store.get("key"),
+        lambda: store.put("key", b"content"),
+        lambda: store.put_part(upload, 1, memoryview(CONTENT)),
+        store.check,
+    ):
+        began = time.monotonic()
+        with pytest.raises(Transient):
+            call()
+        assert time.monotonic() - began < 8
+    proxy.forward()
+    store.check()
+
+
+@pytest.mark.fault("O02")
+def test_stalls_in_the_middle_of_an_answer(cloud: Cloud, proxy: FaultProxy) -> None:
+    """A body that stops coming ends in the read timeout, and the retry reads the whole."""
+    store = cloud.open(proxy.url, read_timeout_s=0.3)
+    store.put("key", CONTENT)
+    into = bytearray(len(CONTENT))
+    proxy.stall("down", 50_000)
+    with pytest.raises(Transient):
+        store.get_range("key", 0, memoryview(into))
+    proxy.stall("down", 50_000, times=1)
+    retrying(store).get_range("key", 0, memoryview(into))
+    assert into == CONTENT
+
+
+@pytest.mark.fault("O13")
+def test_a_bit_flipped_on_the_way_up(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The store refuses the part by its checksum, it is sent again, and the object is right."""
+    store = cloud.open(proxy.url)
+    upload = store.begin("shard", len(CONTENT), PART)
+    proxy.flip("up", 100_000)
+    with pytest.raises(Transient):
+        store.put_part(upload, 1, memoryview(CONTENT))
+    proxy.flip("up", 100_000, times=1)
+    careful = retrying(store)
+    receipt = careful.put_part(upload, 1, memoryview(CONTENT))
+    assert proxy.hits == 2
+    careful.complete(upload, [receipt])
+    assert careful.get("shard") == CONTENT
+
+
+def test_a_receipt_that_the_store_never_gave(cloud: Cloud) -> None:
+    """A completion with a wrong part is refused, and nothing becomes visible."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    other = store.begin("other", 10, PART)
+    wrong = store.put_part(other, 1, memoryview(b"0123456789"))
+    with pytest.raises(Permanent):
+        store.complete(upload, [wrong])
+    assert store.head("shard") is None
+    store.complete(upload, receipts)
+
+
+@pytest.mark.fault("O07")
+def test_a_server_that_is_not_trusted(
+    cloud_environment: None, untrusted_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate that nobody here knows is Permanent: trying again does not mend it."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
+    s3 = S3Store(f"s3://{BUCKET}", untrusted_url)
+    gcs = GcsStore(f"gs://{BUCKET}", untrusted_url)
+    for store in (s3, gcs):
+        with pytest.raises(Permanent) as caught:
+            store.check()
+        assert "certificate" in caught.value.hint
+
+
+@pytest.fixture
+def untrusted_url(tmp_path: Path) -> Iterator[str]:
+    """A TLS server with a certificate of its own making."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    pem = tmp_path / "server.pem"
+    pem.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + certificate.public_bytes(Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    listener = socket.create_server(("127.0.0.1", 0))
+    done = threading.Event()
+
+    def serve() -> None:
+        while not done.is_set():
+            client, _ = listener.accept()
+            with client, suppress(OSError):
+                context.wrap_socket(client, server_side=True).close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    port = listener.getsockname()[1]
+    yield f"https://127.0.0.1:{port}"
+    done.set()
+    socket.create_connection(("127.0.0.1", port)).close()
+    thread.join(timeout=10)
+    listener.close()
+
+
+# ---------------------------------------------------------------- storms
+
+
+@pytest.mark.fault("O04")
+def test_an_outage_is_sat_out(cloud: Cloud) -> None:
+    """While the store answers 503 the wrapper waits, and the call succeeds when it is over."""
+    store = retrying(cloud.open())
+    cloud.order("outage", seconds=0.7)
+    store.put("key", b"content", if_absent=True)
+    assert store.get("key") == b"content"
+
+
+@pytest.mark.fault("O04")
+def test_an_outage_longer_than_the_time_left(cloud: Cloud) -> None:
+    """No attempt begins after the deadline, and the last error is handed on."""
+    bare = cloud.open()
+    bare.check()
+    cloud.order("outage", seconds=60)
+    give_up = time.monotonic() + 0.5
+    with pytest.raises(Transient):
+        retrying(bare, give_up_mono_s=lambda: give_up).put("key", b"")
+    assert time.monotonic() - give_up < 5
+    asked = len(cloud.requests())
+    assert asked > 2
+    with pytest.raises(Transient):
+        retrying(bare, give_up_mono_s=time.monotonic).put("key", b"")
+    assert len(cloud.requests()) == asked
+
+
+def test_stopping_ends_the_waiting(cloud: Cloud) -> None:
+    """A set stop event raises the last error at once, however long the outage."""
+    stop = threading.Event()
+    store = retrying(cloud.open(), stop=stop)
+    store.check()
+    cloud.order("outage", seconds=60)
+    caught: list[StoreError] = []
+
+    def call() -> None:
+        try:
+            store.put("key", b"")
+        except StoreError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    until(lambda: len(cloud.requests()) >= 3, what="three attempts")
+    stop.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert isinstance(caught[0], Transient)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sentence of stores/base.py, for every backend, with and without the retry wrapper."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from contract.store_backends import MIB, PART, Cloud, in_threads, send_parts
+from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
+from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.stores.files import FileStore
+from swansongd.stores.opening import open_store
+
+# ---------------------------------------------------------------- small objects
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 40], ids=len)
+def test_get_returns_what_put_stored(store: ObjectStore, content: bytes) -> None:
+    """Every byte comes back, and HEAD tells the size; bytes and memoryviews are the same."""
+    store.put("run/one", content)
+    store.put("run/two", memoryview(bytearray(content)))
+    assert store.get("run/one") == store.get("run/two") == content
+    assert store.head("run/one") == ObjectInfo("run/one", len(content))
+
+
+def test_put_replaces(store: ObjectStore) -> None:
+    """Without if_absent the newer content stands."""
+    store.put("key", b"old")
+    store.put("key", b"newer")
+    assert store.get("key") == b"newer"
+
+
+@pytest.mark.fault("O08")
+def test_create_if_absent_refuses_a_taken_name(store: ObjectStore) -> None:
+    """The second create raises Exists and changes nothing; after a delete the name is free again."""
+    store.put("claim", b"first", if_absent=True)
+    with pytest.raises(Exists):
+        store.put("claim", b"second", if_absent=True)
+    assert store.get("claim") == b"first"
+    store.delete("claim")
+    store.put("claim", b"third", if_absent=True)
+    assert store.get("claim") == b"third"
+
+
+@pytest.mark.fault("O08")
+def test_of_many_creators_exactly_one_wins(store: ObjectStore) -> None:
+    """Eight threads create one name at once: one succeeds, and its bytes are the ones stored."""
+    winners: list[int] = []
+
+    def create(number: int) -> None:
+        try:
+            store.put("claims/1", f"writer {number}".encode(), if_absent=True)
+            winners.append(number)
+        except Exists:
+            pass
+
+    in_threads(8, create)
+    assert len(winners) == 1
+    assert store.get("claims/1") == f"writer {winners[0]}".encode()
+
+
+def test_what_is_not_there(store: ObjectStore) -> None:
+    """Reads raise NotFound, HEAD says None, a delete and an empty listing are no errors."""
+    with pytest.raises(NotFound):
+        store.get("absent")
+    with pytest.raises(NotFound):
+        store.get_range("absent", 0, memoryview(bytearray(1)))
+    assert store.head("absent") is None
+    assert list(store.list("absent/")) == []
+    store.delete("absent")
+
+
+def test_an_object_is_no_directory(store: ObjectStore) -> None:
+    """What is only the beginning of a key is no object, and what lies below an object is none."""
+    store.put("a/b/c", b"1")
+    assert store.head("a/b") is None
+    assert store.head("a/b/c/d") is None
+    store.delete("a/b")
+    with pytest.raises(NotFound):
+        store.get("a/b")
+    with pytest.raises(NotFound):
+        store.get("a/b/c/d")
+    assert store.get("a/b/c") == b"1"
+
+
+def test_delete(store: ObjectStore) -> None:
+    """A deleted object is gone, its neighbours are not, and deleting it again is no error."""
+    store.put("dir/one", b"1")
+    store.put("dir/two", b"2")
+    store.delete("dir/one")
+    store.delete("dir/one")
+    assert [info.key for info in store.list("")] == ["dir/two"]
+    store.delete("dir/two")
+    store.put("dir/two", b"again")
+    assert store.get("dir/two") == b"again"
+
+
+def test_get_refuses_what_is_too_large(
+    store: ObjectStore, bare_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object beyond the limit raises Permanent instead of filling the memory."""
+    backend = sys.modules[type(bare_store).__module__]
+    monkeypatch.setattr(backend, "GET_BYTES_MAX", 1000)
+    store.put("small", b"x" * 1000)
+    store.put("large", b"x" * 1001)
+    assert len(store.get("small")) == 1000
+    with pytest.raises(Permanent):
+        store.get("large")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["plain", "with space/a b", "ümläut/日本", "a+b=c@d,e.f-g_h", "per%20cent/100%", "(x)'&y!"],
+)
+def test_keys_of_every_kind(store: ObjectStore, key: str) -> None:
+    """A key comes back from a listing as it went in, and names one object only."""
+    store.put(key, b"content")
+    assert list(store.list("")) == [ObjectInfo(key, 7)]
+    assert store.get(key) == b"content"
+    assert store.head(key) == ObjectInfo(key, 7)
+    upload = store.begin(key, 3, PART)
+    store.complete(upload, send_parts(store, upload, b"new"))
+    assert store.get(key) == b"new"
+    store.delete(key)
+    assert list(store.list("")) == []
+
+
+# ---------------------------------------------------------------- ranges
+
+
+def test_ranges(store: ObjectStore) -> None:
+    """Exactly the asked bytes arrive, wherever in the object they lie."""
+    content = os.urandom(300_000)
+    store.put("shard", content)
+    for offset, count in (
+        (0, 300_000),
+        (0, 1),
+        (299_999, 1),
+        (7, 250_000),
+        (1000, 0),
+        (300_000, 0),
+    ):
+        into = bytearray(count)
+        store.get_range("shard", offset, memoryview(into))
+        assert into == content[offset : offset + count]
+
+
+@pytest.mark.parametrize(("offset", "count"), [(0, 11), (5, 6), (10, 1), (50, 1)])
+def test_a_range_beyond_the_object(store: ObjectStore, offset: int, count: int) -> None:
+    """What does not lie within the object raises Permanent, even if a beginning would be there."""
+    store.put("shard", b"0123456789")
+    with pytest.raises(Permanent) as caught:
+        store.get_range("shard", offset, memoryview(bytearray(count)))
+    assert not isinstance(caught.value, NotFound)
+
+
+# ---------------------------------------------------------------- listing
+
+
+def test_listing_is_in_order_of_the_whole_key(store: ObjectStore) -> None:
+    """Lexicographic by key, as if there were no directories, with sizes."""
+    keys = ["a", "a-b/c", "a.b", "a/b", "a/b-c", "a/b/c", "a0", "b/00002", "b/00010", "z", "é"]
+    keys.remove("a")  # a file system cannot have it beside "a/b"
+    keys.remove("a/b")
+    for size_bytes, key in enumerate(reversed(keys)):
+        store.put(key, b"x" * size_bytes)
+    listed = list(store.list(""))
+    assert [info.key for info in listed] == sorted(keys)
+    assert {info.key: info.size_bytes for info in listed} == {
+        key: size_bytes for size_bytes, key in enumerate(reversed(keys))
+    }
+
+
+def test_a_prefix_is_a_prefix_of_the_key(store: ObjectStore) -> None:
+    """Not a directory: it may end in the middle of a name."""
+    for key in ("run/commits/1", "run/commits/2", "run/commits-old/1", "run-2/commits/1"):
+        store.put(key, b"")
+    assert [info.key for info in store.list("run/commits")] == [
+        "run/commits-old/1",
+        "run/commits/1",
+        "run/commits/2",
+    ]
+    assert [info.key for info in store.list("run/commits/")] == ["run/commits/1", "run/commits/2"]
+    assert [info.key for info in store.list("run/commits/2")] == ["run/commits/2"]
+
+
+def test_stores_with_different_prefixes_do_not_meet(cloud: Cloud) -> None:
+    """The prefix of the URL keeps a store's keys to itself, also from one that begins alike."""
+    one, other = cloud.open(), replace(cloud, prefix=f"{cloud.prefix}-other").open()
+    one.put("key", b"1")
+    other.put("other", b"2")
+    assert [info.key for info in one.list("")] == ["key"]
+    assert [info.key for info in other.list("")] == ["other"]
+
+
+def test_a_listing_of_more_than_one_page(bare_store: ObjectStore) -> None:
+    """More than the thousand keys of a page come whole and in order."""
+    keys = [f"shard-{number:05d}" for number in range(1005)]
+
+    def create(number: int) -> None:
+        for key in keys[number::8]:
+            bare_store.put(key, b"")
+
+    in_threads(8, create)
+    assert [info.key for info in bare_store.list("shard-")] == keys
+
+
+# ---------------------------------------------------------------- the store itself
+
+
+def test_check_is_content_with_a_good_store(store: ObjectStore) -> None:
+    """It raises nothing and leaves nothing behind."""
+    store.check()
+    assert list(store.list("")) == []
+
+
+@pytest.mark.fault("O07")
+def test_a_missing_bucket(cloud: Cloud) -> None:
+    """NotFound from every question, with the way out; never "there is no such object"."""
+    store = cloud.open(bucket="no-such-bucket")
+    questions: list[Callable[[], object]] = [
+        store.check,
+        lambda: store.head("key"),
+        lambda: store.get("key"),
+        lambda: list(store.list("")),
+        lambda: store.put("key", b""),
+        lambda: store.put("key", b"", if_absent=True),
+        lambda: store.begin("key", 10, PART),
+    ]
+    for question in questions:
+        with pytest.raises(NotFound) as caught:
+            question()
+        assert "store.url" in caught.value.hint
+
+
+def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
+    """Reading where nothing is mounted raises NotFound; check() makes the directory."""
+    store = FileStore((tmp_path / "not" / "there").as_uri())
+    for question in (
+        lambda: store.head("key"),
+        lambda: store.get("key"),
+        lambda: list(store.list("")),
+    ):
+        with pytest.raises(NotFound):
+            question()
+    store.check()
+    assert list(store.list("")) == []
+
+
+def test_many_threads_at_once(bare_store: ObjectStore) -> None:
+    """Eight threads with puts, reads, ranges and listings do not disturb each other."""
+
+    def work(number: int) -> None:
+        for turn in range(5):
+            key, content = f"{number}/{turn}", os.urandom(20_000)
+            bare_store.put(key, content)
+            into = bytearray(10_000)
+            bare_store.get_range(key, 5_000, memoryview(into))
+            assert into == content[5_000:15_000]
+            assert bare_store.get(key) == content
+            assert ObjectInfo(key, 20_000) in list(bare_store.list(f"{number}/"))
+            bare_store.delete(key)
+
+    in_threads(8, work)
+    assert list(bare_store.list("")) == []
+
+
+# ---------------------------------------------------------------- opening
+
+
+def test_open_store_goes_by_the_scheme(tmp_path: Path) -> None:
+    """Each scheme has its backend; opening asks the network nothing."""
+    assert open_store(tmp_path.as_uri()).url == tmp_path.as_uri()
+    assert open_store("s3://bucket/a/b", region="us-west-2").part_size_bytes_min == 5 * MIB
+    assert open_store("gs://bucket").url == "gs://bucket"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket",
+        "ftp://host/x",
+        "s3://",
+        "gs:///x",
+        "file://host/x",
+        "file://",
+        "s3://key:pw@bucket/",
+    ],
+)
+def test_open_store_refuses_what_names_no_store(url: str) -> None:
+    """A URL that cannot be meant is a configuration error, and no secret in it is repeated."""
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert "pw" not in caught.value.line()
+
+
+def test_errors_name_the_call_and_the_store(bare_store: ObjectStore) -> None:
+    """One line for a person: what was tried with which key."""
+    with pytest.raises(StoreError, match="no/such/key"):
+        bare_store.get("no/such/key")

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What S3 and GCS stores make of refusals and of lost replies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from contract.store_backends import BUCKET, PART, Cloud, retrying, staged_upload
+from emulators.fault_proxy import FaultProxy
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.gcs import GcsStore
+from swansongd.stores.s3 import S3Store
+
+CONTENT = os.urandom(200_000)
+
+
+# ---------------------------------------------------------------- refusals
+
+COMMON = [
+    pytest.param(503, "SlowDown", Transient, "", marks=pytest.mark.fault("O04")),
+    pytest.param(429, "TooManyRequests", Transient, "", marks=pytest.mark.fault("O04")),
+    (500, "InternalError", Transient, ""),
+    (502, "BadGateway", Transient, ""),
+    (408, "RequestTimeout", Transient, ""),
+    pytest.param(409, "ConditionalRequestConflict", Transient, "", marks=pytest.mark.fault("O10")),
+    pytest.param(412, "PreconditionFailed", Exists, "", marks=pytest.mark.fault("O08")),
+    (404, "NoSuchKey", NotFound, ""),
+    (404, "NoSuchBucket", NotFound, "store.url"),
+    (403, "AccessDenied", Permanent, ""),
+    (400, "InvalidArgument", Permanent, ""),
+    (411, "MissingContentLength", Permanent, ""),
+    (501, "NotImplemented", Transient, ""),
+]
+S3_ONLY = [
+    pytest.param(400, "BadDigest", Transient, "", marks=pytest.mark.fault("O13")),
+    (400, "RequestTimeout", Transient, ""),
+    (403, "AccessDenied", Permanent, "s3:ListBucket"),
+    (403, "InvalidAccessKeyId", Permanent, "instance role"),
+    (403, "SignatureDoesNotMatch", Permanent, "instance role"),
+    pytest.param(400, "ExpiredToken", Permanent, "instance role", marks=pytest.mark.fault("O05")),
+    pytest.param(403, "RequestTimeTooSkewed", Permanent, "clock", marks=pytest.mark.fault("O06")),
+    pytest.param(
+        400,
+        "IllegalLocationConstraintException",
+        Permanent,
+        "store.region",
+        marks=pytest.mark.fault("O07"),
+    ),
+]
+GCS_ONLY = [
+    (403, "AccessDenied", Permanent, "service account"),
+    pytest.param(401, "Unauthorized", Permanent, "service account", marks=pytest.mark.fault("O05")),
+]
+
+
+def refusal_is_classified(
+    cloud: Cloud, status: int, code: str, wanted: type[StoreError], hint: str
+) -> None:
+    store = cloud.open()
+    store.put("key", b"content")
+    upload, _ = staged_upload(store, b"x" * 10)
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("other", b"", if_absent=True),
+        lambda: store.get("key"),
+        lambda: store.get_range("key", 0, memoryview(bytearray(3))),
+        lambda: store.begin("other", 10, PART),
+        lambda: store.put_part(upload, 1, memoryview(b"x" * 10)),
+    ]
+    if wanted is not NotFound:  # which has a meaning of its own there
+        calls += [lambda: list(store.list("")), lambda: store.delete("key"), store.check]
+    for call in calls:
+        cloud.order("clear")
+        cloud.order("answer", status=status, code=code, times=9)
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert type(caught.value) is wanted, caught.value
+        # GCS's JSON interface gives no code to tell a bucket by, so the hint comes with any 404.
+        assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("status", "code", "wanted", "hint"), COMMON)
+def test_refusals(
+    cloud: Cloud, status: int, code: str, wanted: type[StoreError], hint: str
+) -> None:
+    """Every call turns a refusal into the error that says whether trying again may help."""
+    refusal_is_classified(cloud, status, code, wanted, hint)
+
+
+@pytest.mark.parametrize(("status", "code", "wanted", "hint"), S3_ONLY)
+def test_refusals_of_s3(
+    open_cloud: Callable[[str], Cloud],
+    status: int,
+    code: str,
+    wanted: type[StoreError],
+    hint: str,
+) -> None:
+    """The codes that only S3 knows, with the way out of each."""
+    refusal_is_classified(open_cloud("s3"), status, code, wanted, hint)
+
+
+@pytest.mark.parametrize(("status", "code", "wanted", "hint"), GCS_ONLY)
+def test_refusals_of_gcs(
+    open_cloud: Callable[[str], Cloud],
+    status: int,
+    code: str,
+    wanted: type[StoreError],
+    hint: str,
+) -> None:
+    """The statuses that GCS uses otherwise, with the way out of each."""
+    refusal_is_classified(open_cloud("gcs"), status, code, wanted, hint)
+
+
+@pytest.mark.fault("O04")
+def test_one_call_is_one_request(cloud: Cloud) -> None:
+    """No SDK repeats anything behind our back, whatever comes."""
+    store = cloud.open()
+    store.put("key", b"content")
+    for call in (
+        lambda: store.put("other", b""),
+        lambda: store.get("key"),
+        lambda: store.head("key"),
+        lambda: list(store.list("")),
+        lambda: store.delete("key"),
+        lambda: store.begin("other", 10, PART),
+    ):
+        cloud.order("clear")
+        cloud.order("outage", seconds=60)
+        with pytest.raises(Transient):
+            call()
+        assert len(cloud.requests()) == 1, cloud.requests()
+
+
+@pytest.mark.fault("O05", "O07")
+def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permanent, with the way out, and without asking anybody on the network; not for ever."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
+    for store in (S3Store(f"s3://{BUCKET}"), GcsStore(f"gs://{BUCKET}")):
+        for _ in range(2):
+            with pytest.raises(Permanent) as caught:
+                store.check()
+            assert "instance role" in caught.value.hint or "service account" in caught.value.hint
+
+
+def test_no_token_goes_over_plain_http(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GCS store at an http endpoint does not even look for credentials."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
+    cloud.open().check()
+
+
+# ---------------------------------------------------------------- lost replies
+
+
+@pytest.mark.fault("O08")
+def test_a_create_whose_reply_was_lost(cloud: Cloud) -> None:
+    """The retry finds the name taken and says so; reading back shows that the taker was us."""
+    store = retrying(cloud.open())
+    cloud.order("answer", status=503, carry_out=1)
+    with pytest.raises(Exists):
+        store.put("commits/1", b"nonce A", if_absent=True)
+    assert store.get("commits/1") == b"nonce A"
+
+
+@pytest.mark.fault("O11")
+def test_a_completion_whose_reply_was_lost(cloud: Cloud) -> None:
+    """The retry settles it: the object is there, whole, and the call succeeds."""
+    store = retrying(cloud.open())
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("answer", status=500, method="POST", match="uploadId", carry_out=1)
+    store.complete(upload, receipts)
+    assert store.get("shard") == CONTENT
+    completions = [target for method, target in cloud.requests() if method == "POST"]
+    assert sum("uploadId=" in target for target in completions) == 2
+
+
+@pytest.mark.fault("O01", "O11")
+def test_a_completion_whose_reply_was_cut_off(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The same when it is the connection that is lost, after the store has done its part."""
+    store = retrying(cloud.open(proxy.url))
+    upload, receipts = staged_upload(store, CONTENT)
+    proxy.reset("down", 0, times=1)
+    store.complete(upload, receipts)
+    assert proxy.hits == 1
+    assert store.get("shard") == CONTENT
+
+
+@pytest.mark.fault("O12")
+def test_an_error_under_status_200(cloud: Cloud) -> None:
+    """A completion that is answered "200, but" has failed: Transient, nothing visible, then retried."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("answer", status=200, code="InternalError", method="POST", match="uploadId")
+    with pytest.raises(Transient):
+        store.complete(upload, receipts)
+    assert store.head("shard") is None
+    store.complete(upload, receipts)
+    assert store.get("shard") == CONTENT
+
+
+@pytest.mark.fault("O14")
+def test_a_store_that_ignores_preconditions_shows_it(cloud: Cloud) -> None:
+    """There a second create raises nothing: that is what a probe at start can see."""
+    store = cloud.open()
+    cloud.order("preconditions", honour=0)
+    store.put("probe", b"1", if_absent=True)
+    store.put("probe", b"2", if_absent=True)
+    assert store.get("probe") == b"2"

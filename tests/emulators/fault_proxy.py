@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TCP proxy that does to connections what networks do to them; used inside the tests' own process.
+
+A new fault closes what is open and applies to the connections that come after.  ``up`` is the way to
+the server, ``down`` the way back; ``times`` is how many connections suffer, after which all is well.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+Way = Literal["up", "down"]
+_WAKE_S = 0.02
+
+
+@dataclass(frozen=True)
+class _Fault:
+    kind: Literal["none", "mute", "reset", "stall", "flip"] = "none"
+    way: Way = "up"
+    after_bytes: int = 0
+    times: int | None = None
+
+
+class FaultProxy:
+    """Listens on loopback and forwards to ``upstream_url``.  ``url`` is where to find it.
+
+    ``hits`` counts the connections on which a fault has struck.
+    """
+
+    def __init__(self, upstream_url: str) -> None:
+        parts = urlsplit(upstream_url)
+        self._upstream = (parts.hostname or "", parts.port or 0)
+        self._listener = _listener()
+        self._listener.settimeout(_WAKE_S)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.hits = 0
+        self._lock = threading.Lock()
+        self._listening = threading.Event()
+        self._listening.set()
+        self._closed = False
+        self._epoch = 0
+        self._fault = _Fault()
+        self._relays: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
+
+    def forward(self) -> None:
+        """All is well."""
+        self._begin(_Fault())
+
+    def refuse(self) -> None:
+        """Nobody listens."""
+        self._begin(_Fault(), listen=False)
+
+    def mute(self, *, times: int | None = None) -> None:
+        """Connections are accepted; not a byte is read or answered."""
+        self._begin(_Fault("mute", times=times))
+
+    def reset(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
+        """A TCP reset towards the client as soon as more than ``after_bytes`` go that way."""
+        self._begin(_Fault("reset", way, after_bytes, times))
+
+    def stall(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
+        """From byte ``after_bytes`` on nothing moves any more, and nobody hangs up."""
+        self._begin(_Fault("stall", way, after_bytes, times))
+
+    def flip(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
+        """One bit of the byte at ``after_bytes`` changes in transit."""
+        self._begin(_Fault("flip", way, after_bytes, times))
+
+    def close(self) -> None:
+        self._closed = True
+        self._begin(_Fault(), listen=False)
+        self._listening.set()
+        self._acceptor.join()
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, fault: _Fault, *, listen: bool = True) -> None:
+        with self._lock:
+            self._fault = fault
+            self._epoch += 1
+            relays, self._relays = self._relays, []
+            if listen and not self._listening.is_set():
+                self._listener.listen(128)
+                self._listening.set()
+            elif not listen and self._listening.is_set():
+                self._listening.clear()
+                # Ends the listening and keeps the port: nobody else can take it meanwhile.
+                self._listener.shutdown(socket.SHUT_RDWR)
+        for relay in relays:
+            relay.join()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            self._listening.wait()
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                continue
+            with self._lock:
+                fault = self._fault
+                if fault.times is not None:
+                    left = fault.times - 1
+                    self._fault = replace(fault, times=left) if left else _Fault()
+                relay = threading.Thread(
+                    target=self._relay, args=(client, fault, self._epoch), daemon=True
+                )
+                self._relays.append(relay)
+                relay.start()
+
+    def _relay(self, client: socket.socket, fault: _Fault, epoch: int) -> None:
+        client.setblocking(True)
+        with client, socket.socket() as server:
+            if fault.kind == "mute":
+                self._strike_and_wait(epoch)
+                return
+            try:
+                server.connect(self._upstream)
+                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._pump(client, server, fault, epoch)
+            except OSError:
+                return  # either end may leave at any time
+
+    def _pump(
+        self, client: socket.socket, server: socket.socket, fault: _Fault, epoch: int
+    ) -> None:
+        passed_bytes = 0  # on the fault's way
+        while self._epoch == epoch:
+            ready, _, _ = select.select([client, server], [], [], _WAKE_S)
+            for source in ready:
+                data = source.recv(65536)
+                if not data:
+                    return
+                target = server if source is client else client
+                way = "up" if source is client else "down"
+                if fault.kind != "none" and way == fault.way:
+                    room = fault.after_bytes - passed_bytes
+                    passed_bytes += len(data)
+                    if 0 <= room < len(data):
+                        data = self._strike(client, target, fault, data, room=room, epoch=epoch)
+                        if not data:
+                            return
+                target.sendall(data)
+
+    def _strike(
+        self,
+        client: socket.socket,
+        target: socket.socket,
+        fault: _Fault,
+        data: bytes,
+        *,
+        room: int,
+        epoch: int,
+    ) -> bytes:
+        """What is to be forwarded all the same; nothing when the connection is done for."""
+        if fault.kind == "flip":
+            self.hits += 1
+            return data[:room] + bytes([data[room] ^ 1]) + data[room + 1 :]
+        target.sendall(data[:room])
+        if fault.kind == "reset":
+            self.hits += 1
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            self._strike_and_wait(epoch)
+        return b""
+
+    def _strike_and_wait(self, epoch: int) -> None:
+        self.hits += 1
+        waiting = threading.Event()
+        while self._epoch == epoch:
+            waiting.wait(_WAKE_S)
+
+
+def _listener() -> socket.socket:
+    """A listening socket that keeps its port when it stops to listen.
+
+    Only a port that was asked for by number stays with the socket, so a first one finds it.
+    """
+    with socket.socket() as finder:
+        finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        finder.bind(("127.0.0.1", 0))
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(finder.getsockname())
+    listener.listen(128)
+    return listener

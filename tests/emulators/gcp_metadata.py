@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata server of Compute Engine, to rehearse with: ``python -m emulators.gcp_metadata``.
+
+A change wakes every hanging GET on that key and on the directories above it.  ETags never come back,
+not even when a value does.  Control, beside what :mod:`emulators.faults` lists::
+
+    set    {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
+    touch  {"key": "instance/preempted"}                    a new ETag for the old value
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import secrets
+import time
+from typing import Any
+
+from emulators.faults import ControlError, Emulator, Reply, Request, serve
+
+BASE = "/computeMetadata/v1/"
+TOKEN_KEY = "instance/service-accounts/default/token"
+
+_HEADERS: dict[str, str | None] = {
+    "Metadata-Flavor": "Google",
+    "Server": "Metadata Server for VM",
+    "X-XSS-Protection": "0",
+    "X-Frame-Options": "SAMEORIGIN",
+}
+_VALUES = {
+    "instance/id": "1234567890123456789",
+    "instance/machine-type": "projects/123456789012/machineTypes/a2-highgpu-1g",
+    "instance/maintenance-event": "NONE",
+    "instance/name": "emulated",
+    "instance/preempted": "FALSE",
+    "instance/scheduling/automatic-restart": "FALSE",
+    "instance/scheduling/on-host-maintenance": "TERMINATE",
+    "instance/scheduling/preemptible": "TRUE",
+    "instance/service-accounts/default/email": "default@emulated.iam.gserviceaccount.com",
+    "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
+    TOKEN_KEY: json.dumps(
+        {"access_token": "emulated-token", "expires_in": 3599, "token_type": "Bearer"}
+    ),
+    "instance/upcoming-maintenance": "NONE",
+    "instance/zone": "projects/123456789012/zones/us-central1-a",
+    "project/numeric-project-id": "123456789012",
+    "project/project-id": "emulated",
+}
+
+
+class GcpMetadata(Emulator):
+    """State of one VM: values by key, and for each key ever set the number of its last change."""
+
+    headers = _HEADERS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._salt = secrets.token_hex(8)
+        self._values = dict(_VALUES)
+        self._versions = {key: number for number, key in enumerate(_VALUES, start=1)}
+
+    def order(self, name: str, body: dict[str, Any]) -> object:
+        if name == "set":
+            self._set(body["key"], body["value"])
+        elif name == "touch":
+            self._set(body["key"], self._values[body["key"]], touch=True)
+        else:
+            return super().order(name, body)
+        return {}
+
+    def _set(self, key: str, value: str | None, *, touch: bool = False) -> None:
+        if value is not None and not isinstance(value, str):
+            raise ControlError("a value is a string or null")
+        if self._values.get(key) == value and not touch:
+            return
+        self._versions[key] = max(self._versions.values()) + 1
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = value
+
+    def respond(self, request: Request) -> Reply:
+        flavor = request.headers.get("Metadata-Flavor")
+        if "X-Forwarded-For" in request.headers or flavor is None:
+            return _refused(403, "Missing Metadata-Flavor:Google header, or forwarded.")
+        if flavor != "Google":
+            return _refused(404, "Not Found")
+        if request.method not in ("GET", "HEAD"):
+            return _refused(405, "Method Not Allowed")
+        if not request.path.startswith(BASE):
+            return _refused(404, "Not Found")
+        key = request.path.removeprefix(BASE)
+        with self.changed:
+            if key in self._values:
+                return self._answer(request, key)
+            if not self._below(key):
+                return _refused(404, "Not Found")
+            if key and not key.endswith("/"):
+                return Reply(301, "", {**_HEADERS, "Location": request.path + "/"})
+            return self._answer(request, key)
+
+    def _below(self, key: str) -> list[str]:
+        prefix = key.rstrip("/") + "/" if key else ""
+        return [other for other in self._values if other.startswith(prefix)]
+
+    def _answer(self, request: Request, key: str) -> Reply:
+        """Value or directory, when it is due.  Called with ``changed`` held."""
+        recursive = request.query.get("recursive", "").lower() == "true"
+        if request.query.get("wait_for_change", "").lower() == "true":
+            if key == TOKEN_KEY or (key not in self._values and not recursive):
+                return _refused(400, "This cannot be waited for.")
+            timeout = request.query.get("timeout_sec")
+            if timeout is not None and not timeout.isdecimal():
+                return _refused(400, "timeout_sec is no integer.")
+            self._wait(
+                key,
+                request.query.get("last_etag") or None,
+                None if timeout is None else int(timeout),
+            )
+        if key in self._values:
+            return self._reply(key, self._values[key])
+        below = self._below(key)
+        if not below:
+            return _refused(404, "Not Found")
+        if recursive:
+            tree = self._tree(key, below)
+            return self._reply(key, json.dumps(tree))
+        names = {name + slash for name, slash, _ in (k[len(key) :].partition("/") for k in below)}
+        return self._reply(key, "".join(f"{name}\n" for name in sorted(names)))
+
+    def _wait(self, key: str, last_etag: str | None, timeout_s: int | None) -> None:
+        now = self._etag(key)
+        if last_etag is not None and last_etag != now:
+            return
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._etag(key) == now:
+            left_s = None if give_up is None else give_up - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            self.changed.wait(left_s)
+
+    def _etag(self, key: str) -> str:
+        prefix = key if key in self._versions or not key else key.rstrip("/") + "/"
+        version = max(
+            number
+            for other, number in self._versions.items()
+            if other == key or (other.startswith(prefix) and key not in self._versions)
+        )
+        return hashlib.sha256(f"{self._salt}{version}".encode()).hexdigest()[:16]
+
+    def _reply(self, key: str, body: str) -> Reply:
+        kind = "application/json" if body.startswith(("{", "[")) else "application/text"
+        return Reply(200, body, {**_HEADERS, "Content-Type": kind, "ETag": self._etag(key)})
+
+    def _tree(self, key: str, below: list[str]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for other in below:
+            if other == TOKEN_KEY:  # no listing gives a credential away
+                continue
+            *parents, leaf = map(_camel, other[len(key) :].split("/"))
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            value = self._values[other]
+            node[leaf] = json.loads(value) if value.startswith(("{", "[")) else value
+        return tree
+
+
+def _camel(name: str) -> str:
+    return re.sub(r"-(.)", lambda match: match[1].upper(), name)
+
+
+def _refused(status: int, words: str) -> Reply:
+    return Reply(status, words + "\n", {**_HEADERS, "Content-Type": "text/html"})
+
+
+def main() -> None:
+    """Serve until killed, or until standard input ends."""
+    parser = argparse.ArgumentParser(description="Compute Engine metadata, emulated")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    options = parser.parse_args()
+    serve(GcpMetadata(), options.host, options.port)
+
+
+if __name__ == "__main__":
+    main()

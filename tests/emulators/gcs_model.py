@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Google Cloud Storage as a function from request to answer; emulators/gcs_server.py serves it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+import uuid
+from dataclasses import dataclass, field
+from email.message import Message
+from typing import Any
+from urllib.parse import unquote
+from xml.etree import ElementTree as ET
+
+import google_crc32c
+from emulators.store_control import Answer, Call, error_answer
+
+PART_SIZE_BYTES_MIN = 5 * 2**20
+PRECONDITIONS = ("x-goog-if-generation-match", "ifgenerationmatch")
+
+
+class Refused(Exception):
+    """A request that the store answers with an error."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(code)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    data: bytes
+    object_generation: int
+    crc32c: str
+    md5: str | None
+
+    @property
+    def etag(self) -> str:
+        return f'"{self.object_generation:x}"'
+
+
+@dataclass
+class MultipartUpload:
+    bucket: str
+    name: str
+    parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
+    """By number: content and ETag."""
+
+
+@dataclass(frozen=True)
+class ResumableUpload:
+    bucket: str
+    name: str
+    only_if: str | None
+    metadata: dict[str, Any]
+
+
+def checksum(data: bytes) -> str:
+    return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()
+
+
+def md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data).digest()).decode()
+
+
+class Gcs:
+    """The store.  One lock: every request takes effect at one instant."""
+
+    def __init__(self, buckets: list[str]) -> None:
+        self._lock = threading.RLock()
+        self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
+        self._multipart: dict[str, MultipartUpload] = {}
+        self._resumable: dict[str, ResumableUpload] = {}
+        self._object_generation = 1_700_000_000_000_000
+
+    def respond(self, call: Call) -> Answer:
+        segments = call.path.lstrip("/").split("/")
+        with self._lock:
+            if segments[0] in ("storage", "download", "upload"):
+                try:
+                    return self._json(call, segments)
+                except Refused as refused:
+                    error = {"code": refused.status, "message": refused.code}
+                    return _json_answer({"error": error}, refused.status)
+            try:
+                return self._xml(call)
+            except Refused as refused:
+                answer = error_answer(refused.status, refused.code)
+                return Answer(answer.status) if call.method == "HEAD" else answer
+
+    def corrupt(self, name: str) -> bool:
+        with self._lock:
+            for objects in self._buckets.values():
+                if name in objects:
+                    old = objects[name]
+                    data = bytes([old.data[0] ^ 1]) + old.data[1:]
+                    objects[name] = StoredObject(data, old.object_generation, old.crc32c, old.md5)
+                    return True
+        return False
+
+    # ------------------------------------------------------------ JSON interface
+
+    def _json(self, call: Call, segments: list[str]) -> Answer:
+        kind = segments[0]
+        plain = segments[segments.index("b") :] if "b" in segments else []
+        match call.method, kind, plain:
+            case "GET", "storage", ["b", bucket]:
+                self._objects(bucket)
+                return _json_answer({"kind": "storage#bucket", "name": bucket})
+            case "GET", "storage", ["b", bucket, "o"]:
+                return self._list(unquote(bucket), call)
+            case "GET", "storage" | "download", ["b", bucket, "o", name]:
+                found = self._find(unquote(bucket), unquote(name), call.parameter("generation"))
+                if kind == "download" or call.parameter("alt") == "media":
+                    return _content(call, found)
+                return _json_answer(_metadata(unquote(bucket), unquote(name), found))
+            case "DELETE", "storage", ["b", bucket, "o", name]:
+                self._find(unquote(bucket), unquote(name), call.parameter("generation"))
+                del self._objects(unquote(bucket))[unquote(name)]
+                return Answer(204)
+            case "POST", "upload", ["b", bucket, "o"]:
+                return self._upload(unquote(bucket), call)
+            case "PUT", "upload", ["b", _, "o"]:
+                return self._finish_resumable(call)
+        raise Refused(501, "NotImplemented")
+
+    def _list(self, bucket: str, call: Call) -> Answer:
+        if call.parameter("delimiter") or call.parameter("versions") == "true":
+            raise Refused(501, "NotImplemented")
+        objects = self._objects(bucket)
+        after = call.parameter("pageToken") or ""
+        prefix = call.parameter("prefix") or ""
+        names = sorted(name for name in objects if name.startswith(prefix) and name > after)
+        limit = min(int(call.parameter("maxResults") or 1000), 1000)
+        items = [_metadata(bucket, name, objects[name]) for name in names[:limit]]
+        answer: dict[str, Any] = {"kind": "storage#objects"}
+        if items:
+            answer["items"] = items
+        if len(names) > limit:
+            answer["nextPageToken"] = names[limit - 1]
+        return _json_answer(answer)
+
+    def _upload(self, bucket: str, call: Call) -> Answer:
+        only_if = call.parameter("ifGenerationMatch")
+        name = call.parameter("name")
+        match call.parameter("uploadType"):
+            case "media" if name:
+                return self._insert(bucket, name, call.body, only_if, {})
+            case "multipart":
+                metadata, data = _related(call)
+                return self._insert(bucket, name or metadata["name"], data, only_if, metadata)
+            case "resumable":
+                self._objects(bucket)
+                metadata = json.loads(call.body or b"{}")
+                upload_id = uuid.uuid4().hex
+                self._resumable[upload_id] = ResumableUpload(
+                    bucket, name or metadata["name"], only_if, metadata
+                )
+                where = f"http://{call.headers['host']}{call.path}?uploadType=resumable"
+                return Answer(200, b"", {"Location": f"{where}&upload_id={upload_id}"})
+        raise Refused(501, "NotImplemented")
+
+    def _finish_resumable(self, call: Call) -> Answer:
+        upload_id = call.parameter("upload_id") or ""
+        upload = self._resumable.get(upload_id)
+        if upload is None:
+            raise Refused(404, "NotFound")
+        size_bytes = len(call.body)
+        if call.headers.get("content-range") != f"bytes 0-{size_bytes - 1}/{size_bytes}":
+            raise Refused(501, "NotImplemented")  # more than one chunk
+        _verify(call.body, call.headers.get("x-goog-hash"))
+        answer = self._insert(
+            upload.bucket, upload.name, call.body, upload.only_if, upload.metadata
+        )
+        del self._resumable[upload_id]
+        return answer
+
+    def _insert(
+        self, bucket: str, name: str, data: bytes, only_if: str | None, metadata: dict[str, Any]
+    ) -> Answer:
+        kinds = (("crc32c", "crc32c"), ("md5", "md5Hash"))
+        _verify(data, ",".join(f"{kind}={metadata[key]}" for kind, key in kinds if key in metadata))
+        return _json_answer(_metadata(bucket, name, self._store(bucket, name, data, only_if)))
+
+    # ------------------------------------------------------------ XML interface
+
+    def _xml(self, call: Call) -> Answer:
+        bucket, _, rest = call.path.lstrip("/").partition("/")
+        name = unquote(rest)
+        self._objects(bucket)
+        if not name:
+            raise Refused(501, "NotImplemented")
+        upload_id = call.parameter("uploadId")
+        number = call.parameter("partNumber")
+        match call.method:
+            case "POST" if call.parameter("uploads") is not None:
+                return self._initiate(bucket, name)
+            case "PUT" if upload_id and number:
+                return self._put_part(call, self._upload_of(bucket, name, upload_id), int(number))
+            case "GET" if upload_id:
+                return _list_parts(self._upload_of(bucket, name, upload_id))
+            case "POST" if upload_id:
+                return self._complete(call, self._upload_of(bucket, name, upload_id), upload_id)
+            case "DELETE" if upload_id:
+                self._upload_of(bucket, name, upload_id)
+                del self._multipart[upload_id]
+                return Answer(204)
+            case "GET" | "HEAD" if not call.query:
+                return _content(call, self._find(bucket, name, None))
+            case "PUT" if not call.query:
+                _verify(call.body, call.headers.get("x-goog-hash"))
+                only_if = call.headers.get("x-goog-if-generation-match")
+                stored = self._store(bucket, name, call.body, only_if)
+                return Answer(200, b"", _headers(stored))
+            case "DELETE" if not call.query:
+                self._find(bucket, name, None)
+                del self._objects(bucket)[name]
+                return Answer(204)
+        raise Refused(501, "NotImplemented")
+
+    def _initiate(self, bucket: str, name: str) -> Answer:
+        upload_id = uuid.uuid4().hex
+        self._multipart[upload_id] = MultipartUpload(bucket, name)
+        return _xml_answer(
+            "InitiateMultipartUploadResult", {"Bucket": bucket, "Key": name, "UploadId": upload_id}
+        )
+
+    def _upload_of(self, bucket: str, name: str, upload_id: str) -> MultipartUpload:
+        upload = self._multipart.get(upload_id)
+        if upload is None or (upload.bucket, upload.name) != (bucket, name):
+            raise Refused(404, "NoSuchUpload")
+        return upload
+
+    def _put_part(self, call: Call, upload: MultipartUpload, number: int) -> Answer:
+        if not 1 <= number <= 10_000:
+            raise Refused(400, "InvalidArgument")
+        _verify(call.body, call.headers.get("x-goog-hash"))
+        etag = f'"{hashlib.md5(call.body).hexdigest()}"'
+        upload.parts[number] = (call.body, etag)
+        return Answer(200, b"", {"ETag": etag, "x-goog-hash": f"crc32c={checksum(call.body)}"})
+
+    def _complete(self, call: Call, upload: MultipartUpload, upload_id: str) -> Answer:
+        try:
+            order = [
+                (
+                    int(part.findtext("{*}PartNumber") or ""),
+                    (part.findtext("{*}ETag") or "").strip('"'),
+                )
+                for part in ET.fromstring(call.body).findall("{*}Part")
+            ]
+        except (ET.ParseError, ValueError):
+            raise Refused(400, "MalformedCompleteMultipartUploadRequest") from None
+        numbers = [number for number, _ in order]
+        if numbers != sorted(set(numbers)):
+            raise Refused(400, "InvalidPartOrder")
+        for number, etag in order:
+            if number not in upload.parts or upload.parts[number][1].strip('"') != etag:
+                raise Refused(400, "InvalidPart")
+        pieces = [upload.parts[number][0] for number in numbers]
+        if not pieces or any(len(piece) < PART_SIZE_BYTES_MIN for piece in pieces[:-1]):
+            raise Refused(400, "EntityTooSmall" if pieces else "InvalidPart")
+        data = b"".join(pieces)
+        stored = self._store(upload.bucket, upload.name, data, None, composed=True)
+        del self._multipart[upload_id]
+        return _xml_answer(
+            "CompleteMultipartUploadResult",
+            {"Bucket": upload.bucket, "Key": upload.name, "ETag": stored.etag},
+        )
+
+    # ------------------------------------------------------------ objects
+
+    def _objects(self, bucket: str) -> dict[str, StoredObject]:
+        if bucket not in self._buckets:
+            raise Refused(404, "NoSuchBucket")
+        return self._buckets[bucket]
+
+    def _find(self, bucket: str, name: str, object_generation: str | None) -> StoredObject:
+        found = self._objects(bucket).get(name)
+        if found is None or object_generation not in (None, str(found.object_generation)):
+            raise Refused(404, "NoSuchKey")
+        return found
+
+    def _store(
+        self, bucket: str, name: str, data: bytes, only_if: str | None, *, composed: bool = False
+    ) -> StoredObject:
+        objects = self._objects(bucket)
+        current = objects[name].object_generation if name in objects else 0
+        if only_if is not None and int(only_if) != current:
+            raise Refused(412, "PreconditionFailed")
+        self._object_generation += 1
+        objects[name] = StoredObject(
+            data, self._object_generation, checksum(data), None if composed else md5(data)
+        )
+        return objects[name]
+
+
+def _verify(data: bytes, hashes: str | None) -> None:
+    for item in filter(None, (hashes or "").split(",")):
+        kind, _, value = item.strip().partition("=")
+        if kind not in ("crc32c", "md5"):
+            raise Refused(400, "InvalidDigest")
+        if value != (checksum(data) if kind == "crc32c" else md5(data)):
+            raise Refused(400, "BadDigest")
+
+
+def _related(call: Call) -> tuple[dict[str, Any], bytes]:
+    """Metadata and content of a multipart/related body."""
+    header = Message()
+    header["Content-Type"] = call.headers.get("content-type", "")
+    boundary = header.get_param("boundary")
+    pieces = call.body.split(f"--{boundary}".encode()) if boundary else []
+    if len(pieces) != 4 or pieces[3].strip() != b"--":
+        raise Refused(400, "BadRequest")
+    try:
+        metadata = json.loads(pieces[1].split(b"\r\n\r\n", 1)[1])
+    except (ValueError, IndexError):
+        raise Refused(400, "BadRequest") from None
+    return metadata, pieces[2].split(b"\r\n\r\n", 1)[1].removesuffix(b"\r\n")
+
+
+def _metadata(bucket: str, name: str, stored: StoredObject) -> dict[str, Any]:
+    facts = {
+        "kind": "storage#object",
+        "bucket": bucket,
+        "name": name,
+        "size": str(len(stored.data)),
+        "generation": str(stored.object_generation),
+        "metageneration": "1",
+        "crc32c": stored.crc32c,
+        "etag": stored.etag,
+    }
+    return facts if stored.md5 is None else {**facts, "md5Hash": stored.md5}
+
+
+def _headers(stored: StoredObject) -> dict[str, str]:
+    hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
+    return {
+        "ETag": stored.etag,
+        "x-goog-generation": str(stored.object_generation),
+        "x-goog-hash": hashes,
+        "x-goog-stored-content-length": str(len(stored.data)),
+    }
+
+
+def _content(call: Call, stored: StoredObject) -> Answer:
+    headers = {**_headers(stored), "Content-Type": "application/octet-stream"}
+    span = call.headers.get("range")
+    if span is None:
+        return Answer(200, stored.data, headers)
+    size_bytes = len(stored.data)
+    first, _, last = span.removeprefix("bytes=").partition("-")
+    try:
+        start = int(first) if first else max(0, size_bytes - int(last))
+        end = min(int(last), size_bytes - 1) if first and last else size_bytes - 1
+    except ValueError:
+        raise Refused(400, "InvalidArgument") from None
+    if start >= size_bytes or end < start:
+        raise Refused(416, "InvalidRange")
+    headers["Content-Range"] = f"bytes {start}-{end}/{size_bytes}"
+    return Answer(206, stored.data[start : end + 1], headers)
+
+
+def _list_parts(upload: MultipartUpload) -> Answer:
+    root = ET.Element("ListPartsResult")
+    for number, (data, etag) in sorted(upload.parts.items()):
+        part = ET.SubElement(root, "Part")
+        for name, value in (("PartNumber", number), ("ETag", etag), ("Size", len(data))):
+            ET.SubElement(part, name).text = str(value)
+    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml"})
+
+
+def _json_answer(body: dict[str, Any], status: int = 200) -> Answer:
+    return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def _xml_answer(tag: str, values: dict[str, str]) -> Answer:
+    root = ET.Element(tag, {"xmlns": "http://s3.amazonaws.com/doc/2006-03-01/"})
+    for name, value in values.items():
+        ET.SubElement(root, name).text = value
+    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml"})

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swansong
+from hooks.fake_daemon import FakeDaemon
+from hooks.parts import Counter
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SWANSONG_SOCKET",
+        "SWANSONG_RESTORE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(tmp_path) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
+    """``swansong.attach`` to the socket of the fake daemon; what it made is closed at the end."""
+    guards: list[swansong.Guard] = []
+
+    def attach(state: dict[str, Any] | None = None, **options: Any) -> swansong.Guard:
+        guards.append(swansong.attach(state, socket=tmp_path / "trainer.sock", **options))
+        return guards[-1]
+
+    yield attach
+    for guard in guards:
+        guard._end("test over")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that dies in the middle of a save, at every point there is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from swansong import protocol
+from swansong.protocol import RankManifest
+
+# Saves step 1, then step 2, in a child process that kills itself before its n-th operation on the file
+# system below staging, and between the two halves of each file; for n = 1, 2, ... until it lives.
+HARNESS = """
+import os, signal, sys
+from pathlib import Path
+from swansong._staging import write_checkpoint
+from swansong.protocol import RankManifest
+
+staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
+COUNTED = {"open", "os.mkdir", "os.rename", "os.chmod", "os.listdir", "os.scandir", "os.remove"}
+left = 0
+
+def one_more():
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def audit(event, arguments):
+    if event in COUNTED and left > 0 and str(arguments[0]).startswith(staging_root):
+        one_more()
+
+def save(directory):
+    for name in ("model", "optimizer"):
+        with open(directory / name, "wb", buffering=0) as file:
+            file.write(b"x" * 500)
+            one_more()
+            file.write(b"x" * 500)
+
+sys.addaudithook(audit)
+n = 0
+while True:
+    n += 1
+    staging = f"{staging_root}/{n:04d}"
+    os.mkdir(staging)
+    child = os.fork()
+    if child == 0:
+        left = n
+        for step in (1, 2):
+            for rank in range(ranks):
+                manifest = RankManifest(
+                    run="r", step=step, kind="final", files=[], rank=rank,
+                    world_size=ranks, local_world_size=ranks,
+                )
+                write_checkpoint(staging, f"nonce{step}", manifest, save, durable=durable)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+print(n)
+"""
+
+
+def check_sealed(directory: Path, ranks: int) -> None:
+    """Every rank's manifest is there, and every file that it names, whole."""
+    for rank in range(ranks):
+        manifest = RankManifest.decode((directory / f"rank-{rank:05d}.json").read_bytes())
+        assert [entry.path for entry in manifest.files] == [
+            f"rank-{rank:05d}/model",
+            f"rank-{rank:05d}/optimizer",
+        ]
+        for entry in manifest.files:
+            assert (directory / entry.path).read_bytes() == b"x" * 1000
+            assert entry.size_bytes == 1000
+
+
+@pytest.mark.fault("T03", "D05")
+@pytest.mark.parametrize("durable", ["durable", "quick"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, ranks: int) -> None:
+    """After a kill before every operation of a save, staging holds whole sealed sets or none."""
+    result = subprocess.run(
+        [sys.executable, "-c", HARNESS, str(tmp_path), durable, str(ranks)],
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
+    points = json.loads(result.stdout)
+    assert points > 20 * ranks
+    sealed_sets = []
+    for staging in sorted(tmp_path.iterdir()):
+        sealed = [path for path in staging.iterdir() if protocol.parse_sealed_name(path.name)]
+        for directory in sealed:
+            check_sealed(directory, ranks)
+        sealed_sets.append(len(sealed))
+    assert len(sealed_sets) == points
+    assert sealed_sets == sorted(sealed_sets)
+    assert (sealed_sets[0], sealed_sets[-1]) == (0, 2)
+    assert set(sealed_sets) == {0, 1, 2}

@@ -1,0 +1,719 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard, against a real socket."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import swansong
+from hooks.fake_daemon import FakeDaemon
+from hooks.parts import Counter
+from swansong import _agree, _restore
+from swansong._channel import Channel
+from swansong.protocol import (
+    Accepted,
+    Bye,
+    Committed,
+    Declined,
+    Failed,
+    Fenced,
+    Hello,
+    Progress,
+    RankManifest,
+    Refused,
+    Request,
+    Restored,
+    RestoreQuery,
+    Restoring,
+    Sealed,
+    Target,
+    Withdrawn,
+)
+from swansong.state import load_tree
+from waiting import until
+
+Attach = Callable[..., swansong.Guard]
+
+
+def train(guard: swansong.Guard, counter: Counter, first: int, last: int) -> None:
+    """Complete the steps ``first`` to ``last``."""
+    for step in range(first, last + 1):
+        counter.value = step
+        guard.step(step, loss=1.0 / step)
+
+
+def train_until(guard: swansong.Guard, counter: Counter, done: Callable[[], object]) -> int:
+    """Train, a step each ten milliseconds or so, until ``done``; the last step."""
+
+    def one() -> bool:
+        counter.value += 1
+        guard.step(counter.value)
+        return bool(done())
+
+    until(one, what="the training to get there")
+    return counter.value
+
+
+def manifest_of(directory: Path, rank: int = 0) -> RankManifest:
+    return RankManifest.decode((directory / f"rank-{rank:05d}.json").read_bytes())
+
+
+def value_in(directory: Path, rank: int = 0) -> int:
+    return int(load_tree(directory / f"rank-{rank:05d}")["objects"]["counter"]["value"])
+
+
+# ---------------------------------------------------------------- without a daemon
+
+
+@pytest.mark.fault("T08")
+def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> None:
+    """Every call is a no-op, and the run is a fresh one."""
+    guard = attach({"counter": counter}, every_steps=2)
+    assert guard.restore() == 0
+    train(guard, counter, 1, 20)
+    with guard.critical():
+        assert guard.poll() is None
+    assert not guard.save(20)
+    assert guard.request is None
+    assert not guard.should_stop
+    assert not guard.fenced
+    assert guard.last_committed is None
+    guard.close(final=True)
+    guard.step(21)
+
+
+@pytest.mark.fault("T08")
+def test_a_daemon_that_starts_later_is_found(
+    attach: Attach, counter: Counter, tmp_path: Path
+) -> None:
+    """The hooks keep looking, quietly, and then answer requests."""
+    guard = attach({"counter": counter})
+    train(guard, counter, 1, 5)
+    with FakeDaemon(tmp_path) as daemon:
+        assert daemon.wait_for(Hello).step == 5
+        daemon.wait_connected()
+        daemon.request()
+        assert daemon.wait_for(Accepted).step == 5
+        train(guard, counter, 6, 6)
+        assert value_in(daemon.sealed()[0]) == 6
+
+
+def test_the_absence_is_told_once(
+    attach: Attach,
+    counter: Counter,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line, not one per attempt."""
+    attempts: list[bool] = []
+    connect = Channel._connect
+    monkeypatch.setattr(Channel, "_connect", lambda self: attempts.append(connect(self)))
+    caplog.set_level(logging.INFO, "swansong")
+    attach({"counter": counter})
+    until(lambda: len(attempts) >= 3)
+    (line,) = caplog.messages
+    assert line.startswith("no swansongd at ")
+
+
+def test_a_forbidden_socket_is_explained(
+    attach: Attach,
+    counter: Counter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No permission: one warning that names the path and the way out, then a no-op."""
+
+    def refuse(self: object, path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # The tests may run as root, whom no mode stops.
+    monkeypatch.setattr("swansong._channel.socket.socket.connect", refuse, raising=False)
+    guard = attach({"counter": counter})
+    assert guard.restore() == 0
+    assert "trainer.sock" in caplog.text
+    assert "group" in caplog.text
+    train(guard, counter, 1, 3)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_a_request_is_answered_and_sealed_at_the_target(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Accepted at once with the last step, saved at exactly the target, sealed with its manifest."""
+    guard = attach({"counter": counter}, run="run")
+    assert guard.restore() == 0
+    train(guard, counter, 1, 10)
+    daemon.request("r1")
+    assert daemon.wait_for(Accepted) == Accepted("r1", 10)
+    request = guard.request
+    assert request is not None
+    assert request.id == "r1"
+    assert 90 < request.deadline_mono_s - time.monotonic() <= 100
+    train(guard, counter, 11, 14)
+    (directory,) = daemon.sealed()
+    assert daemon.partial() == []
+    assert value_in(directory) == 11
+    manifest = manifest_of(directory)
+    assert (manifest.step, manifest.kind, manifest.request_id) == (11, "emergency", "r1")
+    assert manifest.health == {"loss": 1 / 11, "loss_is_finite": 1.0}
+    for entry in manifest.files:
+        assert (directory / entry.path).stat().st_size == entry.size_bytes
+    sealed = daemon.wait_for(Sealed)
+    assert (sealed.request_id, sealed.step, sealed.directory) == ("r1", 11, directory.name)
+    assert sealed.size_bytes == sum(entry.size_bytes for entry in manifest.files)
+    assert guard.request is None
+
+
+def test_no_step_boundary_is_passed_before_the_target_is_known(
+    tmp_path: Path, attach: Attach, counter: Counter
+) -> None:
+    """After Accepted the loop stands still at its next boundary, then runs on to the target."""
+    with FakeDaemon(tmp_path, target=None) as daemon:
+        guard = attach({"counter": counter})
+        guard.restore()
+        train(guard, counter, 1, 7)
+        daemon.request()
+        assert daemon.wait_for(Accepted).step == 7
+        trainer = threading.Thread(target=train, args=(guard, counter, 8, 20), daemon=True)
+        trainer.start()
+        until(lambda: counter.value == 8)
+        trainer.join(0.3)
+        assert counter.value == 8
+        daemon.send(Target("r1", 12))
+        assert daemon.wait_for(Sealed).step == 12
+        trainer.join(10)
+        assert counter.value == 20
+        assert value_in(daemon.sealed()[0]) == 12
+
+
+@pytest.mark.fault("T04")
+def test_without_a_target_the_wait_ends(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+    """A tenth of the time left, then Declined, and training goes on, without another wait."""
+    with FakeDaemon(tmp_path, target=None) as daemon:
+        guard = attach({"counter": counter})
+        guard.restore()
+        daemon.request(seconds_left=2.0)
+        daemon.wait_for(Accepted)
+        begun_s = time.monotonic()
+        train(guard, counter, 1, 1)
+        assert 0.2 <= time.monotonic() - begun_s < 2.0
+        assert daemon.wait_for(Declined).request_id == "r1"
+        assert guard.request is None
+        begun_s = time.monotonic()
+        train(guard, counter, 2, 50)
+        assert time.monotonic() - begun_s < 1.0
+        assert len(daemon.all_of(Declined)) == 1
+
+
+def test_a_late_target_is_still_met(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+    """A target that lies ahead is met even by a rank that had given up waiting for it."""
+    with FakeDaemon(tmp_path, target=None) as daemon:
+        guard = attach({"counter": counter})
+        guard.restore()
+        daemon.request(seconds_left=1.0)
+        daemon.wait_for(Accepted)
+        train(guard, counter, 1, 3)
+        daemon.wait_for(Declined)
+        daemon.send(Target("r1", 1000))
+        until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+        train(guard, counter, 4, 1001)
+        assert daemon.wait_for(Sealed).step == 1000
+
+
+def test_a_withdrawn_request_is_forgotten(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+    """Withdrawn frees a waiting loop at once, and nothing is saved."""
+    with FakeDaemon(tmp_path, target=None) as daemon:
+        guard = attach({"counter": counter})
+        guard.restore()
+        daemon.request()
+        daemon.wait_for(Accepted)
+        trainer = threading.Thread(target=train, args=(guard, counter, 1, 9), daemon=True)
+        trainer.start()
+        until(lambda: counter.value == 1)
+        daemon.send(Withdrawn("r1", "false alarm"))
+        trainer.join(4)
+        assert counter.value == 9
+        assert guard.request is None
+        assert daemon.sealed() == []
+
+
+@pytest.mark.fault("N09", "T07")
+def test_the_same_request_is_answered_again_and_not_saved_twice(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A replay of an answered request gets the same Sealed again."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    daemon.request()
+    train_until(guard, counter, daemon.sealed)
+    first = daemon.wait_for(Sealed)
+    daemon.request()
+    train_until(guard, counter, lambda: len(daemon.all_of(Sealed)) == 2)
+    assert daemon.wait_for(Sealed, 2) == first
+    assert len(daemon.sealed()) == 1
+
+
+def test_another_request_takes_another_checkpoint(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Each request id gets a checkpoint of its own."""
+    guard = attach({"counter": counter}, stop_after_save=True)
+    guard.restore()
+    for number in (1, 2):
+        daemon.request(f"r{number}")
+        daemon.wait_for(Accepted, number)
+        train_until(guard, counter, lambda: len(daemon.sealed()) == len(daemon.all_of(Accepted)))
+    assert guard.should_stop
+
+
+@pytest.mark.fault("T09")
+@pytest.mark.parametrize("when", ["waiting for the target", "on the way to it", "after sealing"])
+def test_a_daemon_that_restarts_hears_it_again(
+    tmp_path: Path, attach: Attach, counter: Counter, when: str
+) -> None:
+    """The hooks reconnect and say how the request stands; nothing is saved twice."""
+    with FakeDaemon(tmp_path, target=None) as daemon:
+        guard = attach({"counter": counter})
+        guard.restore()
+        train(guard, counter, 1, 3)
+        daemon.request()
+        daemon.wait_for(Accepted)
+        trainer = threading.Thread(target=train, args=(guard, counter, 4, 4), daemon=True)
+        if when == "waiting for the target":
+            trainer.start()
+            until(lambda: counter.value == 4)
+        else:
+            daemon.send(Target("r1", 5))
+            until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+            train(guard, counter, 4, 4)
+        if when == "after sealing":
+            train(guard, counter, 5, 5)
+            daemon.wait_for(Sealed)
+        daemon.stop()
+        daemon.heard.clear()
+        daemon.start()
+        assert daemon.wait_for(Hello).step == (5 if when == "after sealing" else 4)
+        if when != "after sealing":
+            # The step first said: the daemon arrives at the same target, whatever it remembers.
+            assert daemon.wait_for(Accepted) == Accepted("r1", 3)
+            daemon.request()
+            assert daemon.wait_for(Accepted, 2) == Accepted("r1", 3)
+            daemon.send(Target("r1", 5))
+            until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+            if trainer.ident:
+                trainer.join(10)
+            train(guard, counter, 5, 5)
+        assert daemon.wait_for(Sealed).step == 5
+        (directory,) = daemon.sealed()
+        assert value_in(directory) == 5
+
+
+def test_a_request_in_a_long_pause_is_met_by_poll(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A lone rank saves the last completed step from poll(), without waiting for another step."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 5)
+    daemon.request()
+    until(lambda: guard.poll() is None and daemon.sealed())
+    assert value_in(daemon.sealed()[0]) == 5
+    assert daemon.wait_for(Sealed).request_id == "r1"
+
+
+def test_what_is_staged_already_is_not_saved_again(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A request that could only repeat the newest staged step is declined, with the reason."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 5)
+    assert guard.save(5)
+    daemon.request()
+    until(lambda: guard.poll() is None and daemon.all_of(Declined))
+    assert "in staging already" in daemon.wait_for(Declined).reason
+    assert len(daemon.sealed()) == 1
+
+
+def test_a_critical_section_delays_the_save(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """While the state is torn nothing is written; on leaving it is."""
+    guard = attach({"counter": counter}, every_steps=3)
+    guard.restore()
+    train(guard, counter, 1, 2)
+    with guard.critical():
+        counter.value = -1
+        with guard.critical():
+            guard.step(3)
+        assert daemon.sealed() == []
+        counter.value = 3
+    assert [value_in(directory) for directory in daemon.sealed()] == [3]
+
+
+def test_close_answers_a_request_that_is_under_way(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A run whose last step comes before the target still saves, then says goodbye."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 5)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    guard.close()
+    assert value_in(daemon.sealed()[0]) == 5
+    assert daemon.wait_for(Bye).reason == "finished"
+
+
+# ---------------------------------------------------------------- periodic and final
+
+
+def test_every_steps(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
+    """Periodic checkpoints at multiples of the step, whatever lies between."""
+    with attach({"counter": counter}, every_steps=5) as guard:
+        guard.restore()
+        train(guard, counter, 1, 12)
+        for step in (14, 18, 19, 20):
+            counter.value = step
+            guard.step(step)
+    assert [value_in(directory) for directory in daemon.sealed()] == [5, 10, 18, 20]
+    assert all(manifest_of(directory).kind == "periodic" for directory in daemon.sealed())
+    assert [sealed.request_id for sealed in daemon.all_of(Sealed)] == [""] * 4
+
+
+def test_every_s(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
+    """Periodic checkpoints by time, and the measured cost of the last one reaches the daemon."""
+    guard = attach({"counter": counter}, every_s=0.1)
+    guard.restore()
+    train_until(guard, counter, lambda: len(daemon.sealed()) >= 2)
+    train_until(guard, counter, lambda: any(p.step_s for p in daemon.all_of(Progress)))
+    report = next(p for p in daemon.all_of(Progress) if p.save_s)
+    assert report.save_s is not None
+    assert report.save_s > 0
+    assert report.save_bytes
+    assert len(daemon.all_of(Progress)) <= 10
+
+
+def test_close_saves_the_last_step(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
+    """close(final=True) leaves a checkpoint of kind final."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 4)
+    guard.close(final=True)
+    (directory,) = daemon.sealed()
+    assert (manifest_of(directory).kind, value_in(directory)) == ("final", 4)
+
+
+def test_an_error_in_the_loop_saves_nothing(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Leaving the context by an error says so, passes it on, and does not save torn state."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 4)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    with pytest.raises(RuntimeError), guard:
+        raise RuntimeError
+    assert daemon.wait_for(Bye).reason == "RuntimeError"
+    assert daemon.sealed() == []
+
+
+def test_a_fenced_run_stops_its_periodic_checkpoints(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Nothing of this VM will be committed any more; the training loop is told, not stopped."""
+    guard = attach({"counter": counter}, every_steps=5)
+    guard.restore()
+    daemon.send(Committed(1, 99))
+    daemon.send(Fenced(2))
+    until(lambda: guard.fenced)
+    assert guard.last_committed == Committed(1, 99)
+    train(guard, counter, 1, 20)
+    assert daemon.sealed() == []
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Broken(BaseException):
+    """Like the errors of some frameworks, no Exception."""
+
+
+@pytest.mark.fault("D01", "T08")
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("torn"), Broken()])
+def test_a_failed_save_does_not_reach_the_loop(
+    daemon: FakeDaemon,
+    attach: Attach,
+    error: BaseException,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The daemon hears Failed, the log a warning, the partial directory is gone, training goes on."""
+
+    def save(directory: Path) -> None:
+        (directory / "model.bin").write_bytes(b"half")
+        raise error
+
+    guard = attach(save=save, load=lambda _: None)
+    guard.restore()
+    guard.step(1)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    guard.step(2)
+    failed = daemon.wait_for(Failed)
+    assert (failed.request_id, failed.step) == ("r1", 2)
+    assert type(error).__name__ in failed.reason
+    assert "failed" in caplog.text
+    assert os.listdir(daemon.staging) == []
+    assert not guard.save(3)
+    guard.step(3)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_the_users_interrupt_passes(
+    daemon: FakeDaemon, attach: Attach, error: type[BaseException]
+) -> None:
+    """Ctrl-C during a save ends the script, and leaves nothing behind."""
+
+    def save(directory: Path) -> None:
+        raise error
+
+    guard = attach(save=save, load=lambda _: None)
+    guard.restore()
+    with pytest.raises(error):
+        guard.save(1)
+    assert os.listdir(daemon.staging) == []
+
+
+def test_a_loss_that_is_not_finite_is_marked(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is taken, says what it is, and holds finite numbers only; one warning."""
+    guard = attach({"counter": counter}, every_steps=1)
+    guard.restore()
+    guard.step(1, loss=math.nan, accuracy=0.5, grad=math.inf, name="x")
+    guard.step(2, loss=math.nan)
+    first, second = daemon.sealed()
+    assert manifest_of(first).health == {"loss_is_finite": 0.0, "accuracy": 0.5}
+    assert manifest_of(second).health == {"loss_is_finite": 0.0}
+    assert caplog.text.count("not finite") == 1
+
+
+@pytest.mark.fault("T14")
+def test_the_group_may_read_and_prune_whatever_the_umask(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The daemon, another user of the same group, can read all files and remove the set."""
+    before = os.umask(0o077)
+    try:
+        guard = attach({"counter": counter})
+        guard.restore()
+        assert guard.save(1)
+    finally:
+        os.umask(before)
+    (sealed,) = daemon.sealed()
+    for directory, _, names in os.walk(sealed):
+        assert os.stat(directory).st_mode & 0o070 == 0o070
+        for name in names:
+            assert os.stat(os.path.join(directory, name)).st_mode & 0o040
+
+
+def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
+    tmp_path: Path, attach: Attach, counter: Counter
+) -> None:
+    """When the socket is full the message is dropped and the connection made anew; nothing blocks."""
+    with FakeDaemon(tmp_path) as daemon:
+        release = threading.Event()
+        daemon.on_query = lambda _: release.wait(30)  # its thread sticks here
+        guard = attach({"counter": counter})
+        daemon.wait_connected()
+        guard._channel.send(RestoreQuery("q"))
+        begun_s = time.monotonic()
+        while guard._channel.send(Bye("x" * 60000)):
+            assert time.monotonic() - begun_s < 10
+        train(guard, counter, 1, 100)
+        daemon.wait_for(Hello, 2)
+        release.set()
+
+
+def test_arguments_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes show when the script starts."""
+    counter = Counter()
+    with pytest.raises(ValueError, match="needs state="):
+        swansong.attach()
+    with pytest.raises(ValueError, match="not both"):
+        swansong.attach({"c": counter}, save=print, load=print)
+    with pytest.raises(ValueError, match="positive"):
+        swansong.attach({"c": counter}, every_steps=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
+        swansong.attach({"c": counter})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="every_steps"):
+        swansong.attach({"c": counter}, every_s=5)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="RANK='first'"):
+        swansong.attach({"c": counter})
+
+
+# ---------------------------------------------------------------- restoring
+
+
+def test_a_run_is_restored(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
+    """restore() gives back the state and the number of completed steps."""
+    guard = attach({"counter": counter})
+    assert guard.restore() == 0
+    train(guard, counter, 1, 7)
+    guard.save(7)
+    guard.close()
+    daemon.restorable = lambda: (daemon.sealed()[0], 7)
+    fresh = Counter()
+    again = attach({"counter": fresh}, every_steps=5)
+    assert again.restore() == 7
+    assert fresh.value == 7
+    train(again, fresh, 8, 11)
+    assert [value_in(directory) for directory in daemon.sealed()] == [7, 10]
+
+
+def test_restore_from_a_directory(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory given by argument, or by the environment, goes before what the daemon says."""
+    guard = attach({"counter": counter})
+    for step in (3, 4):
+        counter.value = step
+        until(functools.partial(guard.save, step))
+    three, four = map(str, daemon.sealed())
+    assert attach({"counter": counter}).restore(three) == 3
+    assert counter.value == 3
+    monkeypatch.setenv("SWANSONG_RESTORE", four)
+    assert attach({"counter": counter}).restore(three) == 4
+    assert counter.value == 4
+    assert daemon.all_of(RestoreQuery) == []
+
+
+def test_restore_waits_while_there_is_progress(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long download is waited for; one that stands still is an error, not a fresh start."""
+    monkeypatch.setattr(_restore, "PATIENCE_S", 0.5)
+    stop = threading.Event()
+
+    def download(query_id: str) -> None:
+        for done in range(8):
+            daemon.send(Restoring(query_id, done, 8))
+            stop.wait(0.1)
+        daemon.send(Restored(query_id))
+
+    daemon.on_query = lambda query_id: threading.Thread(target=download, args=(query_id,)).start()
+    assert attach({"counter": counter}).restore() == 0
+
+    def hang(query_id: str) -> None:
+        while not stop.wait(0.05):
+            daemon.send(Restoring(query_id, 3, 8))
+
+    hanging: list[threading.Thread] = []
+
+    def start_to_hang(query_id: str) -> None:
+        hanging.append(threading.Thread(target=hang, args=(query_id,)))
+        hanging[0].start()
+
+    daemon.on_query = start_to_hang
+    with pytest.raises(swansong.RestoreError, match="no progress"):
+        attach({"counter": counter}).restore()
+    stop.set()
+    hanging[0].join()
+
+
+@pytest.mark.fault("T09")
+def test_restore_outlives_a_restart_of_the_daemon(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The question is asked again after the reconnect."""
+    asked = threading.Event()
+    daemon.on_query = lambda _: asked.set()
+    steps: list[int] = []
+    guard = attach({"counter": counter})
+    waiting = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
+    waiting.start()
+    assert asked.wait(10)
+    daemon.stop()
+    daemon.on_query = None
+    daemon.start()
+    waiting.join(20)
+    assert steps == [0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda d: os.unlink(d / "rank-00000.json"), "rank-00000.json"),
+        (lambda d: (d / "rank-00000.json").write_bytes(b"{}"), "missing"),
+        (lambda d: os.unlink(d / "rank-00000" / "state.json"), "state.json"),
+        (lambda d: (d / "rank-00000" / "state.json").write_bytes(b"x"), "bytes"),
+    ],
+    ids=["no manifest", "bad manifest", "no file", "short file"],
+)
+def test_a_damaged_checkpoint_is_an_error(
+    daemon: FakeDaemon,
+    attach: Attach,
+    counter: Counter,
+    damage: Callable[[Path], object],
+    reason: str,
+) -> None:
+    """It names the directory; the run does not start from scratch in silence."""
+    guard = attach({"counter": counter})
+    until(lambda: guard.save(3))
+    (directory,) = daemon.sealed()
+    damage(directory)
+    daemon.restorable = lambda: (directory, 3)
+    with pytest.raises(swansong.RestoreError, match=reason) as caught:
+        attach({"counter": counter}).restore()
+    assert str(directory) in str(caught.value)
+
+
+def test_a_checkpoint_of_another_step_or_world_is_an_error(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the daemon promised and what lies there must be the same."""
+    guard = attach({"counter": counter})
+    until(lambda: guard.save(3))
+    daemon.restorable = lambda: (daemon.sealed()[0], 4)
+    with pytest.raises(swansong.RestoreError, match="step 3"):
+        guard.restore()
+    daemon.restorable = lambda: (daemon.sealed()[0], 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(swansong.RestoreError, match="1 ranks saved it, and 2"):
+        attach({"counter": counter}).restore()
+
+
+def test_a_refusal_or_an_error_of_the_daemon_is_an_error(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A daemon that cannot restore must not look like a fresh run."""
+    daemon.on_query = lambda query_id: daemon.send(Restored(query_id, error="no commit is whole"))
+    with pytest.raises(swansong.RestoreError, match="no commit is whole"):
+        attach({"counter": counter}).restore()
+    daemon.on_query = lambda _: daemon.send(Refused("this socket serves the run other"))
+    with pytest.raises(swansong.RestoreError, match="serves the run other"):
+        attach({"counter": counter}).restore()
+
+
+def test_limits_of_the_wait() -> None:
+    """A tenth of the time left, and never more than five seconds."""
+    agreement = _agree.Agreement(1, None, lambda _: None)
+    for number, (seconds_left, limit_s) in enumerate([(10.0, 1.0), (3600.0, 5.0), (-1.0, 0.0)]):
+        agreement.request(Request(f"r{number}", "test", seconds_left))
+        assert agreement._order is not None
+        assert agreement._order.limit_s == limit_s

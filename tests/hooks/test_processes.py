@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers as real processes: resume bit for bit, fork, a file system that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hooks.fake_daemon import FakeDaemon
+from swansong.protocol import Accepted, Bye, Failed, Hello, Sealed
+from waiting import until
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "training_hooks" / "examples"
+STEPS = 60
+
+
+def start(
+    program: str | Path, *arguments: str, daemon: FakeDaemon | None = None
+) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    environment["SWANSONG_SOCKET"] = daemon.path if daemon else "/nonexistent/trainer.sock"
+    command = [str(program)] if isinstance(program, Path) else ["-c", program]
+    return subprocess.Popen(
+        [sys.executable, *command, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+def digest_of(process: subprocess.Popen[str]) -> str:
+    return str(json.loads(finish(process).splitlines()[-1])["weights_sha256"])
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> str:
+    """Digest of the weights of a run that nothing disturbed."""
+    return digest_of(start(EXAMPLES / "char_lm.py", "--steps", str(STEPS), "--pad-mb", "0.1"))
+
+
+@pytest.mark.fault("T03", "T15")
+def test_a_run_that_was_killed_twice_ends_with_the_same_bits(
+    daemon: FakeDaemon, uninterrupted: str
+) -> None:
+    """Kill, resume, kill, resume: model, optimizer, loader and generators all go on as they were."""
+
+    def newest() -> tuple[Path, int] | None:
+        sealed = daemon.sealed()
+        return (sealed[-1], int(sealed[-1].name[5:17])) if sealed else None
+
+    daemon.restorable = newest
+    arguments = ("--steps", str(STEPS), "--pad-mb", "0.1", "--step-delay-s", "0.01")
+    for kills in (1, 2):
+        trainer = start(EXAMPLES / "char_lm.py", *arguments, daemon=daemon)
+        # An emergency checkpoint in the middle of the first epoch, at whatever step it is.
+        daemon.wait_connected()
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline().startswith('{"step"')
+        daemon.request(f"r{kills}")
+        daemon.wait_sealed(kills)
+        kill(trainer)
+        until(lambda: not daemon._connections)
+    steps = [int(path.name[5:17]) for path in daemon.sealed()]
+    assert 0 < steps[0] < steps[1] < STEPS
+    assert digest_of(start(EXAMPLES / "char_lm.py", *arguments, daemon=daemon)) == uninterrupted
+
+
+def test_the_example_learns(uninterrupted: str) -> None:
+    """The loss falls, and another seed is another run."""
+    out = finish(start(EXAMPLES / "char_lm.py", "--steps", str(STEPS), "--seed", "2"))
+    losses = [json.loads(line)["loss"] for line in out.splitlines()[:-1]]
+    assert losses[-1] < losses[0] - 0.8
+    assert uninterrupted not in out
+
+
+@pytest.mark.fault("T10")
+def test_the_example_that_knows_only_sigusr1(tmp_path: Path, uninterrupted: str) -> None:
+    """On the signal it writes all files of checkpoint-N and trains on; --resume ends with the same bits."""
+    common = ("--steps", str(STEPS), "--pad-mb", "0.1", "--checkpoints", str(tmp_path))
+    pid_file = tmp_path / "pid"
+    quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
+    trainer = start(EXAMPLES / "usr1_trainer.py", *common, *quick)
+    until(pid_file.exists, what="the pid file")
+    os.kill(int(pid_file.read_text()), signal.SIGUSR1)
+    assert digest_of(trainer) == uninterrupted
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert sorted(os.listdir(checkpoint)) == [
+        "model.npy",
+        "optimizer.npy",
+        "rng.json",
+        "trainer_state.json",
+    ]
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert 0 < step < STEPS
+    resumed = start(EXAMPLES / "usr1_trainer.py", *common, "--resume", str(checkpoint))
+    assert digest_of(resumed) == uninterrupted
+
+
+def test_the_sonnets_are_fourteen_by_fourteen() -> None:
+    """Fourteen sonnets of fourteen lines, plain ASCII, and nothing else in the file."""
+    poems = (EXAMPLES / "sonnets.txt").read_text(encoding="ascii").rstrip("\n").split("\n\n")
+    assert [len(poem.splitlines()) for poem in poems] == [14] * 14
+
+
+FORKING = """
+import os, socket, sys, swansong
+
+class Counter:
+    state_dict = lambda self: {}
+    load_state_dict = lambda self, state: None
+
+def sockets():
+    names = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass
+    return {name for name in names if name.startswith("socket:")}
+
+guard = swansong.attach({"c": Counter()}, every_steps=1)
+guard.restore()
+assert guard.save(1)
+connection = sockets()
+assert len(connection) == 1
+child = os.fork()
+if child == 0:
+    assert not sockets()
+    guard.step(2)
+    assert guard.poll() is None and guard.request is None
+    assert not guard.save(3)
+    assert guard.restore() == 0
+    with guard.critical():
+        pass
+    guard.close(final=True)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert sockets() == connection
+guard.step(4)
+print("forked", flush=True)
+sys.stdin.readline()
+guard.step(5)
+"""
+
+
+@pytest.mark.fault("S26")
+def test_a_forked_child_is_no_rank(daemon: FakeDaemon) -> None:
+    """The child holds no connection and does nothing; the parent's goes on as if nothing had been."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", FORKING],
+        env={**os.environ, "SWANSONG_SOCKET": daemon.path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "forked\n"
+    daemon.request()
+    daemon.wait_for(Accepted)
+    trainer.communicate("go on\n", timeout=30)
+    assert trainer.returncode == 0
+    assert [sealed.step for sealed in daemon.all_of(Sealed)] == [1, 4, 5]
+    assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
+    assert len(daemon.all_of(Hello)) == 1
+
+
+FILLING = """
+import logging, resource, sys, swansong
+
+class Large:
+    state_dict = lambda self: {"text": "x" * 200_000}
+    load_state_dict = lambda self, state: None
+
+logging.basicConfig(stream=sys.stdout)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+guard = swansong.attach({"large": Large()}, every_steps=1)
+assert guard.restore() == 0
+guard.step(1)
+print("stepped", flush=True)
+sys.stdin.readline()
+guard.step(2)
+print("trained on")
+"""
+
+
+@pytest.mark.fault("D01", "T08")
+def test_a_file_that_may_not_grow_does_not_end_the_training(daemon: FakeDaemon) -> None:
+    """A real refusal of the file system: warned of, reported, cleaned up, survived."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", FILLING],
+        env={**os.environ, "SWANSONG_SOCKET": daemon.path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    until(lambda: trainer.stdout and trainer.stdout.readline() == "stepped\n")
+    daemon.request()
+    daemon.wait_for(Accepted)
+    out, _ = trainer.communicate("go on\n", timeout=30)
+    assert trainer.returncode == 0
+    assert out.endswith("trained on\n")
+    assert re.search("File too large", daemon.wait_for(Failed).reason)
+    assert os.listdir(daemon.staging) == []

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks on one VM."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import swansong
+from hooks.fake_daemon import FakeDaemon
+from hooks.parts import Counter
+from swansong import protocol
+from swansong._agree import Agreement, Due, Ranks
+from swansong.protocol import (
+    Accepted,
+    Declined,
+    Failed,
+    Message,
+    RankManifest,
+    Request,
+    Sealed,
+    Target,
+)
+from waiting import until
+
+RANKS = 4
+
+
+class Job:
+    """Four ranks as threads; nothing keeps them in step but the hooks."""
+
+    def __init__(
+        self, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch, **options: int
+    ) -> None:
+        self.stop = threading.Event()
+        self.counters = [Counter() for _ in range(RANKS)]
+        self.guards = []
+        monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(RANKS))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        for rank, counter in enumerate(self.counters):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            self.guards.append(attach({"counter": counter}, **options))
+
+    def train(self, rank: int, seed: int, steps: int = 10**9) -> None:
+        delays, guard, counter = random.Random(seed), self.guards[rank], self.counters[rank]
+        while not self.stop.is_set() and counter.value < steps:
+            self.stop.wait(delays.choice([0.0, 0.0, 0.0001, 0.002]))
+            counter.value += 1
+            guard.step(counter.value, loss=1.0)
+
+    def start(self, seed: int, steps: int = 10**9) -> list[threading.Thread]:
+        threads = [
+            threading.Thread(
+                target=self.train, args=(rank, seed * RANKS + rank, steps), daemon=True
+            )
+            for rank in range(RANKS)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+
+@pytest.mark.fault("T12", "N09")
+def test_all_ranks_save_the_same_step(
+    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their pace, each request ends in one sealed set with the same step of every rank."""
+    job = Job(attach, monkeypatch)
+    daemon.wait_connected(RANKS)
+    for guard in job.guards:
+        guard.restore()
+    seed = random.randrange(2**32)
+    threads = job.start(seed)
+    rounds = 12
+    for number in range(1, rounds + 1):
+        daemon.request(f"r{number}")
+        assert len(daemon.wait_sealed(number)) == number, seed
+    job.stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert daemon.partial() == []
+    assert daemon.all_of(Failed) == []
+    assert daemon.all_of(Declined) == []
+    for directory in daemon.sealed():
+        step, _ = protocol.parse_sealed_name(directory.name) or (-1, "")
+        for rank in range(RANKS):
+            manifest = RankManifest.decode((directory / f"rank-{rank:05d}.json").read_bytes())
+            assert manifest.step == step, seed
+            assert all(entry.path.startswith(f"rank-{rank:05d}/") for entry in manifest.files)
+    until(lambda: len(daemon.all_of(Sealed)) >= rounds)
+
+
+def test_periodic_checkpoints_meet_by_themselves(
+    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiples of a step need no agreement, and each rank restores its own part."""
+    job = Job(attach, monkeypatch, every_steps=10)
+    daemon.wait_connected(RANKS)
+    for guard in job.guards:
+        guard.restore()
+    for thread in job.start(1, steps=30):
+        thread.join(20)
+    assert [path.name[5:17].lstrip("0") for path in daemon.sealed()] == ["10", "20", "30"]
+    daemon.restorable = lambda: (daemon.sealed()[-1], 30)
+    again = Job(attach, monkeypatch)
+    assert [guard.restore() for guard in again.guards] == [30] * RANKS
+
+
+def test_a_failing_rank_voids_the_set(
+    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one rank cannot save, nothing gets the sealed name, and all ranks train on."""
+    job = Job(attach, monkeypatch)
+    daemon.wait_connected(RANKS)
+    for guard in job.guards:
+        guard.restore()
+
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    job.guards[2]._save_state = fail
+    threads = job.start(2)
+    daemon.request()
+    daemon.wait_for(Failed)
+    reached = [counter.value for counter in job.counters]
+    until(lambda: all(c.value > r + 3 for c, r in zip(job.counters, reached, strict=True)))
+    job.stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert daemon.sealed() == []
+
+
+def test_ranks_agree_on_a_name_and_incarnations_do_not() -> None:
+    """The nonce is the same for all ranks of one save, and new for each start, step and request."""
+    ranks = [Ranks(rank=rank, world_size=2, local_world_size=2, attempt="a/0") for rank in (0, 1)]
+    assert ranks[0].nonce(5, "r") == ranks[1].nonce(5, "r")
+    others = {
+        ranks[0].nonce(6, "r"),
+        ranks[0].nonce(5, "s"),
+        Ranks(world_size=2, local_world_size=2, attempt="a/1").nonce(5, "r"),
+    }
+    assert len(others | {ranks[0].nonce(5, "r")}) == 4
+    assert Ranks().nonce(5, "r") != Ranks().nonce(5, "r")
+
+
+def test_a_rank_that_has_passed_the_target_says_so() -> None:
+    """It had given up waiting; a checkpoint of another step would only waste the others' time."""
+    said: list[Message] = []
+    agreement = Agreement(2, None, said.append)
+    agreement.step = 4
+    agreement.request(Request("r1", "test", 0.5))
+    assert agreement.decide(5) is None
+    assert agreement.decide(6) is None
+    agreement.target(Target("r1", 5))
+    assert agreement.decide(7) is None
+    assert [type(message) for message in said] == [Accepted, Declined, Failed]
+
+
+def test_the_first_target_stands() -> None:
+    """A second target for the same request, from a daemon that forgot, changes nothing."""
+    agreement = Agreement(2, None, lambda _: None)
+    agreement.request(Request("r1", "test", 100.0))
+    agreement.target(Target("r1", 5))
+    agreement.target(Target("r1", 9))
+    assert agreement.decide(4) is None
+    assert agreement.decide(5) == Due("emergency", "r1")
+
+
+@pytest.mark.fault("T03", "D12")
+def test_what_a_dead_incarnation_left_does_not_help_to_seal(
+    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks but one had written when the job died; the same job, started anew, begins afresh."""
+    job = Job(attach, monkeypatch)
+    daemon.wait_connected(RANKS)
+    for guard in job.guards[:3]:
+        guard.restore()
+        assert guard.save(50)
+    assert len(daemon.partial()) == 1
+    for guard in job.guards:
+        guard._end("died")
+    again = Job(attach, monkeypatch)
+    for guard in again.guards:
+        guard.restore()
+    assert os.listdir(daemon.staging) == []
+    for rank, guard in enumerate(again.guards):
+        assert daemon.sealed() == []
+        assert guard.save(50), rank
+    assert len(daemon.sealed()) == 1

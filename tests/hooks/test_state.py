@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint's state."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hooks.parts import Counter
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from swansong.state import INDEX, Bundle, load_tree, save_tree
+
+ARRAYS = hnp.arrays(
+    dtype=st.one_of(
+        hnp.scalar_dtypes(),
+        hnp.byte_string_dtypes(max_len=5),
+        hnp.unicode_string_dtypes(max_len=5),
+    ),
+    shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=10),
+    st.binary(max_size=20),
+    ARRAYS,
+    ARRAYS.map(lambda array: array.reshape(-1)[0] if array.size else array.dtype.type()),
+)
+KEYS = st.one_of(
+    st.integers(), st.text(max_size=5), st.booleans(), st.none(), st.binary(max_size=3)
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two trees are equal in type and in every bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (np.ndarray, np.generic)):
+        return bool(
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and np.ascontiguousarray(left).tobytes() == np.ascontiguousarray(right).tobytes()
+        )
+    if isinstance(left, float):
+        return struct.pack(">d", left) == struct.pack(">d", right)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return same(list(left.keys()), list(right.keys())) and same(
+            list(left.values()), list(right.values())
+        )
+    return bool(left == right)
+
+
+@example({"a": (1, [2.5, -0.0], {}), 7: math.nan, "big": 10**5000, "t": ()})
+@example(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+@example(np.arange(10)[::2])
+@given(TREES)
+def test_a_tree_comes_back_bit_for_bit(tree: Any) -> None:
+    """Types, order of keys, tuples, signed zeros, NaN bits and dtypes all survive."""
+    with tempfile.TemporaryDirectory() as directory:
+        save_tree(directory, tree)
+        assert same(load_tree(directory), tree)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        {1, 2},
+        Colour.RED,
+        Point(1, 2),
+        np.array([object()], dtype=object),
+        np.ma.masked_array([1, 2], mask=[True, False]),
+        lambda: None,
+        1j,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_written_is_named(value: Any, tmp_path: Path) -> None:
+    """The error says where in the state it lies, and the way out; nothing is pickled."""
+    with pytest.raises(TypeError, match=r"state\['optim'\]\[1\].*save="):
+        save_tree(tmp_path, {"optim": [0, value]})
+
+
+def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
+    """A forged index cannot make us read another file."""
+    (tmp_path / INDEX).write_text(json.dumps({"format": 1, "tree": {"array": "../x.npy"}}))
+    with pytest.raises(ValueError, match="names the array file"):
+        load_tree(tmp_path)
+
+
+def test_a_pickled_array_is_not_loaded(tmp_path: Path) -> None:
+    """Loading never unpickles, even where somebody put a pickle."""
+    np.save(tmp_path / "array-00000.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / INDEX).write_text(json.dumps({"format": 1, "tree": {"array": "array-00000.npy"}}))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_tree(tmp_path)
+
+
+def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    """random, numpy's global generator and a Generator draw the same numbers after a restore."""
+    generator = np.random.default_rng(5)
+    bundle = Bundle({"generator": generator, "counter": Counter()})
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), generator.normal()]
+
+    draw()
+    bundle.save(tmp_path)
+    drawn = draw()
+    draw()
+    bundle.load(tmp_path)
+    assert draw() == drawn
+
+
+def test_an_object_without_state_in_the_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """A loader that was added after the save is not silently left fresh."""
+    Bundle({"a": Counter()}).save(tmp_path)
+    with pytest.raises(KeyError, match="b"):
+        Bundle({"a": Counter(), "b": Counter()}).load(tmp_path)
+
+
+def test_an_object_without_a_state_dict_is_refused_at_once() -> None:
+    """The mistake shows when the script starts, not when the VM goes."""
+    with pytest.raises(TypeError, match="state_dict"):
+        Bundle({"thing": object()})
+
+
+def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> None:
+    """The hooks need the standard library only, and save and load without numpy."""
+    code = (
+        "import sys, swansong\nfrom swansong.state import Bundle\n"
+        "class C:\n state_dict = lambda self: {'x': (1, 2.5)}\n"
+        " load_state_dict = lambda self, s: s['x'] == (1, 2.5) or sys.exit('wrong')\n"
+        f"b = Bundle({{'c': C()}}); b.save({str(tmp_path)!r}); b.load({str(tmp_path)!r})\n"
+        "sys.exit('numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

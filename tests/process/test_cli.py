@@ -1,0 +1,570 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``swansong`` command, run as a process: output, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from committed import commit, file_store, flip_bit, object_path, tree
+from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
+from swansongd import errors
+from swansongd.cli.main import EXIT_CODES
+from swansongd.keys import RunKeys
+from swansongd.model import CommitRef
+from swansongd.stores.files import FileStore
+from waiting import until
+
+FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
+SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
+
+
+class Place:
+    """A configuration, a store and a directory to restore to."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.store: FileStore = file_store(tmp_path / "store")
+        self.to = tmp_path / "restored" / "here"
+        self.socket = tmp_path / "s"
+        self.config = tmp_path / "swansong.toml"
+        self.configure()
+
+    def configure(self, more: str = "") -> None:
+        self.config.write_text(
+            f"""
+            [run]
+            name = "r"
+            [staging]
+            path = "{self.tmp_path}/staging"
+            [store]
+            url = "file://{self.tmp_path}/store"
+            [trainer]
+            socket = "{self.socket}"
+            {more}
+            """
+        )
+
+    def command(self, *arguments: str) -> list[str]:
+        return [*SWANSONG, "--config", str(self.config), *arguments]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def run_json(self, *arguments: str) -> Any:
+        done = self.run(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def is_one_line_of_swansong(text: str) -> bool:
+    return text.startswith("swansong: ") and text.count("\n") == 1 and text.endswith("\n")
+
+
+# ---------------------------------------------------------------- restore
+
+
+def test_restore_says_what_came_back(place: Place) -> None:
+    """The bytes are there, and the last line tells step, run, generation, bytes, time and speed."""
+    commit(place.store, FILES, step=100)
+    done = place.run("restore", "--to", str(place.to))
+    assert done.returncode == 0, done.stderr
+    assert tree(place.to) == FILES
+    assert done.stdout.startswith("restored step 100 of run r (generation 1): 50 kB in ")
+    assert done.stdout.endswith(" MB/s\n")
+    assert "swansong: restore 100 % of 50 kB" in done.stderr
+
+
+def test_restore_as_json_with_every_option(place: Place) -> None:
+    """Another run, a step that is not the newest, and facts that programs can read."""
+    commit(place.store, FILES, run="q", step=100)
+    commit(place.store, {"a": b"newer"}, run="q", step=200)
+    got = place.run_json("restore", "--run", "q", "--step", "100", "--to", str(place.to))
+    assert got.pop("seconds") > 0
+    assert got == {
+        "run": "q",
+        "generation": 1,
+        "step": 100,
+        "path": str(place.to),
+        "size_bytes": 50_004,
+        "skipped": [],
+    }
+    assert tree(place.to) == FILES
+
+
+@pytest.mark.fault("G10")
+def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
+    """On standard error for people, in the JSON for programs."""
+    commit(place.store, FILES, step=100)
+    made = commit(place.store, {"a": b"x"}, step=200)
+    object_path(place.tmp_path / "store", made.shards[0].key).unlink()
+    done = place.run("restore", "--to", str(place.to), "--json")
+    assert done.returncode == 0
+    reason = "a is missing from the store"
+    assert f"swansong: skipped generation 1 step 200: {reason}\n" in done.stderr
+    got = json.loads(done.stdout)
+    assert got["step"] == 100
+    assert got["skipped"] == [{"generation": 1, "step": 200, "reason": reason}]
+
+
+def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
+    """7 by default; 0 with --fresh-ok, which is what the boot unit asks for."""
+    done = place.run("restore", "--to", str(place.to))
+    assert done.returncode == 7
+    assert is_one_line_of_swansong(done.stderr)
+    done = place.run("restore", "--to", str(place.to), "--fresh-ok")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "nothing to restore: run r has no commit yet\n",
+    )
+    got = place.run_json("restore", "--to", str(place.to), "--fresh-ok")
+    assert (got["step"], got["path"]) == (None, None)
+    assert not place.to.exists()
+
+
+def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> None:
+    """--fresh-ok must not let a trainer begin anew over commits that somebody could still rescue."""
+    commit(place.store, FILES)
+    flip_bit(
+        object_path(place.tmp_path / "store", RunKeys("r").commit(CommitRef(1, 100), 0, 1)), 99
+    )
+    assert place.run("restore", "--to", str(place.to), "--fresh-ok").returncode == 7
+
+
+@pytest.mark.fault("G12")
+def test_a_full_target_is_found_before_the_download(place: Place) -> None:
+    """On a file system of 64 KiB: exit 5 with the numbers, and nothing is left there."""
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare")
+    small = place.tmp_path / "small"
+    small.mkdir()
+    commit(place.store, {"big": os.urandom(100_000)})
+    mount = f"mount -t tmpfs -o size=64k tmpfs {small} || exit 99"
+    inside = f'{mount}; "$@"; code=$?; ls -A {small}; exit $code'
+    done = subprocess.run(
+        [
+            *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"),
+            *place.command("restore", "--to", str(small / "here")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode not in (0, 5):
+        pytest.skip(f"no mount namespace here: {done.stderr}")
+    assert done.returncode == 5
+    assert is_one_line_of_swansong(done.stderr)
+    assert "needs 100000 bytes; 65536 are free" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.fault("G12")
+def test_a_target_that_refuses_in_the_middle_is_an_error_and_no_older_commit(place: Place) -> None:
+    """Writing hits a limit: exit 5, the older commit does not come back instead, nothing is left."""
+    commit(place.store, {"a": b"small"}, step=50)
+    commit(place.store, FILES, step=100)
+    limited = 'ulimit -f 8; exec "$@"'
+    done = subprocess.run(
+        ["bash", "-c", limited, "bash", *place.command("restore", "--to", str(place.to))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert "File too large" in done.stderr
+    assert os.listdir(place.to.parent) == []
+
+
+SLOW = """
+import sys, threading
+from swansongd.cli import main
+from swansongd.stores.files import FileStore
+read = FileStore.get_range
+def get_range(self, key, offset, into):
+    read(self, key, offset, into)
+    if offset:
+        threading.Event().wait(0.5 if {mild} else 60)
+FileStore.get_range = get_range
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]:
+    """A restore that has begun to write, and hangs in the store from its second part on."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            SLOW.format(mild=mild),
+            *place.command("restore", "--to", str(place.to))[3:],
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: place.to.parent.exists() and os.listdir(place.to.parent), what="the download")
+        until(
+            lambda: any(map(len, tree(place.to.parent).values())) or process.poll() is not None,
+            what="the first bytes",
+        )
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.mark.fault("G11")
+def test_a_killed_restore_can_be_run_again(place: Place) -> None:
+    """SIGKILL in the middle: no destination; the second run succeeds and removes what was left."""
+    commit(place.store, FILES)
+    with slow_restore(place, mild=False) as process:
+        process.kill()
+        process.wait(30)
+    (left,) = os.listdir(place.to.parent)
+    assert left.startswith(".here.partial-")
+    assert place.run("restore", "--to", str(place.to)).returncode == 0
+    assert tree(place.to) == FILES
+    assert os.listdir(place.to.parent) == ["here"]
+
+
+@pytest.mark.fault("G11")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_restore_cleans_up(place: Place, number: signal.Signals) -> None:
+    """Ctrl-C or a stopping unit: exit 9 in one line, nothing left."""
+    commit(place.store, FILES)
+    with slow_restore(place, mild=True) as process:
+        process.send_signal(number)
+        _, complaint = process.communicate(timeout=30)
+    assert process.returncode == 9
+    assert "swansong: stopped before it was done\n" in complaint
+    assert "Traceback" not in complaint
+    assert os.listdir(place.to.parent) == []
+
+
+def test_a_second_signal_ends_a_restore_that_hangs(place: Place) -> None:
+    """Who insists is obeyed at once; the next restore removes what was left."""
+    commit(place.store, FILES)
+    with slow_restore(place, mild=False) as process:
+
+        def insist() -> bool:
+            process.send_signal(signal.SIGINT)
+            return process.poll() is not None
+
+        until(insist, what="the process to end")
+    assert process.returncode == -signal.SIGINT
+    assert not place.to.exists()
+
+
+def test_progress_on_a_terminal_is_a_bar(place: Place) -> None:
+    """A terminal gets a bar and no lines; what is on standard output does not change."""
+    commit(place.store, FILES)
+    ours, theirs = pty.openpty()
+    drawn = bytearray()
+
+    def read() -> None:
+        while True:
+            try:
+                drawn.extend(os.read(ours, 65536))
+            except OSError:
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    done = subprocess.run(
+        place.command("restore", "--to", str(place.to)),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    reader.join(10)
+    os.close(ours)
+    assert done.returncode == 0
+    assert done.stdout.startswith("restored step 100 of run r")
+    assert b"restore" in drawn
+    assert b"swansong: restore" not in drawn
+
+
+# ---------------------------------------------------------------- ls and verify
+
+
+def test_ls_shows_all_commits_newest_first(place: Place) -> None:
+    """Complete, incomplete and damaged ones, each with what can be known of it."""
+    commit(place.store, FILES, step=100, loss=1.25)
+    commit(place.store, {"a": b"x"}, step=200, node=1, nodes=2)
+    commit(place.store, {"a": b"x"}, generation=2, step=50)
+    flip_bit(object_path(place.tmp_path / "store", RunKeys("r").commit(CommitRef(2, 50), 0, 1)), 99)
+    damaged, incomplete, whole = place.run_json("ls")
+    assert (damaged["generation"], damaged["step"], damaged["complete"]) == (2, 50, False)
+    assert "manifest" in damaged["problem"]
+    assert (incomplete["nodes_committed"], incomplete["nodes"], incomplete["complete"]) == (
+        1,
+        2,
+        False,
+    )
+    assert whole == {
+        "generation": 1,
+        "step": 100,
+        "nodes": 1,
+        "nodes_committed": 1,
+        "complete": True,
+        "kind": "periodic",
+        "size_bytes": 50_004,
+        "created": "2030-01-01T00:00:00Z",
+        "loss": 1.25,
+        "problem": None,
+    }
+    done = place.run("ls")
+    assert done.returncode == 0
+    header, first, second, third = done.stdout.splitlines()
+    assert header.split() == [
+        "GENERATION",
+        "STEP",
+        "KIND",
+        "NODES",
+        "COMPLETE",
+        "SIZE",
+        "CREATED",
+        "LOSS",
+    ]
+    assert first.split()[:3] == ["2", "50", "?"]
+    assert second.split()[:5] == ["1", "200", "periodic", "1/2", "no"]
+    assert third.split() == [
+        "1", "100", "periodic", "1/1", "yes", "50", "kB", "2030-01-01T00:00:00Z", "1.25",
+    ]  # fmt: skip
+    assert place.run_json("ls", "--run", "other") == []
+    assert "run other has no commit" in place.run("ls", "--run", "other").stderr
+
+
+@pytest.mark.fault("O20")
+def test_verify_finds_damage(place: Place) -> None:
+    """0 when all bytes match, 8 and one line for each finding when not."""
+    commit(place.store, FILES, step=100)
+    made = commit(place.store, {"a": b"xyz"}, step=200)
+    done = place.run("verify")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "all stored bytes of run r match their manifests\n",
+    )
+    assert place.run_json("verify") == []
+    flip_bit(object_path(place.tmp_path / "store", made.shards[0].key), 3)
+    done = place.run("verify")
+    assert done.returncode == 8
+    assert done.stdout == "generation 1 step 200: a does not match its digest\n"
+    done = place.run("verify", "--json")
+    assert done.returncode == 8
+    assert json.loads(done.stdout) == [
+        {"generation": 1, "step": 200, "problem": "a does not match its digest"}
+    ]
+    assert place.run("verify", "--step", "100").returncode == 0
+    assert place.run("verify", "--step", "7").returncode == 7
+
+
+# ---------------------------------------------------------------- status
+
+REPORT = {
+    "run": "r",
+    "generation": 3,
+    "state": "FLUSHING",
+    "verdict": None,
+    "sources": [
+        {"name": "aws.spot", "health": "ok", "reason": "answers", "for_s": 7200},
+        {"name": "logind", "health": "blind", "reason": "\x1b[2Jgone [bold]", "for_s": 3},
+    ],
+    "trainers": [{"pid": 4242, "rank": 0, "step": 1234, "extra": 1}],
+    "last_commit": {"generation": 2, "step": 1200, "age_s": 12.5},
+    "replication_lag": {"steps": 34, "seconds": 41.0, "bytes": 1_234_000_000},
+    "pending_bytes": 2_000_000,
+    "evacuation": {"reason": "aws.spot", "seconds_left": 87.0, "plan": "TAKE", "phase": "flush"},
+    "version": "0.1.0",
+    "pid": 77,
+    "uptime_s": 90000,
+}
+
+
+@contextmanager
+def daemon_that_says(path: Path, *answers: bytes) -> Iterator[list[Message]]:
+    """A real socket that answers one StatusQuery as told, then closes."""
+    heard: list[Message] = []
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+    listener.settimeout(60)
+
+    def serve() -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            heard.append(decode(connection.recv(65536)))
+            for answer in answers:
+                connection.send(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        thread.join(60)
+        listener.close()
+
+
+def test_status_as_json_is_the_report(place: Place) -> None:
+    """Exactly what the daemon said, even when it says hello first."""
+    welcome = encode(Welcome(run="r", staging="/x"))
+    with daemon_that_says(place.socket, welcome, encode(Status(REPORT))) as heard:
+        assert place.run_json("status") == REPORT
+    assert heard == [StatusQuery()]
+
+
+def test_status_for_people(place: Place) -> None:
+    """Every part of the report is there, with units, and no control character from outside."""
+    with daemon_that_says(place.socket, encode(Status(REPORT))):
+        done = place.run("status")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "run r (generation 3)",
+        "state FLUSHING",
+        "verdict -",
+        "last commit generation 2 step 1200, 12.5 s ago",
+        "replication lag 34 steps, 41 s, 1.23 GB",
+        "pending 2 MB",
+        "evacuation aws.spot: TAKE, flush, 87 s left",
+        "daemon version 0.1.0, pid 77, up 25 h",
+        "SOURCE NAME HEALTH REASON FOR aws.spot ok answers 2 h",
+        "logind blind \\x1b[2Jgone [bold] 3 s",
+        "TRAINER PID RANK STEP 4242 0 1234",
+    ):
+        assert part in text
+    assert "\x1b" not in done.stdout
+
+
+def test_status_of_a_daemon_that_knows_little(place: Place) -> None:
+    """Right after its start most is unknown; that is shown as such."""
+    with daemon_that_says(place.socket, encode(Status({"run": "r", "generation": None}))):
+        done = place.run("status")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    assert "no generation claimed yet" in text
+    assert "last commit none" in text
+    assert "replication lag unknown" in text
+
+
+def test_status_without_a_daemon(place: Place) -> None:
+    """Exit 3, one line, and what to do: no socket, nobody listening, refused, closed, nonsense."""
+    for prepare in ("nothing", "dead"):
+        if prepare == "dead":
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+                dead.bind(str(place.socket))
+        done = place.run("status")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert is_one_line_of_swansong(done.stderr)
+        assert "systemctl status swansongd" in done.stderr
+    for answers in ([encode(Refused("uid 7 is not allowed"))], [], [b"not json"]):
+        place.socket.unlink()
+        with daemon_that_says(place.socket, *answers):
+            done = place.run("status")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert is_one_line_of_swansong(done.stderr)
+
+
+# ---------------------------------------------------------------- the command line itself
+
+
+def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
+    """Exit 2, one line each, and a last one with the way out."""
+    place.configure(
+        """
+        signal = "SIGKILL"
+        settle_s = 0
+        [log]
+        colour = true
+        """
+    )
+    done = place.run("ls")
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("swansong: ") for line in lines)
+    place.config.unlink()
+    done = place.run("status")
+    assert done.returncode == 2
+    assert "no such file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["restore"],
+        ["restore", "--to", "x", "--step", "-1"],
+        ["ls", "--run", "../x"],
+        ["dance"],
+        [],
+    ],
+)
+def test_a_wrong_command_line_is_exit_2(place: Place, arguments: list[str]) -> None:
+    """Usage errors end like errors of the configuration."""
+    assert place.run(*arguments).returncode == 2
+
+
+def test_a_store_that_fails_is_exit_6(place: Place) -> None:
+    """A store that is not there is neither a fresh run nor a crash."""
+    shutil.rmtree(place.tmp_path / "store")
+    for command in (["ls"], ["verify"], ["restore", "--fresh-ok", "--to", str(place.to)]):
+        done = place.run(*command)
+        assert done.returncode == 6
+        assert is_one_line_of_swansong(done.stderr)
+
+
+def test_version_and_help(place: Place) -> None:
+    """The version needs no configuration; the help documents every exit code of errors.py."""
+    place.config.unlink()
+    assert place.run("version").stdout.startswith("swansong ")
+    shown = place.run("--help").stdout
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SwansongError)} | {
+        0
+    } == set(EXIT_CODES)
+    for code, text in EXIT_CODES.items():
+        assert f"  {code}  {text}" in shown
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(place: Place, arguments: list[str]) -> None:
+    """``swansong ls | head -1`` ends quietly."""
+    commit(place.store, FILES)
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    done = subprocess.run(
+        place.command(*arguments), stdout=write_fd, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(write_fd)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source at work in a thread, as the service runs it, and the means to order an emulator about."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import requests
+from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
+from swansongd.model import Health, Notice, SourceStatus
+from swansongd.sources.base import Source
+
+
+class SourceRun:
+    """Runs ``source`` until the block ends, and keeps what it posts."""
+
+    def __init__(self, source: Source) -> None:
+        self.events: list[Event] = []
+        self.stop = threading.Event()
+        self.thread = threading.Thread(
+            target=source.run, args=(self.events.append, self.stop), daemon=True
+        )
+
+    @property
+    def notices(self) -> list[Notice]:
+        return [event.notice for event in self.events if isinstance(event, NoticeRaised)]
+
+    @property
+    def withdrawals(self) -> list[NoticeWithdrawn]:
+        return [event for event in self.events if isinstance(event, NoticeWithdrawn)]
+
+    @property
+    def statuses(self) -> list[SourceStatus]:
+        return [event.status for event in self.events if isinstance(event, SourceChanged)]
+
+    def is_now(self, health: Health) -> bool:
+        return bool(self.statuses) and self.statuses[-1].health is health
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive(), "the source did not stop"
+
+
+def http(method: str, url: str, **options: Any) -> requests.Response:
+    """One exchange that no proxy variable of the test can lead astray."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, allow_redirects=False, **{"timeout": 20, **options})
+
+
+def control(url: str, order: str, **body: object) -> Any:
+    """Give an emulator an order."""
+    reply = http("POST", f"{url}/_control/{order}", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def asked(url: str, request: str, outcome: str = "total") -> int:
+    """How often ``"GET /path"`` was asked of an emulator, or came out in a certain way."""
+    counts = http("GET", f"{url}/_control/requests").json()
+    return int(counts.get(request, {}).get(outcome, 0))

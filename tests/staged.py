@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in a staging directory, as the hooks and the frameworks lay them out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swansong import protocol
+from swansong.protocol import FileEntry, RankManifest
+
+ME = frozenset({os.geteuid()})
+
+
+class Clock:
+    """A monotonic clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> Path:
+    """Create ``directory`` with these files."""
+    for path, content in files.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return directory
+
+
+def write_set(
+    run_directory: Path,
+    step: int = 5,
+    nonce: str = "abc",
+    *,
+    ranks: int = 2,
+    world_size: int | None = None,
+    manifest_step: int | None = None,
+    **facts: Any,
+) -> Path:
+    """A sealed set of our hooks, with one shard for each rank."""
+    directory = run_directory / protocol.sealed_name(step, nonce)
+    for rank in range(ranks):
+        shard = f"rank-{rank:05d}/model.bin"
+        content = b"x" * (100 + rank)
+        manifest = RankManifest(
+            **{
+                "run": run_directory.name,
+                "step": step if manifest_step is None else manifest_step,
+                "kind": "periodic",
+                "files": [FileEntry(shard, len(content))],
+                "rank": rank,
+                "world_size": world_size or ranks,
+                "local_world_size": ranks,
+                **facts,
+            }
+        )
+        write_files(
+            directory,
+            {shard: content, protocol.rank_manifest_name(rank): manifest.encode()},
+        )
+    return directory

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""packer/provision.sh, run for real on a throwaway copy of this machine's root."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROVISION = REPOSITORY / "packer" / "provision.sh"
+FIRST = "# the configuration of the first run\n"
+UNITS = {"swansongd.service", "swansong-restore@.service"}
+
+
+def write_wheel(wheels: Path, name: str, version: str, package: Path | None = None) -> None:
+    """A wheel of ``package`` (or of nothing), with as much metadata as pip needs."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
+        if package:
+            about = tomllib.loads((package.parent / "pyproject.toml").read_text())["project"]
+            metadata += "".join(f"Requires-Dist: {need}\n" for need in about["dependencies"])
+            scripts = "".join(f"{k} = {v}\n" for k, v in about.get("scripts", {}).items())
+            wheel.writestr(f"{stem}.dist-info/entry_points.txt", f"[console_scripts]\n{scripts}")
+            for file in sorted(package.rglob("*")):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    wheel.write(file, file.relative_to(package.parent))
+        wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def write_wheelhouse(wheels: Path) -> None:
+    """Our two distributions as they are; what they depend on as empty wheels."""
+    wheels.mkdir()
+    for folder in ("training_hooks", "daemon"):
+        about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
+        write_wheel(wheels, about["name"], about["version"], REPOSITORY / folder / about["name"])
+        for need in about["dependencies"]:
+            name = re.split(r"[^A-Za-z0-9._-]", need)[0]
+            if name != "swansong":
+                write_wheel(wheels, name, "99")
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """What throwaway_root.sh left to look at."""
+
+    output: Path
+    stdout: str
+
+    def text(self, name: str) -> str:
+        return (self.output / name).read_text()
+
+    def changes(self) -> dict[str, list[str]]:
+        """path -> [kind, mode, uid, gid, link target] of everything that was written."""
+        lines = self.text("changes").splitlines()
+        return {path: facts for path, *facts in (line.split("\t") for line in lines)}
+
+
+def may_mount() -> bool:
+    """False for the root of an unprivileged container."""
+    probe = ["unshare", "--mount", "true"]
+    return subprocess.run(probe, check=False, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisioned]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    missing = [
+        what
+        for what, there in {
+            "mount namespaces": may_mount(),
+            "overlay file system": "overlay" in Path("/proc/filesystems").read_text(),
+            "systemd-sysusers": shutil.which("systemd-sysusers"),
+        }.items()
+        if not there
+    ]
+    if missing:
+        assert not os.environ.get("CI"), f"needed in CI: {missing}"
+        pytest.skip(f"needs {', '.join(missing)}")
+    scratch = tmp_path_factory.mktemp("provision")
+    output = scratch / "output"
+    output.mkdir()
+    write_wheelhouse(scratch / "wheels")
+    (scratch / "first.toml").write_text(FIRST)
+    (scratch / "second.toml").write_text("# must not be taken\n")
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    script = REPOSITORY / "tests" / "system" / "throwaway_root.sh"
+    done = subprocess.run(
+        ["unshare", "--mount", script, REPOSITORY, scratch, output, python],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield Provisioned(output, done.stdout)
+    shutil.rmtree(scratch)
+
+
+def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
+    """Run again, the script changes no path, mode, owner or byte."""
+    assert provisioned.text("changes.again") == provisioned.text("changes")
+    assert provisioned.text("contents.again") == provisioned.text("contents")
+
+
+def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
+    """The given configuration is installed once; later runs keep it, edits included."""
+    assert provisioned.text("swansong.toml") == FIRST + "# edited by the operator\n"
+
+
+def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
+    """Program, units, users and directories are there, and the service is enabled."""
+    changes = provisioned.changes()
+    assert {f"etc/systemd/system/{unit}" for unit in UNITS} <= changes.keys()
+    enabled = changes["etc/systemd/system/multi-user.target.wants/swansongd.service"]
+    assert enabled[-1] == "/etc/systemd/system/swansongd.service"
+    assert changes["usr/local/bin/swansong"][-1] == "/opt/swansong/bin/swansong"
+    assert "etc/systemd/logind.conf.d/zz-swansong.conf" in changes
+    uid = re.search(r"^swansong:x:(\d+):", provisioned.text("passwd"), re.MULTILINE)
+    gid = re.search(r"^swansong-trainers:x:(\d+):", provisioned.text("group"), re.MULTILINE)
+    assert uid
+    assert gid
+    assert changes["var/lib/swansong"] == ["d", "750", uid[1], gid[1], ""]
+    assert changes["var/lib/swansong/staging"] == ["d", "2770", uid[1], gid[1], ""]
+    assert re.search(r"^/opt/swansong/.*/swansongd/__init__.py$", provisioned.stdout, re.MULTILINE)
+    assert provisioned.stdout.count("#!/opt/swansong/bin/python") == 2
+
+
+@pytest.mark.fault("S22")
+def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
+    """No cache, key, history or scratch file is left anywhere on the machine."""
+    ours = re.compile(
+        r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"
+        r"|etc/systemd/system/(swansongd|swansong-restore@)\.service"
+        r"|etc/systemd/system/multi-user\.target\.wants/swansongd\.service"
+        r"|etc/systemd/logind\.conf\.d/zz-swansong\.conf"
+        r"|usr/lib/(sysusers|tmpfiles)\.d/swansong\.conf"
+        r"|usr/local/bin/swansong"
+        r"|etc/((passwd|group|shadow|gshadow)-?|\.pwd\.lock)"
+    )
+    foreign = [
+        path
+        for path, (kind, *_) in provisioned.changes().items()
+        if kind != "d" and not ours.fullmatch(path)
+    ]
+    assert foreign == []
+
+
+@pytest.mark.fault("S8")
+def test_trainers_of_other_users_share_staging_and_strangers_do_not(
+    provisioned: Provisioned,
+) -> None:
+    """The daemon can read and prune what a trainer wrote under umask 077; strangers cannot look in."""
+    assert "written\nweights\n" in provisioned.stdout
+    assert "Permission denied" in provisioned.stdout
+    assert "a stranger can look" not in provisioned.stdout
+
+
+@pytest.mark.fault("G06")
+def test_image_has_no_machine_id(provisioned: Provisioned) -> None:
+    """Every VM that boots from the image makes an identity of its own."""
+    assert provisioned.stdout.endswith("machine-id has 0 bytes\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "says"),
+    [
+        (["--wheelhouse", "/nowhere"], 1, "--wheelhouse needs something that exists"),
+        (["--config"], 1, "--config needs something that exists"),
+        (["--wheels", "x"], 2, "usage: provision.sh"),
+    ],
+)
+def test_mistaken_command_line_changes_nothing(
+    arguments: list[str], exit_code: int, says: str
+) -> None:
+    """A mistake in the command line is named before anything is done."""
+    done = subprocess.run(
+        [PROVISION, *arguments], check=False, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == exit_code
+    assert says in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_only_root_may_provision() -> None:
+    """Without the rights it stops at once and says so."""
+    script = PROVISION.read_text()  # nobody may not be able to read the clone
+    done = subprocess.run(
+        ["bash", "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        user=65534,
+        cwd="/",
+    )
+    assert done.returncode == 1
+    assert "must be root" in done.stderr

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the retry wrapper repeats, how long, and what it says about it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.base import ObjectInfo
+from swansongd.stores.files import FileStore
+from swansongd.stores.retry import Retrying
+
+
+class Moody(FileStore):
+    """A real store, whose calls first go through a list of moods: an error, or None for a good one.
+
+    ``after`` says that the error comes after the call has taken effect.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory.as_uri())
+        self.moods: list[StoreError | None] = []
+        self.after = False
+        self.attempts = 0
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self.attempts += 1
+        mood = self.moods.pop(0) if self.moods else None
+        if mood is None or self.after:
+            super().put(key, data, if_absent=if_absent)
+        if mood is not None:
+            raise mood
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.attempts += 1
+        for info in super().list(prefix):
+            mood = self.moods.pop(0) if self.moods else None
+            if mood is not None:
+                raise mood
+            yield info
+
+
+class Clock:
+    """Stands where it is put; each look at it lets ``step_s`` pass."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.now_s = 1000.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+class Waits(threading.Event):
+    """A stop event that writes down for how long it was waited on, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        return False
+
+
+@pytest.fixture
+def moody(tmp_path: Path) -> Moody:
+    return Moody(tmp_path)
+
+
+def retrying(
+    store: Moody,
+    *,
+    give_up: Callable[[], float | None] = lambda: None,
+    stop: threading.Event | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Retrying:
+    return Retrying(
+        store, give_up_mono_s=give_up, stop=stop or threading.Event(), monotonic=monotonic
+    )
+
+
+def test_transient_is_repeated_until_it_works(moody: Moody) -> None:
+    """Some Transient errors in a row do not reach the caller."""
+    moody.moods = [Transient("503"), Transient("reset"), None]
+    retrying(moody).put("key", b"content")
+    assert moody.attempts == 3
+    assert moody.get("key") == b"content"
+
+
+@pytest.mark.parametrize("error", [Permanent("403"), NotFound("404"), Exists("412")])
+def test_nothing_else_is_repeated(moody: Moody, error: StoreError) -> None:
+    """What trying again does not mend is raised as it is, at once."""
+    moody.moods = [error]
+    with pytest.raises(type(error)) as caught:
+        retrying(moody).put("key", b"content")
+    assert caught.value is error
+    assert moody.attempts == 1
+
+
+def test_exists_after_an_ambiguous_attempt_is_handed_on(moody: Moody) -> None:
+    """The name may be taken by our own first attempt: only the caller can tell, and is told."""
+    moody.moods, moody.after = [Transient("no reply")], True
+    with pytest.raises(Exists):
+        retrying(moody).put("key", b"mine", if_absent=True)
+    assert moody.get("key") == b"mine"
+
+
+def test_no_attempt_begins_after_the_deadline(moody: Moody) -> None:
+    """Not even the first; and without any limit there is none."""
+    for give_up_mono_s in (1000.0, 995.0):
+        late = retrying(moody, give_up=[give_up_mono_s].pop, monotonic=Clock())
+        with pytest.raises(Transient):
+            late.put("key", b"")
+    assert moody.attempts == 0
+    retrying(moody, monotonic=Clock()).put("k", b"")
+    assert moody.attempts == 1
+
+
+def test_the_last_error_is_raised_when_the_time_is_up(moody: Moody) -> None:
+    """A store that stays down uses the time left for attempts, and then says what was wrong."""
+    moody.moods = [Transient(f"attempt {n}") for n in range(1, 1000)]
+    clock = Clock(step_s=0.05)
+    with pytest.raises(Transient) as caught:
+        retrying(moody, give_up=lambda: 1001.0, stop=Waits(), monotonic=clock).put("key", b"")
+    assert str(caught.value) == f"attempt {moody.attempts}"
+    assert moody.attempts >= 2
+    assert clock.now_s >= 1000.8
+
+
+def test_a_deadline_that_moves_is_obeyed(moody: Moody) -> None:
+    """It is asked for before every attempt, not once per call."""
+    moody.moods = [Transient("down")] * 1000
+
+    def give_up() -> float | None:
+        return 0.0 if moody.attempts >= 3 else None
+
+    with pytest.raises(Transient):
+        retrying(moody, give_up=give_up).put("key", b"")
+    assert moody.attempts == 3
+
+
+def test_stop_ends_the_waiting(moody: Moody) -> None:
+    """With stop set there is one attempt and no wait; its error is raised."""
+    stop = threading.Event()
+    stop.set()
+    moody.moods = [Transient("down")] * 1000
+    with pytest.raises(Transient, match="down"):
+        retrying(moody, stop=stop).put("key", b"")
+    assert moody.attempts == 1
+
+
+def test_backoff_is_bounded_and_jittered(moody: Moody) -> None:
+    """Waits stay below 0.1 s doubled each time, below 5 s for ever, and are not all alike."""
+    stop = Waits()
+    moody.moods = [Transient("down")] * 60
+    retrying(moody, stop=stop).put("key", b"")
+    assert len(stop.seconds) == 60
+    for number, wait_s in enumerate(stop.seconds):
+        assert 0 <= wait_s <= min(0.1 * 2**number, 5.0)
+    assert max(stop.seconds) > 2.5
+    assert min(stop.seconds[10:]) < 2.5
+
+
+def test_the_time_left_is_not_waited_away(moody: Moody) -> None:
+    """However long the backoff has become, the next attempt comes while there is time."""
+    stop = Waits()
+    moody.moods = [Transient("down")] * 60
+    retrying(moody, give_up=lambda: 1000.5, stop=stop, monotonic=Clock()).put("key", b"")
+    assert max(stop.seconds) <= 0.5
+
+
+def test_a_listing_goes_on_where_it_broke_off(moody: Moody) -> None:
+    """Every key comes once and in order, though the listing fails before and between them."""
+    keys = [f"key-{n}" for n in range(6)]
+    for key in keys:
+        moody.put(key, b"")
+    moody.attempts = 0
+    down = Transient("down")
+    moody.moods = [down, None, None, None, down, down, None, None, down]
+    assert [info.key for info in retrying(moody).list("key-")] == keys
+    assert moody.attempts == 5
+
+
+def test_a_listing_that_is_refused(moody: Moody) -> None:
+    """An error that is not Transient ends the listing."""
+    moody.put("key", b"")
+    moody.moods = [Permanent("403")]
+    with pytest.raises(Permanent):
+        list(retrying(moody).list(""))
+
+
+def test_one_log_line_at_the_first_retry_and_one_at_recovery(moody: Moody) -> None:
+    """Not one per attempt, and none when all is well."""
+    moody.moods = [Transient("503 SlowDown"), Transient("again"), Transient("again"), None]
+    with capture_logs() as lines:
+        store = retrying(moody)
+        store.put("good/key", b"")
+        store.put("key", b"")
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("store_retry", "warning"),
+        ("store_recovered", "info"),
+    ]
+    assert lines[0]["call"] == lines[1]["call"] == "put good/key"
+    assert lines[0]["error"] == "503 SlowDown"
+    assert lines[1]["attempts"] == 4
+
+
+def test_it_shows_the_store_that_it_wraps(moody: Moody) -> None:
+    """URL and smallest part are those of the store within."""
+    store = retrying(moody)
+    assert (store.url, store.part_size_bytes_min) == (moody.url, moody.part_size_bytes_min)

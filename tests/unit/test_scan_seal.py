@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which directories are complete checkpoints: those of our hooks by what they say, others by rules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from staged import ME, Clock, write_files, write_set
+from swansong import protocol
+from swansong.protocol import FileEntry
+from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.staging import seal
+from swansongd.staging.seal import Scanner
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "r1").mkdir()
+    return tmp_path / "r1"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def scanner(run: Path, clock: Clock) -> Scanner:
+    return Scanner(run, allowed_uids=ME, settle_s=2.0, monotonic=clock)
+
+
+def settled(scanner: Scanner, clock: Clock) -> tuple[Staged, ...]:
+    """What is staged once everything has had the time to settle."""
+    scanner.scan()
+    clock.now_s += scanner.settle_s
+    return scanner.scan().staged
+
+
+def why_rejected(scanner: Scanner) -> str:
+    scanned = scanner.scan()
+    assert scanned.staged == ()
+    ((_, reason),) = scanned.rejected
+    return reason
+
+
+def test_a_sealed_set_is_taken_at_once(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """A whole set of our hooks needs no time to settle, and carries what its manifests say."""
+    directory = write_set(
+        run, 7, "n1", ranks=2, world_size=6, node=1, kind="emergency", request_id="q",
+        health={"loss": 2.5}, framework="torch",
+    )  # fmt: skip
+    (directory / "rank-00000" / ".metadata").write_bytes(b"m")
+    scanned = scanner.scan()
+    assert scanned.started_mono_s == clock.now_s
+    (found,) = scanned.staged
+    assert (found.id, found.directory) == (CheckpointId(7, "n1"), "step-000000000007.n1")
+    assert (found.kind, found.request_id) == (CheckpointKind.EMERGENCY, "q")
+    assert (found.node, found.nodes, found.framework) == (1, 3, "swansong")
+    assert found.health == {"loss": 2.5}
+    assert found.trainer == {"world_size": 6, "local_world_size": 2, "framework": "torch"}
+    assert found.markers == {"rank-00000/.metadata"}
+    assert len(found.files) == 5
+    assert not scanner.is_settling
+
+
+def test_a_set_of_an_earlier_boot_is_a_set(run: Path, scanner: Scanner) -> None:
+    """The scanner needs to have seen nothing of the set's coming into being."""
+    write_set(run)
+    assert len(scanner.scan().staged) == 1
+
+
+@pytest.mark.fault("T03")
+def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
+    """What a trainer left when it died in the middle is never taken, however long it lies there."""
+    directory = write_set(run)
+    directory.rename(f"{directory}{protocol.PARTIAL_SUFFIX}")
+    scanned = scanner.scan()
+    assert scanned.staged == scanned.rejected == ()
+    assert scanned.pending == (directory.name + ".partial",)
+
+
+def _lose_shard(directory: Path) -> None:
+    (directory / "rank-00001" / "model.bin").unlink()
+
+
+def _tear_shard(directory: Path) -> None:
+    os.truncate(directory / "rank-00001" / "model.bin", 50)
+
+
+def _lose_manifest(directory: Path) -> None:
+    (directory / "rank-00001.json").unlink()
+
+
+def _lose_manifests(directory: Path) -> None:
+    _lose_manifest(directory)
+    (directory / "rank-00000.json").unlink()
+
+
+def _tear_manifest(directory: Path) -> None:
+    os.truncate(directory / "rank-00001.json", 50)
+
+
+def _misname_manifest(directory: Path) -> None:
+    (directory / "rank-00001.json").rename(directory / "rank-00007.json")
+
+
+def _link_shard(directory: Path) -> None:
+    _lose_shard(directory)
+    (directory / "rank-00001" / "model.bin").symlink_to("/etc/shadow")
+
+
+def _bloat_manifest(directory: Path) -> None:
+    os.truncate(directory / "rank-00001.json", protocol.RANK_MANIFEST_MAX_BYTES + 1)
+
+
+@pytest.mark.fault("T06", "D06", "S1")
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_lose_shard, "rank-00001/model.bin is missing"),
+        (_tear_shard, "has 50 bytes, not 101"),
+        (_lose_manifest, "1 of 2 rank manifests"),
+        (_lose_manifests, "no rank manifest"),
+        (_tear_manifest, "rank-00001.json: rank manifest is not JSON"),
+        (_misname_manifest, "says it is of rank 1"),
+        (_link_shard, "symbolic link"),
+        (_bloat_manifest, "has over"),
+    ],
+)
+def test_a_torn_set_is_rejected_with_its_reason(
+    run: Path, scanner: Scanner, spoil: Callable[[Path], None], words: str
+) -> None:
+    """Sealed by name but not in fact: the set is not taken, and what is wrong is named."""
+    spoil(write_set(run))
+    assert words in why_rejected(scanner)
+
+
+@pytest.mark.fault("T06", "S6", "S9")
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"manifest_step": 8}, "says step 8"),
+        ({"run": "other"}, "belongs to run 'other'"),
+        ({"kind": "weird"}, "unknown kind 'weird'"),
+        ({"world_size": 3}, "makes no sense"),
+        ({"local_world_size": 0}, "makes no sense"),
+        ({"node": 1}, "makes no sense"),
+        ({"version": 9}, "version 9"),
+        ({"files": [FileEntry("../../etc/shadow", 1)]}, "names the path"),
+        ({"files": [FileEntry("/etc/shadow", 1)]}, "names the path"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_rejected(
+    run: Path, scanner: Scanner, facts: dict[str, object], words: str
+) -> None:
+    """A manifest must fit its directory, its run and its siblings, and name only safe paths."""
+    directory = write_set(run, 5, "abc", **facts)
+    assert directory.name == "step-000000000005.abc"
+    assert words in why_rejected(scanner)
+
+
+def test_ranks_that_disagree_are_rejected(run: Path, scanner: Scanner) -> None:
+    """Manifests of two worlds do not make one set."""
+    directory = write_set(run, ranks=2)
+    other = write_set(run / "elsewhere" / "r1", ranks=2, world_size=4)
+    shutil.copy(other / "rank-00001.json", directory / "rank-00001.json")
+    shutil.rmtree(run / "elsewhere")
+    assert "disagrees" in why_rejected(scanner)
+
+
+def test_a_repaired_set_is_taken(run: Path, scanner: Scanner) -> None:
+    """A rejection lasts as long as what it is about."""
+    directory = write_set(run)
+    _tear_shard(directory)
+    assert "bytes" in why_rejected(scanner)
+    (directory / "rank-00001" / "model.bin").write_bytes(b"x" * 101)
+    assert len(scanner.scan().staged) == 1
+
+
+def test_restored_and_hidden_directories_are_none_of_ours(
+    run: Path, scanner: Scanner, clock: Clock
+) -> None:
+    """What the daemon itself put there is not a new checkpoint; other directories are left alone."""
+    write_files(run / "restored" / "checkpoint-5", {"a": b"1"})
+    write_files(run / ".removing.checkpoint-6", {"a": b"1"})
+    write_files(run / ".swansongd", {".metadata": b"1"})
+    write_files(run / "logs-5", {"events": b"1"})
+    (run / "latest").symlink_to("checkpoint-5")
+    (run / "last.ckpt").write_bytes(b"1")
+    assert settled(scanner, clock) == ()
+    scanned = scanner.scan()
+    assert scanned.pending == scanned.rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("directory", "files", "step", "framework", "markers"),
+    [
+        ("checkpoint-500", ["model.safetensors"], 500, "checkpoint-n", set()),
+        (
+            "checkpoint-500",
+            ["training_args.bin", "trainer_state.json", "opt.pt"],
+            500,
+            "checkpoint-n",
+            {"trainer_state.json"},
+        ),
+        ("v2-step_0042", [".metadata", "__0_0.distcp"], 42, "dcp", {".metadata"}),
+        ("7", [".metadata"], 7, "dcp", {".metadata"}),
+    ],
+)
+def test_layouts_of_frameworks_are_adopted(
+    run: Path, scanner: Scanner, clock: Clock,
+    directory: str, files: list[str], step: int, framework: str, markers: set[str],
+) -> None:  # fmt: skip
+    """Hugging Face and DCP directories are checkpoints, with step and markers, when they have settled."""
+    write_files(run / directory, dict.fromkeys(files, b"1"))
+    first = scanner.scan()
+    assert (first.staged, first.pending) == ((), (directory,))
+    assert scanner.is_settling
+    clock.now_s += 1.9
+    assert scanner.scan().staged == ()
+    clock.now_s += 0.1
+    (found,) = scanner.scan().staged
+    assert (found.id.step, found.directory, found.framework) == (step, directory, framework)
+    assert (found.markers, found.kind) == (markers, CheckpointKind.PERIODIC)
+    assert len(found.id.nonce) == 12
+    assert not scanner.is_settling
+    assert scanner.scan().staged == (found,)
+
+
+@pytest.mark.parametrize("name", ["epoch=1-step=300.ckpt", "step=300.ckpt", "x_step=300-v1.ckpt"])
+def test_lightning_files_are_adopted(run: Path, scanner: Scanner, clock: Clock, name: str) -> None:
+    """A file alone is a set of one file, named by itself."""
+    (run / name).write_bytes(b"123")
+    (found,) = settled(scanner, clock)
+    assert (found.id.step, found.directory, found.framework) == (300, name, "ckpt")
+    assert [file.path for file in found.files] == [name]
+
+
+@pytest.mark.parametrize("name", ["model", "run-20250101123000"])
+def test_a_directory_without_a_step_is_rejected(
+    run: Path, scanner: Scanner, clock: Clock, name: str
+) -> None:
+    """A DCP checkpoint whose name tells no step (a time is none) is reported, not guessed at."""
+    write_files(run / name, {".metadata": b"1"})
+    assert settled(scanner, clock) == ()
+    assert "no step number" in why_rejected(scanner)
+
+
+def test_a_hugging_face_checkpoint_without_its_last_file_is_incomplete(
+    run: Path, scanner: Scanner, clock: Clock
+) -> None:
+    """trainer_state.json comes after the optimizer: a pause before it is not the end."""
+    directory = write_files(run / "checkpoint-5", {"training_args.bin": b"1", "model": b"2"})
+    assert settled(scanner, clock) == ()
+    assert "trainer_state.json is missing" in why_rejected(scanner)
+    write_files(directory, {"optimizer.pt": b"1", "trainer_state.json": b"{}"})
+    assert len(settled(scanner, clock)) == 1
+
+
+@pytest.mark.fault("S1")
+def test_links_under_adopted_names_are_rejected(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """Neither a linked directory nor a linked file is read."""
+    outside = write_files(run.parent / "outside", {"a": b"1"})
+    (run / "checkpoint-5").symlink_to(outside)
+    (run / "step=5.ckpt").symlink_to(outside / "a")
+    assert settled(scanner, clock) == ()
+    assert [reason for _, reason in scanner.scan().rejected] == ["is a symbolic link"] * 2
+
+
+@pytest.mark.fault("D09")
+def test_every_change_starts_the_settling_anew(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """A set that changes again and again is not taken; one that changes later is another set."""
+    file = run / "checkpoint-5" / "model"
+    write_files(file.parent, {"model": b""})
+    for _ in range(5):
+        file.write_bytes(file.read_bytes() + b"1")
+        assert scanner.scan().staged == ()
+        clock.now_s += 1.9
+        assert scanner.scan().staged == ()
+    (before,) = settled(scanner, clock)
+    file.write_bytes(b"changed")
+    assert scanner.scan().staged == ()
+    (after,) = settled(scanner, clock)
+    assert before.id.step == after.id.step
+    assert before.id.nonce != after.id.nonce
+
+
+def can_lease(directory: Path) -> bool:
+    """Whether the kernel tells of writers here (not over NFS, for example)."""
+    with open(directory / "probe", "wb"):
+        return seal.is_written(directory.parent, directory.name, _files(directory))
+
+
+def _files(directory: Path) -> tuple[object, ...]:
+    return seal.scan.listing(directory.parent, directory.name)
+
+
+SLOW_WRITER = """
+import sys
+for name in ("model", "optimizer"):
+    with open(sys.argv[1] + "/" + name, "wb", buffering=0) as file:
+        for piece in range(3):
+            file.write(b"x")
+            print("wrote", flush=True)
+            sys.stdin.readline()
+"""
+
+
+@pytest.mark.fault("D09", "T03")
+def test_a_slow_writer_is_waited_for(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """However long the gaps between its writes: while a file is open for writing, the set is not taken."""
+    directory = run / "checkpoint-5"
+    directory.mkdir()
+    if not can_lease(directory):
+        pytest.skip("no leases on this file system")
+    (directory / "probe").unlink()
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", SLOW_WRITER, str(directory)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as writer:  # fmt: skip
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        while writer.stdout.readline():
+            for _ in range(3):
+                clock.now_s += 1000
+                scanned = scanner.scan()
+                assert (scanned.staged, scanned.pending) == ((), ("checkpoint-5",))
+            writer.stdin.write(b"\n")
+            writer.stdin.flush()
+        writer.stdin.close()
+    (found,) = settled(scanner, clock)
+    assert [(file.path, file.size_bytes) for file in found.files] == [
+        ("model", 3),
+        ("optimizer", 3),
+    ]
+
+
+def test_asking_for_writers_harms_neither_side(run: Path) -> None:
+    """A writer that opens the file while we ask is delayed for no time, and we are not killed for it."""
+    write_files(run / "checkpoint-5", {"a": b"1"})
+    files = _files(run / "checkpoint-5")
+    ended: list[int] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            os.close(os.open(run / "checkpoint-5" / "a", os.O_WRONLY))
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    handler = signal.signal(signal.SIGIO, lambda *_: ended.append(1))
+    try:
+        answers = {seal.is_written(run, "checkpoint-5", files) for _ in range(3000)}
+    finally:
+        stop.set()
+        writer.join(10)
+        signal.signal(signal.SIGIO, handler)
+    assert False in answers
+    assert ended == []

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running tasks in parallel: all of them once, or the first error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from swansongd.errors import Stopped
+from swansongd.threads import parallel
+
+
+def test_every_task_is_done_once() -> None:
+    """No task is lost or done twice, with more threads than tasks and with fewer."""
+    for threads in (1, 3, 50):
+        done: list[int] = []
+        parallel(range(20), done.append, threads=threads)
+        assert sorted(done) == list(range(20))
+
+
+def test_tasks_run_at_the_same_time_and_no_more_than_told() -> None:
+    """Three threads meet at a barrier; a fourth would be counted."""
+    barrier = threading.Barrier(3)
+    lock = threading.Lock()
+    running = 0
+    most = 0
+
+    def meet(_task: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        barrier.wait(10)
+        with lock:
+            running -= 1
+        barrier.wait(10)
+
+    parallel(range(6), meet, threads=3)
+    assert most == 3
+
+
+def test_the_first_error_ends_it_and_no_thread_is_left() -> None:
+    """Tasks not begun are dropped, the one under way is waited for, and the error is raised."""
+    begun: list[int] = []
+    both_begun = threading.Barrier(2)
+    failed = threading.Event()
+
+    def work(task: int) -> None:
+        begun.append(task)
+        both_begun.wait(10)
+        if task == 0:
+            failed.set()
+            raise ValueError("task 0")
+        failed.wait(10)
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="task 0"):
+        parallel(range(100), work, threads=2)
+    assert threading.active_count() == before
+    assert set(begun) >= {0, 1}
+    assert len(begun) <= 4
+
+
+def test_stop_is_an_error_of_its_own() -> None:
+    """Whoever stops it learns that it is not done."""
+    stop = threading.Event()
+    done: list[int] = []
+
+    def work(task: int) -> None:
+        done.append(task)
+        stop.set()
+
+    with pytest.raises(Stopped):
+        parallel(range(10), work, threads=1, stop=stop)
+    assert done == [0]
+
+
+def test_a_stop_after_the_last_task_is_none() -> None:
+    """What is done is done."""
+    stop = threading.Event()
+    parallel([1], lambda _task: stop.set(), threads=1, stop=threading.Event())
+    assert stop.is_set()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes one checkpoint into staging: partial directory, files, rank manifest, rename.
+
+A set has its sealed name only when every rank of this node has put its manifest there, and a rank puts
+its manifest there only when all its files are written.  A process may die between any two system calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swansong import protocol
+from swansong.protocol import FileEntry, RankManifest
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of one rank's part of a checkpoint."""
+
+    directory: str
+    """The sealed name, relative to the staging directory of the run."""
+    size_bytes: int
+    """Of this rank's files."""
+    is_sealed: bool
+    """Whether the set has its sealed name; else other ranks of this node are still writing."""
+
+
+def rank_directory(rank: int) -> str:
+    """Name of the directory, within a set, that holds one rank's files."""
+    return f"rank-{rank:05d}"
+
+
+def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite ones among loss and metrics, and whether the loss is (``loss_is_finite``, 0 or 1)."""
+    health: dict[str, float] = {}
+    for name, value in {**metrics, "loss": loss}.items():
+        try:
+            number = float(value)
+        except Exception:  # noqa: BLE001, S112 - no metric must cost a checkpoint
+            continue
+        if math.isfinite(number):
+            health[name] = number
+        if name == "loss":
+            health["loss_is_finite"] = float(math.isfinite(number))
+    return health
+
+
+def write_checkpoint(
+    staging: str,
+    nonce: str,
+    manifest: RankManifest,
+    save: Callable[[Path], object],
+    *,
+    durable: bool,
+) -> Written:
+    """Write this rank's part of a checkpoint, and seal the set if it is the last one.
+
+    Args:
+        staging: staging directory of the run; must exist.
+        nonce: the same for all ranks of this node that save this set.
+        manifest: all but ``files``, which are found.
+        save: writes the rank's files into the directory that it is given.
+        durable: whether the set must outlive a crash of the operating system (fsync).
+
+    Raises:
+        OSError: the file system refused.
+        Exception: whatever ``save`` raised.  In either case the partial directory is gone.
+    """
+    name = protocol.sealed_name(manifest.step, nonce)
+    sealed = os.path.join(staging, name)
+    partial = sealed + protocol.PARTIAL_SUFFIX
+    if os.path.isdir(sealed):
+        return Written(name, _size_bytes(sealed, manifest.rank), is_sealed=True)
+    try:
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.mkdir(partial)
+        own = os.path.join(partial, rank_directory(manifest.rank))
+        os.mkdir(own)
+        save(Path(own))
+        files = _close_files(partial, own, durable=durable)
+        manifest = dataclasses.replace(manifest, files=files)
+        _put_manifest(partial, manifest, durable=durable)
+        is_sealed = _seal(partial, sealed, manifest.local_world_size, durable=durable)
+    except BaseException:
+        # Without this rank's files the set can never be whole: make room, whoever else still writes.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Written(name, sum(file.size_bytes for file in files), is_sealed)
+
+
+def remove_leftovers(staging: str, rank: int) -> None:
+    """Remove what this rank left in partial directories when it last died.
+
+    To be called by a new process before its first save: a manifest that an earlier incarnation put into
+    a set of the same name must not help to seal that set.
+    """
+    for entry in os.listdir(staging):
+        name = entry.removesuffix(protocol.PARTIAL_SUFFIX)
+        if entry == name or protocol.parse_sealed_name(name) is None:
+            continue
+        partial = os.path.join(staging, entry)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(partial, protocol.rank_manifest_name(rank)))
+        shutil.rmtree(os.path.join(partial, rank_directory(rank)), ignore_errors=True)
+        with contextlib.suppress(OSError):  # other ranks' files are theirs to remove
+            os.rmdir(partial)
+
+
+def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
+    """List the rank's files, let the daemon's group read and prune them, fsync them if asked."""
+    files: list[FileEntry] = []
+    _admit_group(partial, 0o070)
+    for directory, _, names in os.walk(own):
+        _admit_group(directory, 0o070)
+        for name in names:
+            full = os.path.join(directory, name)
+            path = os.path.relpath(full, partial)
+            facts = os.lstat(full)
+            if not stat.S_ISREG(facts.st_mode):
+                raise ValueError(f"{path} is no regular file; links and others are not uploaded")
+            if not protocol.is_safe_path(path):
+                raise ValueError(f"the file name {path!r} has characters that are not allowed")
+            _admit_group(full, 0o040)
+            if durable:
+                _fsync(full)
+            files.append(FileEntry(path=path, size_bytes=facts.st_size))
+        if durable:
+            _fsync(directory)
+    return sorted(files, key=lambda file: file.path)
+
+
+def _put_manifest(partial: str, manifest: RankManifest, *, durable: bool) -> None:
+    path = os.path.join(partial, protocol.rank_manifest_name(manifest.rank))
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(manifest.encode())
+    _admit_group(temporary, 0o040)
+    if durable:
+        _fsync(temporary)
+    os.rename(temporary, path)
+    if durable:
+        _fsync(partial)
+
+
+def _seal(partial: str, sealed: str, local_world_size: int, *, durable: bool) -> bool:
+    try:
+        names = os.listdir(partial)
+        if sum(name.startswith("rank-") and name.endswith(".json") for name in names) < (
+            local_world_size
+        ):
+            return False
+        os.rename(partial, sealed)
+    except OSError:
+        if os.path.isdir(sealed):  # another rank found all manifests too, and was faster
+            return True
+        raise
+    if durable:
+        _fsync(os.path.dirname(sealed))
+    return True
+
+
+def _admit_group(path: str, bits: int) -> None:
+    # Whatever the umask of the trainer: the daemon must be able to read the set, and to prune it.
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & bits != bits:
+        try:
+            os.chmod(path, mode | bits)
+        except PermissionError:
+            if os.stat(path).st_uid == os.geteuid():
+                raise  # else another rank's user owns the partial directory, and sees to it
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size_bytes(sealed: str, rank: int) -> int:
+    """Size of one rank's files in a sealed set; 0 when it has no such rank."""
+    try:
+        with open(os.path.join(sealed, protocol.rank_manifest_name(rank)), "rb") as file:
+            manifest = RankManifest.decode(file.read())
+    except (OSError, ValueError):
+        return 0
+    return sum(entry.size_bytes for entry in manifest.files)
