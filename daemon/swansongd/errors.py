@@ -52,7 +52,17 @@ class Unreachable(SwansongError):
 
 
 class FencedError(SwansongError):
+    """Generation ``own`` may not commit any more: generation ``newer`` has taken the run over."""
+
     exit_code = 4
+
+    def __init__(self, own: int, newer: int) -> None:
+        super().__init__(
+            f"generation {newer} has taken the run over from generation {own}",
+            hint="This VM must not write any more; another one goes on with the run",
+        )
+        self.own = own
+        self.newer = newer
 
 
 class StagingError(SwansongError):

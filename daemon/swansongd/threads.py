@@ -53,7 +53,7 @@ def parallel(
                     return
             try:
                 function(task)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            except BaseException as error:  # handed to the caller below
                 with lock:
                     errors.append(error)
                 halt.set()

@@ -274,7 +274,7 @@ def test_the_socket_is_for_owner_and_group(umask: int, tmp_path: Path) -> None:
     real_chmod = os.chmod
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connection.os, "chmod", chmod)
+            patch.setattr(os, "chmod", chmod)
             connection.listen(path).close()
     finally:
         assert os.umask(before) == umask

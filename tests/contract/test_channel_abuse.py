@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from channel_peer import Client, PeerProcess, RunningChannel
@@ -180,7 +182,7 @@ def test_a_peer_that_reads_late_misses_nothing(running: RunningChannel) -> None:
         for step in range(count):
             running.channel.send((client.number,), protocol.Withdrawn(str(step), "x" * 60000))
         heard = [client.hear() for _ in range(count)]
-        assert [message.request_id for message in heard if message] == list(map(str, range(count)))
+        assert heard == [protocol.Withdrawn(str(step), "x" * 60000) for step in range(count)]
 
 
 @pytest.mark.fault("S12")
@@ -188,9 +190,11 @@ def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
     """A peer that sends without end is dropped at the rate limit, with a reason."""
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for _ in range(100_000):
+        said = 0
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for said in range(100_000):
                 client.say(protocol.Progress(1))
+        assert said < 50_000
         answer = until(client.hear)
         assert isinstance(answer, protocol.Refused)
         assert "messages a second" in answer.reason
@@ -259,7 +263,7 @@ with RunningChannel() as running:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        socket_path = process.stdout.readline().strip()
+        socket_path = Path(process.stdout.readline().strip())
         first = Client(socket_path)
         first.say(protocol.Hello(run="r1"))
         assert isinstance(first.hear(), protocol.Welcome)

@@ -166,7 +166,7 @@ def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(deep.parent, {"f": b""})
     assert len(listing(run, "deep")) == 1
     write_files(deep, {"f": b""})
-    with pytest.raises(StagingError, match="not allowed|deeper"):
+    with pytest.raises(StagingError, match="not allowed"):
         listing(run, "deep")
     monkeypatch.setattr(scan, "FILES_MAX", 2)
     with pytest.raises(StagingError, match="more than 2"):
@@ -274,8 +274,7 @@ def test_a_link_swapped_in_is_never_read(run: Path) -> None:
         while min(results.values()) < 100:
             try:
                 fd = scan._open_below(set_fd, "a")
-            except OSError as error:
-                assert error.errno == errno.ELOOP
+            except OSError:  # it was a link just now
                 results["refused"] += 1
                 continue
             assert os.read(fd, 1) == b"1"
@@ -325,7 +324,7 @@ def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EIO, "broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scan.os, "unlink", interrupted)
+        patch.setattr(os, "unlink", interrupted)
         with pytest.raises(StagingError):
             scan.remove_set(run, "set")
     assert os.listdir(run) == [".removing.set"]
@@ -333,9 +332,7 @@ def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.Mon
     assert os.listdir(run) == []
 
 
-names = st.text(alphabet="abcXYZ019_+=@,.- ", min_size=1, max_size=12).filter(
-    lambda name: protocol.is_safe_path(name)
-)
+names = st.text(alphabet="abcXYZ019_+=@,.- ", min_size=1, max_size=12).filter(protocol.is_safe_path)
 trees = st.recursive(
     st.binary(max_size=20), lambda inner: st.dictionaries(names, inner, max_size=4), max_leaves=12
 ).filter(lambda tree: isinstance(tree, dict))

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from staged import ME, Clock, write_files, write_set
 from swansong import protocol
 from swansong.protocol import FileEntry
-from swansongd.model import CheckpointId, CheckpointKind, Staged
-from swansongd.staging import seal
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
 
 
@@ -83,7 +84,7 @@ def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
     directory = write_set(run)
     directory.rename(f"{directory}{protocol.PARTIAL_SUFFIX}")
     scanned = scanner.scan()
-    assert scanned.staged == scanned.rejected == ()
+    assert (scanned.staged, scanned.rejected) == ((), ())
     assert scanned.pending == (directory.name + ".partial",)
 
 
@@ -159,7 +160,7 @@ def test_a_torn_set_is_rejected_with_its_reason(
     ],
 )
 def test_a_manifest_that_cannot_be_is_rejected(
-    run: Path, scanner: Scanner, facts: dict[str, object], words: str
+    run: Path, scanner: Scanner, facts: dict[str, Any], words: str
 ) -> None:
     """A manifest must fit its directory, its run and its siblings, and name only safe paths."""
     directory = write_set(run, 5, "abc", **facts)
@@ -197,7 +198,7 @@ def test_restored_and_hidden_directories_are_none_of_ours(
     (run / "last.ckpt").write_bytes(b"1")
     assert settled(scanner, clock) == ()
     scanned = scanner.scan()
-    assert scanned.pending == scanned.rejected == ()
+    assert (scanned.pending, scanned.rejected) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_restored_and_hidden_directories_are_none_of_ours(
         ("7", [".metadata"], 7, "dcp", {".metadata"}),
     ],
 )
-def test_layouts_of_frameworks_are_adopted(
+def test_layouts_of_frameworks_are_adopted(  # noqa: PLR0917 - the table above
     run: Path, scanner: Scanner, clock: Clock,
     directory: str, files: list[str], step: int, framework: str, markers: set[str],
 ) -> None:  # fmt: skip
@@ -229,7 +230,8 @@ def test_layouts_of_frameworks_are_adopted(
     clock.now_s += 0.1
     (found,) = scanner.scan().staged
     assert (found.id.step, found.directory, found.framework) == (step, directory, framework)
-    assert (found.markers, found.kind) == (markers, CheckpointKind.PERIODIC)
+    assert found.markers == markers
+    assert found.kind is CheckpointKind.PERIODIC
     assert len(found.id.nonce) == 12
     assert not scanner.is_settling
     assert scanner.scan().staged == (found,)
@@ -299,8 +301,8 @@ def can_lease(directory: Path) -> bool:
         return seal.is_written(directory.parent, directory.name, _files(directory))
 
 
-def _files(directory: Path) -> tuple[object, ...]:
-    return seal.scan.listing(directory.parent, directory.name)
+def _files(directory: Path) -> tuple[StagedFile, ...]:
+    return scan.listing(directory.parent, directory.name)
 
 
 SLOW_WRITER = """

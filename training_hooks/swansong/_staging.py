@@ -45,7 +45,7 @@ def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in {**metrics, "loss": loss}.items():
         try:
             number = float(value)
-        except Exception:  # noqa: BLE001, S112 - no metric must cost a checkpoint
+        except Exception:  # noqa: S112 - no metric must cost a checkpoint
             continue
         if math.isfinite(number):
             health[name] = number

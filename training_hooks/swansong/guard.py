@@ -321,7 +321,7 @@ class Guard:
             )
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - some frameworks' errors are no Exception
+        except BaseException as error:  # some frameworks' errors are no Exception
             reason = f"{type(error).__name__}: {error}"[:500]
             log.warning("the checkpoint of step %s in %s failed: %s", step, staging, reason)
             if due.request_id:

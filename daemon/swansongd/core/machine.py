@@ -15,6 +15,8 @@ import hashlib
 from dataclasses import replace
 from typing import assert_never
 
+from swansong import protocol
+
 from swansongd.core import planner
 from swansongd.core.events import (
     Action,
@@ -59,7 +61,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Ask, Evacuation, Flight, State, Stored
-from swansongd.model import CheckpointId, CommitRef, Notice, Severity, Staged, Verdict
+from swansongd.model import CheckpointId, CommitRef, Health, Notice, Severity, Staged, Verdict
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
@@ -148,6 +150,14 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
                 turn.log("warning", "notice_withdrawn", source=source, reason=reason)
         case SourceChanged(status):
             turn.set(sources={**state.sources, status.source: status})
+            level = "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning"
+            turn.log(
+                level,
+                "health",
+                source=status.source,
+                health=status.health.value,
+                reason=status.reason,
+            )
         case TrainerJoined(trainer):
             others = tuple(t for t in state.trainers if t.pid != trainer.pid)
             turn.set(trainers=(*others, trainer))
@@ -158,7 +168,9 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
             _trainer_progress(turn, event)
         case TrainerAccepted(connection, request_id, at_step):
             _trainer_accepted(turn, connection, request_id, at_step)
-        case TrainerSealed(_, _, at_step, save_s, size_bytes):
+        case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
+            if turn.ask_if_waiting(request_id):
+                turn.set_ask(claimed_step=at_step)
             _trainer_progress(
                 turn,
                 TrainerProgress(event.connection, at_step, save_s=save_s, save_bytes=size_bytes),
@@ -288,7 +300,10 @@ def _ask_late(turn: _Turn, connection: int, rank: int) -> None:
 
 def _scanned(turn: _Turn, event: Scanned) -> None:
     before = {staged.id for staged in turn.state.staged}
-    turn.set(staged=event.staged, pending=event.pending)
+    for directory, reason in event.rejected:
+        if (directory, reason) not in turn.state.rejected:
+            turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
+    turn.set(staged=event.staged, pending=event.pending, rejected=frozenset(event.rejected))
     for staged in event.staged:
         if staged.id not in before:
             turn.log(
@@ -309,9 +324,12 @@ def _scanned(turn: _Turn, event: Scanned) -> None:
     if ask is None or not ask.is_waiting:
         return
     answer = next((s for s in event.staged if _answers(s, ask)), None)
+    bad = next((r for r in event.rejected if _is_claimed(r[0], ask)), None)
     if answer is not None:
         turn.set_ask(sealed=answer.id)
         turn.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+    elif bad is not None:
+        _ask_failed(turn, f"what the trainer sealed is not sound: {bad[1]}")
     elif (
         ask.lost_mono_s is not None
         and event.started_mono_s >= ask.lost_mono_s
@@ -324,6 +342,12 @@ def _answers(staged: Staged, ask: Ask) -> bool:
     if ask.by_signal:
         return staged.id not in ask.known
     return staged.request_id == ask.request_id
+
+
+def _is_claimed(directory: str, ask: Ask) -> bool:
+    """Whether this is the set that the trainer says answers the request."""
+    name = protocol.parse_sealed_name(directory)
+    return name is not None and name[0] == ask.claimed_step
 
 
 def _flushed(turn: _Turn, event: Flushed) -> None:

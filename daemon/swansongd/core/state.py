@@ -75,7 +75,10 @@ class Ask:
     accepted: Mapping[int, int] = field(default_factory=dict)
     """Rank to the last step that it had completed."""
     target: int | None = None
+    claimed_step: int | None = None
+    """A rank says that it has sealed this step for the request."""
     sealed: CheckpointId | None = None
+    """The scan has seen it."""
     lost_mono_s: float | None = None
     """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
     failure: str = ""
@@ -113,6 +116,8 @@ class State:
     fenced_by: int | None = None
     staged: tuple[Staged, ...] = ()
     pending: tuple[str, ...] = ()
+    rejected: frozenset[tuple[str, str]] = frozenset()
+    """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
     inherited: frozenset[CheckpointId] = frozenset()
     """Sets that lay in staging before the generation was claimed: perhaps of an older lineage."""
     unusable: frozenset[CheckpointId] = frozenset()

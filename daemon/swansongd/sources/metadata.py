@@ -229,7 +229,7 @@ def watch(
             try:
                 delay_s = look()
                 backoff.reset()
-            except Exception as error:  # noqa: BLE001  a source outlives its own mistakes
+            except Exception as error:
                 if stop.is_set():
                     return
                 expected = isinstance(error, MetadataUnavailable)

@@ -107,7 +107,7 @@ class StagingObserver:
             self._asked.clear()
         try:
             scanned = self._scanner.scan()
-        except Exception as error:  # noqa: BLE001 - the thread must outlive every state of the disk
+        except Exception as error:  # the thread must outlive every state of the disk
             if is_asked:
                 self._asked.set()
             if str(error) != self._trouble:
@@ -129,7 +129,7 @@ class StagingObserver:
                 handler, str(self._scanner.run_directory), recursive=False, event_filter=_EVENTS
             )
             observer.start()
-        except Exception as error:  # noqa: BLE001 - whatever it is, we can do without
+        except Exception as error:  # whatever it is, we can do without
             self._log.warning("staging_watch_failed", error=str(error), fallback="periodic scan")
             return None
         return observer

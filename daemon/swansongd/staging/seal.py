@@ -71,8 +71,8 @@ class _Seen:
 
     files: tuple[StagedFile, ...]
     since_mono_s: float
-    outcome: Staged | StagingError | None = None
-    """None: not settled yet."""
+    outcome: Staged | str | None = None
+    """The set, or why it is none; None while it has not settled."""
 
 
 class Scanner:
@@ -135,7 +135,7 @@ class Scanner:
                 if isinstance(found.outcome, Staged):
                     staged.append(found.outcome)
                 elif found.outcome is not None:
-                    rejected.append((name, found.outcome.line()))
+                    rejected.append((name, found.outcome))
                 else:
                     pending.append(name)
                     self.is_settling = True
@@ -167,7 +167,7 @@ class Scanner:
                 return seen
             return replace(seen, outcome=_adopted(name, layout, files))
         except StagingError as error:
-            return replace(seen, outcome=error)
+            return replace(seen, outcome=error.line())
 
 
 def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> bool:
@@ -291,7 +291,7 @@ def _check_manifest(
         raise StagingError(f"{rank}: belongs to run {manifest.run!r:.100}, not {run!r}")
     if manifest.step != step:
         raise StagingError(f"{rank}: says step {manifest.step}")
-    if _world(manifest) != _world(lead):
+    if _world(manifest) != _world(lead) or not 0 <= manifest.rank < manifest.world_size:
         raise StagingError(f"{rank}: disagrees with rank {lead.rank} about the ranks there are")
     if manifest.kind not in tuple(CheckpointKind):
         raise StagingError(f"{rank}: unknown kind {manifest.kind!r:.40}")

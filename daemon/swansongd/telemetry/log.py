@@ -22,6 +22,12 @@ from typing import Any
 
 import structlog
 
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 _LINES_MAX = 10_000
 _TEXT_MAX = 500
 _TRACEBACK_MAX = 8_000
@@ -103,7 +109,7 @@ class _Libraries(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage()
-        except Exception as error:  # noqa: BLE001 - a broken log call must not break its caller
+        except Exception as error:  # a broken log call must not break its caller
             message = f"{record.msg!s} (cannot be formatted: {error})"
         structlog.get_logger().log(
             max(record.levelno, logging.DEBUG),
@@ -128,7 +134,7 @@ def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
     global _writer  # noqa: PLW0603 - the process has one log
     flush(1.0)
     _writer = _Writer(sys.stderr.fileno() if fd is None else fd)
-    number = logging.getLevelNamesMapping()[level.upper()]
+    number = LEVELS[level]
     renderer: Any = structlog.processors.JSONRenderer()
     if log_format == "console":
         renderer = structlog.dev.ConsoleRenderer(colors=fd is None and sys.stderr.isatty())

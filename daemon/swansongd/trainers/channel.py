@@ -270,7 +270,7 @@ class TrainerChannel:
             return
         try:
             self._handle(connection, message)
-        except Exception:  # noqa: BLE001 - one peer's message must not silence the others
+        except Exception:  # one peer's message must not silence the others
             self._log.exception("trainer_message_failed", connection=connection.number)
             self._drop(connection, "the daemon failed at a message")
 

@@ -85,7 +85,7 @@ class SignalSender:
         except _Refused as refusal:
             self._post(SignalRefused(request_id, str(refusal)))
             return
-        except Exception as error:  # noqa: BLE001 - the decision waits for an answer, whatever happened
+        except Exception as error:  # the decision waits for an answer, whatever happened
             self._post(SignalRefused(request_id, f"the process cannot be examined: {error}"))
             return
         try:

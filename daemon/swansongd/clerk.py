@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread for the small objects, in order: the claim first, then manifests and farewells.
+
+Kept apart from the flush, so that a manifest never waits behind data.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from swansongd import commit, durable
+from swansongd.core.events import (
+    CommitDone,
+    CommitFailed,
+    CommitManifest,
+    Event,
+    FenceFound,
+    GenerationClaimed,
+)
+from swansongd.errors import Exists, FencedError, StoreError, SwansongError
+from swansongd.keys import RunKeys
+from swansongd.manifest import Manifest
+from swansongd.sources.base import HealthTracker
+from swansongd.stores.base import ObjectStore
+
+STORE_HEALTH = "store"
+"""Under this name the clerk reports whether the store can be used."""
+_BLIND_AFTER_S = 30.0
+_CLAIM_RETRY_S = 2.0
+_CLAIM_RETRY_S_MAX = 30.0
+_CLAIM_FILE = "claim.json"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    """Which generation this boot has claimed; lies in staging, and dies with it."""
+
+    run: str
+    store_url: str
+    boot_id: str
+    generation: int
+
+    def save(self, own_directory: Path) -> None:
+        body = {name: getattr(self, name) for name in self.__slots__}
+        durable.write(own_directory / _CLAIM_FILE, json.dumps(body).encode())
+
+    @classmethod
+    def load(cls, own_directory: Path) -> ClaimRecord | None:
+        """None when there is none, or none that makes sense: then a new generation is claimed."""
+        try:
+            return cls(**json.loads((own_directory / _CLAIM_FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+class Clerk:
+    """Claims, commits and says farewell.
+
+    Args:
+        store: wrapped so that it retries, and gives up at the deadline.
+        keys: of the run.
+        own_directory: the daemon's own, in staging; holds the claim over restarts.
+        boot_id: of this boot of the kernel.
+        post: takes what came of it.
+        wall: wall clock in UTC, as text; informational.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        own_directory: Path,
+        post: Callable[[Event], None],
+        *,
+        boot_id: str,
+        wall: Callable[[], str],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._own_directory = own_directory
+        self._post = post
+        self._boot_id = boot_id
+        self._wall = wall
+        self._health = HealthTracker(
+            STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=monotonic, post=post
+        )
+        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._stop = threading.Event()
+        self._idle = threading.Event()
+        self._hurry = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
+
+    def start(self) -> None:
+        """Claim a generation as soon as the store lets us, then take orders."""
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """There is a notice: do not sleep over the claim."""
+        self._hurry.set()
+
+    def commit(self, order: CommitManifest) -> None:
+        """Create the manifest; posts CommitDone, CommitFailed or FenceFound."""
+        self._jobs.put(lambda: self._commit(order))
+
+    def farewell(self, generation: int, data: bytes) -> None:
+        """Leave the farewell object of an evacuation."""
+        self._jobs.put(lambda: self._farewell(generation, data))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was ordered so far is done; False when it was not in time."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Take no more orders."""
+        self._stop.set()
+        self._hurry.set()
+
+    def _run(self) -> None:
+        if not self._claim():
+            return
+        while not self._stop.is_set():
+            job = self._jobs.get()
+            try:
+                job()
+            except Exception:
+                _log.exception("clerk_fault")
+
+    # ------------------------------------------------------------------ the claim
+
+    def _claim(self) -> bool:
+        wait_s = _CLAIM_RETRY_S
+        while not self._stop.is_set():
+            try:
+                generation = self._claimed()
+                newest = commit.newest_whole_commit(self._store, self._keys)
+            except FencedError as error:
+                self._post(FenceFound(error.newer))
+                return False
+            except SwansongError as error:
+                self._health.failed(error.line())
+            except Exception as error:
+                _log.exception("claim_fault")
+                self._health.failed(f"{type(error).__name__}: {error}")
+            else:
+                self._health.ok(f"{self._store.url} answers")
+                self._post(GenerationClaimed(generation, newest))
+                return True
+            self._hurry.wait(wait_s)
+            wait_s = min(2 * wait_s, _CLAIM_RETRY_S_MAX)
+            if self._hurry.is_set():
+                self._stop.wait(0.5)
+        return False
+
+    def _claimed(self) -> int:
+        record = ClaimRecord.load(self._own_directory)
+        url, run = self._store.url, self._keys.run
+        if record is not None and (record.run, record.store_url, record.boot_id) == (
+            run,
+            url,
+            self._boot_id,
+        ):
+            # A daemon that was restarted goes on under its number, unless it was overtaken.
+            commit.ensure_not_fenced(self._store, self._keys, record.generation)
+            return record.generation
+        self._store.check()
+        identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
+        claim = commit.claim_generation(
+            self._store, self._keys, identity=identity, nonce=secrets.token_hex(8)
+        )
+        if not claim.honours_if_absent:
+            _log.error(
+                "store_ignores_create_if_absent",
+                url=url,
+                hint="Two VMs with this run could overwrite each other's commits; use another store",
+            )
+        try:
+            ClaimRecord(run, url, self._boot_id, claim.generation).save(self._own_directory)
+        except OSError as error:
+            _log.warning(
+                "claim_not_recorded",
+                error=str(error),
+                hint="After a restart the daemon will claim another generation, which is harmless",
+            )
+        return claim.generation
+
+    # ------------------------------------------------------------------ orders
+
+    def _commit(self, order: CommitManifest) -> None:
+        staged = order.staged
+        manifest = Manifest(
+            run=self._keys.run,
+            generation=order.generation,
+            step=staged.id.step,
+            kind=staged.kind,
+            node=staged.node,
+            nodes=staged.nodes,
+            nonce=staged.id.nonce,
+            shards=order.shards,
+            parent=order.parent,
+            framework=staged.framework,
+            health=staged.health,
+            trainer=staged.trainer,
+            created=self._wall(),
+        )
+        try:
+            commit.commit(self._store, self._keys, manifest)
+        except FencedError as error:
+            self._post(FenceFound(error.newer))
+        except Exists:
+            reason = f"another checkpoint is committed as {manifest.ref}"
+            self._post(CommitFailed(order.flush_id, reason, conflict=True))
+        except StoreError as error:
+            self._health.failed(error.line())
+            self._post(CommitFailed(order.flush_id, error.line(), conflict=False))
+        except Exception as error:
+            _log.exception("commit_fault")
+            reason = f"{type(error).__name__}: {error}"
+            self._post(CommitFailed(order.flush_id, reason, conflict=False))
+        else:
+            self._health.ok(f"{self._store.url} answers")
+            self._post(CommitDone(order.flush_id, manifest.ref))
+
+    def _farewell(self, generation: int, data: bytes) -> None:
+        stamp = self._wall().replace(":", "").replace("-", "")
+        try:
+            self._store.put(self._keys.farewell(generation, stamp), data, if_absent=True)
+        except StoreError as error:
+            _log.warning("farewell_not_stored", error=str(error))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``swansongd`` command: the daemon itself, for systemd to run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+import swansongd
+from swansongd.config import DEFAULT_PATH, load
+from swansongd.errors import ConfigError, SwansongError
+from swansongd.service import Service
+from swansongd.telemetry import log
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run until stopped, then leave at once: no thread that hangs in a request holds up the end."""
+    parser = argparse.ArgumentParser(
+        prog="swansongd",
+        description="Gets a training run's checkpoints off this VM before it is taken away.",
+        epilog="exit codes: 0 stopped, 1 a fault of swansongd, 2 wrong configuration, "
+        "4 another VM has taken the run over, 5 staging cannot be used, 6 the store cannot be used",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=DEFAULT_PATH,
+        metavar="FILE",
+        help=f"the configuration (default {DEFAULT_PATH})",
+    )
+    parser.add_argument("--version", action="version", version=swansongd.__version__)
+    args = parser.parse_args(argv)
+    try:
+        code = _run(args.config)
+    except SwansongError as error:
+        _complain(error)
+        code = error.exit_code
+    log.flush(1.0)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(path: Path) -> int:
+    config = load(path)
+    log.configure(config.log.format, config.log.level)
+    return Service(config).run()
+
+
+def _complain(error: SwansongError) -> None:
+    """One line for each thing that is wrong, whether logging is set up yet or not."""
+    if not structlog.is_configured():
+        log.configure("console", "info")
+    logger = structlog.get_logger(__name__)
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for problem in problems:
+        logger.error("cannot_start", problem=problem)
+    if error.hint:
+        logger.error("cannot_start", hint=error.hint)
+
+
+if __name__ == "__main__":
+    main()

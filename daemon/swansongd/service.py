@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The composition root: makes the parts, runs the decision loop, carries its actions out.
+
+The main thread is the decision loop.  It alone changes the state, it alone pings systemd's watchdog, and
+its only blocking call is the bounded wait for the next event.  Everything else is a daemon thread that
+does blocking IO and posts events; at the end the process leaves without waiting for any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, assert_never
+
+import structlog
+from swansong import protocol
+
+import swansongd
+from swansongd.clerk import Clerk
+from swansongd.config import Config
+from swansongd.core import machine
+from swansongd.core.events import (
+    Action,
+    AskTrainers,
+    CancelFlush,
+    CommitManifest,
+    Conclude,
+    Event,
+    Exit,
+    Log,
+    Mark,
+    NoticeRaised,
+    Prune,
+    Rescan,
+    SendTarget,
+    SignalTrainer,
+    StartFlush,
+    StopRequested,
+    TellCommitted,
+    TellFenced,
+    Tick,
+    WithdrawRequest,
+)
+from swansongd.core.state import Settings, State
+from swansongd.errors import ConfigError, StagingError
+from swansongd.flush import FlushEngine
+from swansongd.keys import RunKeys
+from swansongd.model import Severity
+from swansongd.rejoin import Rejoin
+from swansongd.sources import host
+from swansongd.sources.opening import open_sources
+from swansongd.staging import scan
+from swansongd.staging.observe import StagingObserver
+from swansongd.staging.prepare import prepare
+from swansongd.staging.seal import Scanner
+from swansongd.stores.opening import open_store
+from swansongd.stores.retry import Retrying
+from swansongd.telemetry import log as logs
+from swansongd.telemetry.report import status_line, status_report
+from swansongd.telemetry.sdnotify import SystemdNotifier
+from swansongd.telemetry.timeline import Timeline
+from swansongd.trainers.channel import TrainerChannel
+from swansongd.trainers.signals import SignalSender
+
+_INBOX_MAX = 10_000
+_TICK_S = 1.0
+_TICK_URGENT_S = 0.1
+_AFTER_DEADLINE_S = 1.0
+"""Small objects may still be tried this long after a deadline: it may have been a cautious one."""
+_EXIT_DRAIN_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_log = structlog.get_logger(__name__)
+
+
+class Service:
+    """The daemon.
+
+    Args:
+        config: as loaded.
+
+    Raises:
+        ConfigError: a user of ``trainer.users`` does not exist, or the store's URL makes no sense.
+        StagingError: staging cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._born_mono_s = time.monotonic()
+        self._inbox: queue.Queue[Event] = queue.Queue(_INBOX_MAX)
+        self._signals: deque[int] = deque()
+        self._stop = threading.Event()
+        self._exit: Exit | None = None
+        self._timeline: Timeline | None = None
+        self._notifier = SystemdNotifier(os.environ)
+        self._state = State(
+            settings=Settings(
+                reserve_s=config.deadline.reserve_s, signals_trainer=config.trainer.signal != "none"
+            )
+        )
+        run = config.run.name
+        uids = _uids(config.trainer.users)
+        self._staging = prepare(config.staging.path, run)
+        backend = open_store(
+            config.store.url, endpoint=config.store.endpoint, region=config.store.region
+        )
+        keys = RunKeys(run)
+        data_store = Retrying(backend, give_up_mono_s=self._data_give_up, stop=self._stop)
+        small_store = Retrying(backend, give_up_mono_s=self._commit_give_up, stop=self._stop)
+        self._flush = FlushEngine(
+            data_store,
+            keys,
+            self._staging.path,
+            self._post,
+            nonce=lambda: secrets.token_hex(4),
+            connections=config.flush.connections,
+            part_size_bytes=config.flush.part_size_bytes,
+        )
+        self._clerk = Clerk(
+            small_store,
+            keys,
+            self._staging.own,
+            self._post,
+            boot_id=_BOOT_ID.read_text().strip(),
+            wall=_utc_now,
+        )
+        scanner = Scanner(
+            self._staging.path,
+            allowed_uids=uids,
+            settle_s=config.trainer.settle_s,
+            monotonic=time.monotonic,
+        )
+        self._observer = StagingObserver(scanner, self._post, _log)
+        self._rejoin = Rejoin(backend, keys, self._staging.path, lambda: self._state, self._stop)
+        self._channel = TrainerChannel(
+            config.trainer.socket,
+            run=run,
+            staging=self._staging.path,
+            allowed_uids=uids,
+            post=self._post,
+            answer=self._answer,
+            log=_log,
+        )
+        self._signal_sender = None
+        if config.trainer.signal != "none":
+            self._signal_sender = SignalSender(
+                signal_name=config.trainer.signal,
+                pid_file=config.trainer.pid_file,
+                unit=config.trainer.unit,
+                allowed_uids=uids,
+                post=self._post,
+            )
+        self._sources = open_sources(
+            config.sources.cloud,
+            metadata_url=config.sources.metadata_url,
+            poll_interval_s=config.sources.poll_interval_s,
+            assumed_grace_s=config.deadline.assumed_grace_s,
+            monotonic=time.monotonic,
+            wall=time.time,
+        )
+
+    def run(self) -> int:
+        """Work until told to stop; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _frame: self._signals.append(number))
+        self._channel.start()
+        self._observer.start()
+        self._clerk.start()
+        for source in self._sources:
+            threading.Thread(
+                target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
+            ).start()
+        _log.info(
+            "started",
+            version=swansongd.__version__,
+            run=self._config.run.name,
+            store=self._config.store.url,
+            staging=str(self._staging.path),
+            socket=str(self._config.trainer.socket),
+            sources=[source.name for source in self._sources],
+        )
+        self._notifier.ready()
+        try:
+            while self._exit is None:
+                self._turn()
+        except Exception:
+            # The restart goes on where we were; a commit that is under way gets its chance.
+            _log.exception("decision_loop_fault", state=self._state.phase.value)
+            self._clerk.drain(_EXIT_DRAIN_S)
+            return 1
+        return self._leave(self._exit)
+
+    # ------------------------------------------------------------------ the decision loop
+
+    def _turn(self) -> None:
+        try:
+            event = self._inbox.get(timeout=self._tick_s())
+        except queue.Empty:
+            event = Tick()
+        while self._signals:
+            self._on_signal(self._signals.popleft())
+        now = time.monotonic()
+        self._state, actions = machine.step(self._state, event, now)
+        for action in actions:
+            self._carry_out(action, now)
+        if self._notifier.watchdog_interval_s is not None:
+            self._notifier.watchdog()
+        self._notifier.status(status_line(self._state, now))
+
+    def _tick_s(self) -> float:
+        tick_s = _TICK_S if self._state.evacuation is None else _TICK_URGENT_S
+        return min(tick_s, self._notifier.watchdog_interval_s or tick_s)
+
+    def _post(self, event: Event) -> None:
+        self._inbox.put(event)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            threading.Thread(target=self._judge_sigterm, name="sigterm", daemon=True).start()
+        elif number == signal.SIGINT:
+            threading.Thread(
+                target=self._post, args=(StopRequested("interrupted"),), daemon=True
+            ).start()
+        else:
+            _log.warning("not_reloaded", hint="systemctl restart swansongd reads the configuration")
+
+    def _judge_sigterm(self) -> None:
+        arrived_mono_s = time.monotonic()
+        if host.is_host_stopping():
+            grace_s = self._config.deadline.sigterm_grace_s
+            notice = host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s)
+            self._notifier.stopping(within_s=grace_s)
+            self._post(NoticeRaised(notice))
+        else:
+            self._post(StopRequested("stopped by the operator"))
+
+    def _data_give_up(self) -> float | None:
+        evacuation = self._state.evacuation
+        if evacuation is None:
+            return None
+        return evacuation.deadline_mono_s - self._config.deadline.reserve_s
+
+    def _commit_give_up(self) -> float | None:
+        evacuation = self._state.evacuation
+        return None if evacuation is None else evacuation.deadline_mono_s + _AFTER_DEADLINE_S
+
+    # ------------------------------------------------------------------ actions
+
+    def _carry_out(self, action: Action, now: float) -> None:
+        match action:
+            case AskTrainers():
+                request = protocol.Request(
+                    id=action.request_id,
+                    reason=action.reason,
+                    seconds_left=round(action.deadline_mono_s - now, 3),
+                )
+                self._channel.send(action.connections, request)
+            case SendTarget():
+                target = protocol.Target(request_id=action.request_id, step=action.step)
+                self._channel.send(action.connections, target)
+            case SignalTrainer():
+                assert self._signal_sender is not None
+                self._signal_sender.send(action.request_id)
+            case WithdrawRequest():
+                withdrawn = protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
+                self._channel.send(None, withdrawn)
+            case TellCommitted(ref):
+                committed = protocol.Committed(generation=ref.generation, step=ref.step)
+                self._channel.send(None, committed)
+            case TellFenced(generation):
+                self._channel.send(None, protocol.Fenced(generation=generation))
+            case StartFlush():
+                self._flush.start(action.flush_id, action.staged, action.generation)
+            case CancelFlush(flush_id):
+                self._flush.cancel(flush_id)
+            case CommitManifest():
+                self._clerk.commit(action)
+            case Rescan():
+                self._observer.rescan()
+            case Prune(directories):
+                threading.Thread(
+                    target=self._prune, args=(directories,), name="prune", daemon=True
+                ).start()
+            case Mark():
+                self._mark(action, now)
+            case Conclude():
+                self._conclude(action)
+            case Log():
+                _log.log(logs.LEVELS[action.level], action.event, **dict(action.facts))
+            case Exit():
+                self._exit = action
+            case _ as unreachable:
+                assert_never(unreachable)
+        if self._state.generation is not None:
+            self._channel.set_generation(self._state.generation)
+
+    def _mark(self, mark: Mark, now: float) -> None:
+        if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
+            self._timeline = Timeline(mark.evacuation_id, now)
+            self._clerk.hurry()
+        entry = self._timeline.add(mark, now)
+        _log.info("evacuation", id=mark.evacuation_id, **entry)
+
+    def _conclude(self, conclusion: Conclude) -> None:
+        assert self._timeline is not None
+        commit = conclusion.commit
+        _log.warning(
+            "verdict",
+            verdict=conclusion.verdict.value,
+            reason=conclusion.reason,
+            generation=commit.generation if commit else None,
+            step=commit.step if commit else None,
+            slack_s=conclusion.slack_s,
+        )
+        generation = self._state.generation
+        farewell = self._timeline.farewell(
+            conclusion, run=self._config.run.name, generation=generation, written=_utc_now()
+        )
+        if generation is not None:
+            self._clerk.farewell(generation, farewell)
+
+    def _prune(self, directories: tuple[str, ...]) -> None:
+        for directory in directories:
+            try:
+                scan.remove_set(self._staging.path, directory)
+            except StagingError as error:
+                _log.warning("not_pruned", directory=directory, error=error.line())
+            else:
+                _log.info("pruned", directory=directory)
+        self._observer.rescan()
+
+    def _answer(self, message: protocol.Message, reply: Any) -> None:
+        if isinstance(message, protocol.StatusQuery):
+            now = time.monotonic()
+            report = {
+                "run": self._config.run.name,
+                "version": swansongd.__version__,
+                "pid": os.getpid(),
+                "uptime_s": round(now - self._born_mono_s, 1),
+                **status_report(self._state, now),
+            }
+            reply(protocol.Status(report=report))
+        elif isinstance(message, protocol.RestoreQuery):
+            self._rejoin.start(message.query_id, reply)
+
+    def _leave(self, order: Exit) -> int:
+        """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""
+        self._notifier.stopping()
+        _log.info("stopping", reason=order.reason, code=order.code)
+        if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
+            self._clerk.drain(_EXIT_DRAIN_S)  # the farewell
+        self._stop.set()
+        self._clerk.close()
+        self._channel.close()
+        return order.code
+
+
+def _uids(users: tuple[str | int, ...]) -> frozenset[int]:
+    """Who may speak on the socket and own staged files, root and ourselves included."""
+    uids = {0, os.geteuid()}
+    problems = []
+    for user in users:
+        try:
+            uids.add(user if isinstance(user, int) else pwd.getpwnam(user).pw_uid)
+        except KeyError:
+            problems.append(
+                f"trainer.users: there is no user {user!r}; create it, or remove it here"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return frozenset(uids)
+
+
+def _utc_now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

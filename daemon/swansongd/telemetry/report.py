@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of the daemon as ``swansong status`` shows it.  docs/operations.md describes the fields."""
+
+from __future__ import annotations
+
+from swansongd.core.state import State
+from swansongd.model import Verdict
+
+
+def status_report(state: State, now_mono_s: float) -> dict[str, object]:
+    """Everything that a person or a probe wants to know, as plain JSON values."""
+    evacuation = state.evacuation
+    health = {
+        name: {
+            "name": name,
+            "health": status.health.value,
+            "reason": status.reason,
+            "for_s": round(now_mono_s - status.since_mono_s, 1),
+        }
+        for name, status in state.sources.items()
+    }
+    store = health.pop("store", None)
+    return {
+        "generation": state.generation,
+        "state": state.phase.value,
+        "verdict": _verdict(evacuation.verdict if evacuation else None),
+        "sources": list(health.values()),
+        "store": store,
+        "notices": [
+            {
+                "source": notice.source,
+                "kind": notice.kind,
+                "severity": notice.severity.name.lower(),
+                "seconds_left": round(notice.deadline_mono_s - now_mono_s, 1),
+            }
+            for notice in state.notices.values()
+        ],
+        "trainers": [
+            {
+                "pid": trainer.pid,
+                "rank": trainer.rank,
+                "world_size": trainer.world_size,
+                "step": trainer.step,
+                "save_s": trainer.save_s,
+                "connected": trainer.is_connected,
+            }
+            for trainer in state.trainers
+        ],
+        "last_commit": _last_commit(state, now_mono_s),
+        "replication_lag": _lag(state, now_mono_s),
+        "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
+        "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
+        "evacuation": None
+        if evacuation is None
+        else {
+            "id": evacuation.id,
+            "reason": evacuation.reason,
+            "seconds_left": round(evacuation.deadline_mono_s - now_mono_s, 1),
+            "plan": evacuation.plan.kind.value,
+            "why": evacuation.plan.reason,
+            "phase": state.phase.value,
+        },
+    }
+
+
+def status_line(state: State, now_mono_s: float) -> str:
+    """The same in one line, for ``systemctl status``."""
+    last = f"last commit {state.last_commit}" if state.last_commit else "nothing committed yet"
+    if state.evacuation is None:
+        return f"{state.phase.value}; {last}"
+    left_s = state.evacuation.deadline_mono_s - now_mono_s
+    return f"{state.phase.value}; {left_s:.0f} s left; {last}"
+
+
+def _verdict(verdict: Verdict | None) -> str | None:
+    return None if verdict is None else verdict.value
+
+
+def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
+    last = state.last_commit
+    if last is None:
+        return None
+    since = state.last_commit_mono_s
+    return {
+        "generation": last.generation,
+        "step": last.step,
+        "age_s": None if since is None else round(now_mono_s - since, 1),
+    }
+
+
+def _lag(state: State, now_mono_s: float) -> dict[str, object]:
+    """What would be lost if the power went now."""
+    committed = state.last_commit.step if state.last_commit else 0
+    ahead = max((trainer.step for trainer in state.trainers), default=committed)
+    newest = state.uncommitted[0].id.step if state.uncommitted else committed
+    since = state.last_commit_mono_s
+    return {
+        "steps": max(ahead, newest, committed) - committed,
+        "seconds": None if since is None else round(now_mono_s - since, 1),
+        "bytes": sum(candidate.bytes_left for candidate in state.candidates),
+    }

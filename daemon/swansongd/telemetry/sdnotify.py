@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells systemd how we are: sd_notify(3), which is one datagram."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+
+class SystemdNotifier:
+    """Sends to NOTIFY_SOCKET; does nothing where there is none.
+
+    Args:
+        environment: of the process.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._address = environment.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._status = ""
+        watchdog_us = environment.get("WATCHDOG_USEC", "")
+        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_interval_s: float | None = None
+        """How often to call :meth:`watchdog`: half of what systemd allows."""
+        if watchdog_us.isdigit() and is_ours:
+            self.watchdog_interval_s = int(watchdog_us) / 2e6
+
+    def ready(self) -> None:
+        self._send("READY=1")
+
+    def status(self, text: str) -> None:
+        """One line for ``systemctl status``; sent only when it changed."""
+        if text != self._status:
+            self._status = text
+            self._send(f"STATUS={text}")
+
+    def watchdog(self) -> None:
+        self._send("WATCHDOG=1")
+
+    def stopping(self, *, within_s: float | None = None) -> None:
+        """We are on the way out; with ``within_s``, ask for that much time."""
+        extend = "" if within_s is None else f"\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}"
+        self._send(f"STOPPING=1{extend}")
+
+    def _send(self, message: str) -> None:
+        if self._address:
+            with suppress(OSError):  # a systemd that does not listen changes nothing for us
+                self._socket.sendto(message.encode(), self._address)
