@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +86,25 @@ class RunningChannel:
         assert isinstance(client.hear(), protocol.Welcome)
         client.number = self.wait(TrainerJoined, before + 1)[before].trainer.connection
         return client
+
+
+class HeldChannel(RunningChannel):
+    """A channel whose thread can be made to wait, so that things come to it all at once."""
+
+    def __init__(self) -> None:
+        super().__init__(answer=self._wait)
+        self._is_held, self._go_on = threading.Event(), threading.Event()
+
+    def _wait(self, _: Message, __: Callable[[Message], None]) -> None:
+        self._is_held.set()
+        assert self._go_on.wait(20)
+
+    def hold(self, client: Client) -> None:
+        client.say(protocol.StatusQuery())
+        assert self._is_held.wait(20)
+
+    def release(self) -> None:
+        self._go_on.set()
 
 
 class Client:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from channel_peer import Client, PeerProcess, RunningChannel
+from channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from swansong import protocol
 from swansongd.core.events import (
     TrainerAccepted,
@@ -317,11 +317,15 @@ def test_close_removes_its_own_socket_only(tmp_path: Path) -> None:
         successor.close()
 
 
-def test_what_was_sent_before_the_close_arrives(running: RunningChannel) -> None:
-    """The last message of a daemon that ends reaches the trainers."""
-    with running.joined() as client:
+def test_what_was_sent_before_the_close_arrives() -> None:
+    """The last message of a daemon that ends reaches the trainers, however busy its thread is."""
+    with HeldChannel() as running, running.joined() as client:
+        running.hold(client)
         running.channel.send(None, protocol.Fenced(9))
-        running.channel.close()
+        closer = threading.Thread(target=running.channel.close, daemon=True)
+        closer.start()
+        until(lambda: running.channel._is_closing)
+        running.release()
         assert client.hear() == protocol.Fenced(9)
         assert client.hear() is None
 

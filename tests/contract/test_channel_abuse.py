@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from channel_peer import Client, PeerProcess, RunningChannel
+from channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from swansong import protocol
@@ -94,6 +94,16 @@ def test_an_oversized_message_ends_the_connection(running: RunningChannel) -> No
         client.say(b"x" * 2**20)  # the kernel's own limit
     assert not any(event.step == 7 for event in running.of(TrainerProgress))
     assert_serves(running)
+
+
+def test_the_reason_reaches_who_has_not_stopped_speaking() -> None:
+    """What a refused peer has sent on top does not turn its reason into a bare reset."""
+    with HeldChannel() as running, running.connect() as client, running.connect() as bad:
+        running.hold(client)
+        for message in (b"broken", b"more", b"and more"):
+            bad.say(message)
+        running.release()
+        assert "not JSON" in refusal(bad)
 
 
 def test_the_largest_message_passes(running: RunningChannel) -> None:
@@ -190,11 +200,12 @@ def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
     """A peer that sends without end is dropped at the rate limit, with a reason."""
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        said = 0
+        said_all = False
         with suppress(BrokenPipeError, ConnectionResetError):
-            for said in range(100_000):
+            for _ in range(100_000):
                 client.say(protocol.Progress(1))
-        assert said < 50_000
+            said_all = True
+        assert not said_all
         answer = until(client.hear)
         assert isinstance(answer, protocol.Refused)
         assert "messages a second" in answer.reason

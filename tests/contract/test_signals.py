@@ -298,6 +298,19 @@ def test_a_machine_without_systemd_is_answered(
     assert "set trainer.pid_file" in refusal(events)
 
 
+def test_a_process_that_cannot_be_examined_is_spared(
+    trainer: Trainer, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where /proc is hidden nobody knows what the signal would do; the decision gets an answer."""
+
+    def hidden(_: int) -> int:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(peers, "real_uid", hidden)
+    sender(events, pid_file(tmp_path, trainer.pid)).send("q")
+    assert "cannot be examined" in refusal(events)
+
+
 def test_only_signals_for_trainers_are_taken() -> None:
     """SIGKILL cannot be caught, so it is no request."""
     with pytest.raises(ConfigError):

@@ -40,7 +40,7 @@ class FakeDaemon:
         self, directory: Path, *, target: Callable[[int], int] | None = lambda step: step + 1
     ) -> None:
         self.path = str(directory / "trainer.sock")
-        self.staging = directory / "staging"
+        self.staging = directory / "run"
         self.staging.mkdir(exist_ok=True)
         self.restorable: Callable[[], tuple[Path, int] | None] = lambda: None
         self.on_query: Callable[[str], object] | None = None

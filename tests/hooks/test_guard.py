@@ -18,6 +18,7 @@ from hooks.fake_daemon import FakeDaemon
 from hooks.parts import Counter
 from swansong import _agree, _restore
 from swansong._channel import Channel
+from swansong._progress import Reporter
 from swansong.protocol import (
     Accepted,
     Bye,
@@ -26,6 +27,7 @@ from swansong.protocol import (
     Failed,
     Fenced,
     Hello,
+    Message,
     Progress,
     RankManifest,
     Refused,
@@ -38,6 +40,7 @@ from swansong.protocol import (
     Withdrawn,
 )
 from swansong.state import load_tree
+from swansongd.staging.seal import Scanner
 from waiting import until
 
 Attach = Callable[..., swansong.Guard]
@@ -172,6 +175,29 @@ def test_a_request_is_answered_and_sealed_at_the_target(
     assert (sealed.request_id, sealed.step, sealed.directory) == ("r1", 11, directory.name)
     assert sealed.size_bytes == sum(entry.size_bytes for entry in manifest.files)
     assert guard.request is None
+
+
+def test_the_daemons_scan_recognises_the_set(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """What the hooks write is what the daemon looks for: the layout has one meaning on both sides."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    daemon.request("r1")
+    daemon.wait_for(Accepted)
+    train(guard, counter, 1, 3)
+    scanner = Scanner(
+        daemon.staging,
+        allowed_uids=frozenset({os.geteuid()}),
+        settle_s=1.0,
+        monotonic=time.monotonic,
+    )
+    (staged,) = scanner.scan().staged
+    sealed = daemon.wait_for(Sealed)
+    assert (staged.directory, staged.request_id) == (sealed.directory, "r1")
+    assert (staged.id.step, staged.kind.value) == (1, "emergency")
+    assert staged.health["loss"] == 1.0
+    assert "rank-00000.json" in {file.path for file in staged.files}
 
 
 def test_no_step_boundary_is_passed_before_the_target_is_known(
@@ -514,6 +540,10 @@ def test_the_group_may_read_and_prune_whatever_the_umask(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
     """The daemon, another user of the same group, can read all files and remove the set."""
+    group = os.stat(daemon.staging).st_gid
+    if os.geteuid() == 0:  # else this user may be in no other group
+        group = 54321
+        os.chown(daemon.staging, -1, group)
     before = os.umask(0o077)
     try:
         guard = attach({"counter": counter})
@@ -524,8 +554,11 @@ def test_the_group_may_read_and_prune_whatever_the_umask(
     (sealed,) = daemon.sealed()
     for directory, _, names in os.walk(sealed):
         assert os.stat(directory).st_mode & 0o070 == 0o070
+        assert os.stat(directory).st_gid == group
         for name in names:
-            assert os.stat(os.path.join(directory, name)).st_mode & 0o040
+            facts = os.stat(os.path.join(directory, name))
+            assert facts.st_mode & 0o040
+            assert facts.st_gid == group
 
 
 def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
@@ -717,3 +750,13 @@ def test_limits_of_the_wait() -> None:
         agreement.request(Request(f"r{number}", "test", seconds_left))
         assert agreement._order is not None
         assert agreement._order.limit_s == limit_s
+
+
+def test_reports_are_rare() -> None:
+    """However often the thread wakes up, the daemon hears of progress once a second at most."""
+    said: list[Message] = []
+    reporter = Reporter(said.append)
+    begun_s = time.monotonic()
+    for step in range(1000):
+        reporter.tick(step, 1.0, None, None, 0.0)
+    assert len(said) <= time.monotonic() - begun_s

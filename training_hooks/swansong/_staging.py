@@ -118,9 +118,10 @@ def remove_leftovers(staging: str, rank: int) -> None:
 def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
     """List the rank's files, let the daemon's group read and prune them, fsync them if asked."""
     files: list[FileEntry] = []
-    _admit_group(partial, 0o070)
+    group = os.stat(os.path.dirname(partial)).st_gid
+    _admit_group(partial, group, 0o070)
     for directory, _, names in os.walk(own):
-        _admit_group(directory, 0o070)
+        _admit_group(directory, group, 0o070)
         for name in names:
             full = os.path.join(directory, name)
             path = os.path.relpath(full, partial)
@@ -129,7 +130,7 @@ def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
                 raise ValueError(f"{path} is no regular file; links and others are not uploaded")
             if not protocol.is_safe_path(path):
                 raise ValueError(f"the file name {path!r} has characters that are not allowed")
-            _admit_group(full, 0o040)
+            _admit_group(full, group, 0o040)
             if durable:
                 _fsync(full)
             files.append(FileEntry(path=path, size_bytes=facts.st_size))
@@ -143,7 +144,7 @@ def _put_manifest(partial: str, manifest: RankManifest, *, durable: bool) -> Non
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         file.write(manifest.encode())
-    _admit_group(temporary, 0o040)
+    _admit_group(temporary, os.stat(os.path.dirname(partial)).st_gid, 0o040)
     if durable:
         _fsync(temporary)
     os.rename(temporary, path)
@@ -168,15 +169,16 @@ def _seal(partial: str, sealed: str, local_world_size: int, *, durable: bool) ->
     return True
 
 
-def _admit_group(path: str, bits: int) -> None:
-    # Whatever the umask of the trainer: the daemon must be able to read the set, and to prune it.
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    if mode & bits != bits:
-        try:
-            os.chmod(path, mode | bits)
-        except PermissionError:
-            if os.stat(path).st_uid == os.geteuid():
-                raise  # else another rank's user owns the partial directory, and sees to it
+def _admit_group(path: str, group: int, bits: int) -> None:
+    # Whatever umask and group the trainer has: the daemon must be able to read the set, and to prune it.
+    facts = os.stat(path)
+    # Not permitted: the file is of another rank's user, who sees to it, or we are not in that group.
+    if facts.st_gid != group:
+        with contextlib.suppress(PermissionError):
+            os.chown(path, -1, group)
+    if facts.st_mode & bits != bits:
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, stat.S_IMODE(facts.st_mode) | bits)
 
 
 def _fsync(path: str) -> None:
