@@ -76,24 +76,35 @@ def cloud_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def s3_server(cloud_environment: None) -> Iterator[EmulatorProcess]:
+def s3_process(cloud_environment: None) -> Iterator[EmulatorProcess]:
     with EmulatorProcess("emulators.s3_server", "--bucket", BUCKET) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def gcs_server(cloud_environment: None) -> Iterator[EmulatorProcess]:
+def gcs_process(cloud_environment: None) -> Iterator[EmulatorProcess]:
     with EmulatorProcess("emulators.gcs_server", "--bucket", BUCKET) as server:
         yield server
 
 
 @pytest.fixture
+def s3_server(s3_process: EmulatorProcess) -> EmulatorProcess:
+    """In good health, whatever the test before ordered."""
+    Cloud("s3", s3_process, "").order("clear")
+    return s3_process
+
+
+@pytest.fixture
+def gcs_server(gcs_process: EmulatorProcess) -> EmulatorProcess:
+    """In good health, whatever the test before ordered."""
+    Cloud("gcs", gcs_process, "").order("clear")
+    return gcs_process
+
+
+@pytest.fixture
 def open_cloud(request: pytest.FixtureRequest) -> Callable[[str], Cloud]:
     def opened(kind: str) -> Cloud:
-        server = request.getfixturevalue(f"{kind}_server")
-        cloud = Cloud(kind, server, uuid.uuid4().hex)
-        cloud.order("clear")
-        return cloud
+        return Cloud(kind, request.getfixturevalue(f"{kind}_server"), uuid.uuid4().hex)
 
     return opened
 

@@ -113,6 +113,9 @@ def test_hello_comes_first(running: RunningChannel) -> None:
             client.say(message)
             assert isinstance(client.hear(), protocol.Refused)
     assert running.events == []
+    with running.joined() as client:
+        client.say(protocol.Fenced(2))
+        assert client.hear() == protocol.Refused("fenced is not for the daemon")
 
 
 def test_questions_are_answered_later_and_from_other_threads() -> None:
@@ -222,6 +225,7 @@ join(); show("again"); wait(); os._exit(0)
         running.wait(TrainerLeft)
         peer.go_on()
         until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
+    running.joined().close()  # served after all that the exit has caused
     assert TrainerLeft(first, exited=False, reason="connection closed") in running.events
     assert {left.connection for left in running.of(TrainerLeft) if left.exited} == {second}
 

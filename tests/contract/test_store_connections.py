@@ -122,10 +122,14 @@ def test_a_bit_flipped_on_the_way_up(cloud: Cloud, proxy: FaultProxy) -> None:
     proxy.flip("up", 100_000)
     with pytest.raises(Transient):
         store.put_part(upload, 1, memoryview(CONTENT))
+    proxy.flip("up", 100_000)
+    with pytest.raises(StoreError):  # GCS gives a small object's refusal no code to tell it by
+        store.put("small", CONTENT)
+    assert store.head("small") is None
     proxy.flip("up", 100_000, times=1)
     careful = retrying(store)
     receipt = careful.put_part(upload, 1, memoryview(CONTENT))
-    assert proxy.hits == 2
+    assert proxy.hits == 3
     careful.complete(upload, [receipt])
     assert careful.get("shard") == CONTENT
 

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from contract.store_backends import BUCKET, PART, Cloud, retrying, staged_upload
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulators.fault_proxy import FaultProxy
+from emulators.process import EmulatorProcess
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.gcs import GcsStore
 from swansongd.stores.s3 import S3Store
@@ -145,10 +150,35 @@ def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch
             assert "instance role" in caught.value.hint or "service account" in caught.value.hint
 
 
-def test_no_token_goes_over_plain_http(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GCS store at an http endpoint does not even look for credentials."""
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
-    cloud.open().check()
+@pytest.mark.fault("O05")
+def test_credentials_that_come_later(
+    s3_server: EmulatorProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was asked before there were credentials works once there are."""
+    store = S3Store(f"s3://{BUCKET}", s3_server.url)
+    with monkeypatch.context() as without:
+        without.delenv("AWS_ACCESS_KEY_ID")
+        with pytest.raises(Permanent):
+            store.check()
+    store.check()
+
+
+def test_no_token_goes_over_plain_http(
+    gcs_server: EmulatorProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At an http endpoint a GCS store makes no use of the credentials that it could have."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    account = {
+        "type": "service_account",
+        "client_email": "swansong@project.example",
+        "token_uri": f"{gcs_server.url}/token",
+        "private_key": key.private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        ).decode(),
+    }
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+    GcsStore(f"gs://{BUCKET}", gcs_server.url).check()
 
 
 # ---------------------------------------------------------------- lost replies

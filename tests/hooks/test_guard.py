@@ -360,14 +360,16 @@ def test_a_request_in_a_long_pause_is_met_by_poll(
 def test_what_is_staged_already_is_not_saved_again(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A request that could only repeat the newest staged step is declined, with the reason."""
+    """A request that could only repeat the newest staged step is answered with the set that is there."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 5)
     assert guard.save(5)
     daemon.request()
-    until(lambda: guard.poll() is None and daemon.all_of(Declined))
-    assert "in staging already" in daemon.wait_for(Declined).reason
+    until(lambda: guard.poll() is None and len(daemon.all_of(Sealed)) == 2)
+    periodic, answer = daemon.all_of(Sealed)
+    assert answer.request_id == "r1"
+    assert answer.directory == periodic.directory
     assert len(daemon.sealed()) == 1
 
 
@@ -559,6 +561,25 @@ def test_the_group_may_read_and_prune_whatever_the_umask(
             facts = os.stat(os.path.join(directory, name))
             assert facts.st_mode & 0o040
             assert facts.st_gid == group
+
+
+def test_a_forbidden_staging_directory_is_explained(
+    daemon: FakeDaemon,
+    attach: Attach,
+    counter: Counter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A warning with path and way out; requests are declined at once instead of failing late."""
+    monkeypatch.setattr("os.access", lambda path, _: str(path) != str(daemon.staging))
+    guard = attach({"counter": counter}, every_steps=1)
+    assert guard.restore() == 0
+    train(guard, counter, 1, 3)
+    daemon.request()
+    assert "cannot write" in daemon.wait_for(Declined).reason
+    assert str(daemon.staging) in caplog.text
+    assert "group" in caplog.text
+    assert daemon.sealed() == []
 
 
 def test_a_daemon_that_does_not_read_does_not_stop_the_loop(

@@ -147,6 +147,19 @@ def test_a_deadline_that_moves_is_obeyed(moody: Moody) -> None:
     assert moody.attempts == 3
 
 
+def test_a_deadline_that_comes_during_a_wait(moody: Moody) -> None:
+    """An emergency that begins while a call waits is obeyed when the wait is over."""
+    moody.moods = [Transient("down")] * 1000
+    stop = Waits()
+
+    def give_up() -> float | None:
+        return 0.0 if stop.seconds else None
+
+    with pytest.raises(Transient, match="down"):
+        retrying(moody, give_up=give_up, stop=stop).put("key", b"")
+    assert moody.attempts == 1
+
+
 def test_stop_ends_the_waiting(moody: Moody) -> None:
     """With stop set there is one attempt and no wait; its error is raised."""
     stop = threading.Event()

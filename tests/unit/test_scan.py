@@ -162,7 +162,7 @@ def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str) -> 
 @pytest.mark.fault("S7")
 def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Number, depth and size of what a trainer can make us walk or read have limits."""
-    deep = run / "deep" / "/".join("d" * scan.DEPTH_MAX)
+    deep = run / "deep" / "/".join("d" * 16)
     write_files(deep.parent, {"f": b""})
     assert len(listing(run, "deep")) == 1
     write_files(deep, {"f": b""})

@@ -137,6 +137,7 @@ class Guard:
         self._save_bytes: int | None = None
         self._saving_s = 0.0
         self._saved_step: int | None = None
+        self._sealed: Sealed | None = None
         self._saved_mono_s = time.monotonic()
         self._critical_depth = 0
         self._owes_save = False
@@ -306,8 +307,10 @@ class Guard:
             self._agreement.plan_periodic(step)
             return False
         if step == self._saved_step:
-            declined = Declined(due.request_id, f"step {step} is in staging already")
-            self._agreement.done(due, step, declined if due.request_id else None)
+            # In staging already: that set answers the request.
+            again = self._sealed if due.request_id else None
+            answered = again and dataclasses.replace(again, request_id=due.request_id)
+            self._agreement.done(due, step, answered)
             return True
         begun_mono_s = time.monotonic()
         answer: Sealed | Failed | None = None
@@ -335,8 +338,9 @@ class Guard:
         self._saving_s += self._save_s
         self._save_bytes = written.size_bytes
         self._should_stop |= self._stop_after_save and due.kind == "emergency"
+        self._sealed = None
         if written.is_sealed:
-            answer = Sealed(
+            answer = self._sealed = Sealed(
                 step=step,
                 directory=written.directory,
                 save_s=self._save_s,

@@ -20,7 +20,6 @@ from swansongd.errors import StagingError
 from swansongd.model import Staged, StagedFile
 
 FILES_MAX = 20_000
-DEPTH_MAX = 16
 REMOVING_PREFIX = ".removing."
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -51,10 +50,8 @@ def walk(directory_fd: int, allowed_uids: frozenset[int] | None = None) -> tuple
         space = os.fstatvfs(directory_fd)
     except OSError as error:
         raise StagingError(f"changed while it was walked, or cannot be read: {error}") from error
-    size_bytes, holds_bytes = (
-        sum(file.size_bytes for file in files),
-        space.f_blocks * space.f_frsize,
-    )
+    size_bytes = sum(file.size_bytes for file in files)
+    holds_bytes = space.f_blocks * space.f_frsize
     if size_bytes > holds_bytes > 0:
         raise StagingError(
             f"claims {size_bytes} bytes on a file system of {holds_bytes}: sparse files"
@@ -69,13 +66,11 @@ def _walk(
     allowed_uids: frozenset[int] | None,
     files: list[StagedFile],
 ) -> None:
-    if prefix.count("/") >= DEPTH_MAX:
-        raise StagingError(f"{prefix[:100]!r} is nested deeper than {DEPTH_MAX} directories")
     with os.scandir(directory_fd) as entries:
         for entry in entries:
             path = prefix + entry.name
             facts = entry.stat(follow_symlinks=False)
-            _check(path, facts, device, allowed_uids)
+            _check(path, facts, device, allowed_uids)  # bounds the depth too
             if stat.S_ISDIR(facts.st_mode):
                 inner_fd = os.open(entry.name, DIRECTORY_FLAGS, dir_fd=directory_fd)
                 try:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clouds, once for all tests of this directory; a bucket prefix and VMs anew for each."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket, Gcp
+from emulators.process import EmulatorProcess
+from rig import EXAMPLES, Process, Vm, control
+
+NewVm = Callable[..., Vm]
+WITNESS = str(Path(__file__).with_name("witness.py"))
+
+
+@pytest.fixture(scope="session")
+def imds() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.aws_imds", "--port", "0") as emulator:
+        yield emulator
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.s3_server", "--port", "0", "--bucket", "ckpt") as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def aws(imds: EmulatorProcess) -> Iterator[Aws]:
+    """EC2's word to the VM: no notice, to begin with."""
+    yield Aws(imds.url)
+    control(imds.url, "withdraw")
+    control(imds.url, "clear")
+
+
+@pytest.fixture
+def gcp() -> Iterator[Gcp]:
+    """Compute Engine's word to the VM: not preempted, to begin with."""
+    with EmulatorProcess("emulators.gcp_metadata", "--port", "0") as emulator:
+        yield Gcp(emulator.url)
+
+
+@pytest.fixture
+def bucket(s3: EmulatorProcess) -> Iterator[Bucket]:
+    """An empty prefix in a bucket in good health."""
+    yield Bucket(s3.url, secrets.token_hex(4))
+    control(s3.url, "clear")
+
+
+@pytest.fixture
+def new_vm(tmp_path: Path) -> Iterator[NewVm]:
+    """Makes VMs: ``new_vm("a", store, metadata=...)``.  They end with the test."""
+    with ExitStack() as vms:
+
+        def make(name: str, store: dict[str, str], **options: Any) -> Vm:
+            disk = tmp_path / name
+            disk.mkdir()
+            return vms.enter_context(Vm(disk, store, **options))
+
+        yield make
+
+
+@pytest.fixture
+def witness() -> str:
+    """Script of the small trainer that tells what the daemon tells it."""
+    return WITNESS
+
+
+@pytest.fixture(scope="session")
+def weights_after() -> Callable[[int], str]:
+    """SHA-256 of the weights that ``char_lm.py`` ends with after so many steps without interruption."""
+    known: dict[int, str] = {}
+
+    def digest(steps: int) -> str:
+        if steps not in known:
+            command = [sys.executable, str(EXAMPLES / "char_lm.py"), "--steps", str(steps)]
+            trainer = Process(command, lines_on="stdout", SWANSONG_SOCKET="/nonexistent/socket")
+            assert trainer.wait() == 0
+            known[steps] = trainer.lines.all()[-1]["weights_sha256"]
+        return known[steps]
+
+    return digest

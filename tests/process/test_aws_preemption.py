@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EC2 takes a spot VM back: from the notice to a commit in S3, and on to the next VM.
+
+Read these first: they show what the product is for.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from waiting import until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_notice_becomes_a_commit_before_the_deadline(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Between two steps the trainer saves all it has; minutes before the end all of it lies in S3."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+
+    power_goes = aws.notice("terminate", in_s=30)
+
+    verdict = daemon.lines.wait(event="verdict")
+    assert datetime.now(UTC) < power_goes
+    assert verdict["verdict"] == "SAFE"
+    assert 0 < verdict["slack_s"] < 30
+
+    (manifest,) = bucket.manifests()
+    assert (manifest["generation"], manifest["kind"]) == (1, "emergency")
+    target = daemon.lines.wait(event="evacuation", phase="target")
+    assert manifest["step"] == target["step"] == verdict["step"]
+
+    # What the manifest lists is what the trainer sealed: each file, under its name, byte for byte.
+    (sealed,) = vm.run_directory.glob("step-*")
+    files = {
+        str(path.relative_to(sealed)): path.read_bytes()
+        for path in sealed.rglob("*")
+        if path.is_file()
+    }
+    assert len(files) == 4  # three of the trainer, and the rank manifest
+    assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == files
+
+    # The trainer hears of it, and trains on for as long as there is power.
+    told = trainer.lines.wait(event="committed", committed=manifest["step"])
+    assert told["generation"] == 1
+    trainer.lines.wait(step=manifest["step"] + 5)
+
+    # And the farewell tells whoever asks tomorrow how it went.
+    (farewell,) = until(bucket.farewells, what="the farewell")
+    assert (farewell["verdict"], farewell["commit"]["step"]) == ("SAFE", manifest["step"])
+    timeline = farewell["timeline"]
+    assert [entry["phase"] for entry in timeline] == [
+        "notice", "request", "accepted", "target", "sealed", "flush", "flushed", "committed",
+    ]  # fmt: skip
+    assert sorted(entry["at_s"] for entry in timeline) == [entry["at_s"] for entry in timeline]
+
+
+def test_the_next_vm_ends_with_the_same_weights(
+    aws: Aws, bucket: Bucket, new_vm: Any, weights_after: Any
+) -> None:
+    """A run that was preempted ends bit for bit where one ends that was not."""
+    command_line = ("--steps", "300")
+    first = new_vm("first", bucket.store, metadata=aws.metadata)
+    daemon = first.start_daemon()
+    trainer = first.start_trainer(*command_line, "--step-delay-s", "0.01")
+    trainer.lines.wait(step=20)
+    aws.notice("terminate", in_s=30)
+    saved = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
+    first.power_off()
+    aws.withdraw()  # that notice was for the first VM
+
+    second = new_vm("second", bucket.store, metadata=aws.metadata)
+    second.start_daemon()
+    trainer = second.start_trainer(*command_line)
+
+    assert trainer.wait() == 0
+    assert trainer.lines.all()[0]["step"] == saved + 1
+    assert 20 <= saved < 300
+    assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(300)}
+
+
+@pytest.mark.fault("N14")
+def test_a_withdrawn_notice_leaves_no_trace_in_training(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """EC2 changes its mind: training goes on, and the next notice is acted on like the first."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    aws.notice(in_s=30)
+    first = daemon.lines.wait(event="verdict", verdict="SAFE")
+
+    aws.withdraw()
+    daemon.lines.wait(event="notice_withdrawn")
+    report = vm.status()
+    assert (report["state"], report["notices"], report["evacuation"]) == ("IDLE", [], None)
+    trainer.lines.wait(step=first["step"] + 20)
+
+    aws.notice(in_s=40)
+    until(lambda: len(daemon.lines.all(event="verdict", verdict="SAFE")) == 2, what="the second")
+    assert [manifest["kind"] for manifest in bucket.manifests()] == ["emergency"] * 2
+
+
+@pytest.mark.fault("N09")
+def test_one_notice_is_one_emergency_checkpoint(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """However often the notice is seen, and by a restarted daemon too, the trainer saves once."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    aws.notice(in_s=30)
+    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
+    seen = aws.polls()
+    until(lambda: aws.polls() >= seen + 3, what="three more polls")
+
+    daemon.kill()
+    restarted = vm.start_daemon()
+    again = restarted.lines.wait(event="verdict", verdict="SAFE")
+    trainer.lines.wait(step=max(line["step"] for line in trainer.lines.all() if "step" in line) + 5)
+    report = until(lambda: vm.status() if vm.status()["trainers"] else None, what="the trainer")
+
+    assert (again["generation"], again["step"]) == (1, verdict["step"])
+    assert report["verdict"] == "SAFE"
+    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
+
+
+def test_a_notice_to_stop_is_acted_on_like_one_to_terminate(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """A stopped VM loses its local disks as well."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    aws.notice("stop", in_s=30)
+    assert daemon.lines.wait(event="notice")["kind"] == "stop"
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    assert len(bucket.manifests()) == 1
+
+
+@pytest.mark.fault("N08")
+@pytest.mark.parametrize(
+    "body",
+    ['{"action": "term', '{"action": "terminate"}', '{"action": "vanish", "time": "soon"}', ""],
+    ids=["cut off", "no time", "unknown action", "empty"],
+)
+def test_a_notice_that_cannot_be_read_is_a_notice(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, body: str
+) -> None:
+    """To save once too often costs a moment; the deadline is taken to be a near one."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=2)
+    aws.says_instead(body)
+    notice = daemon.lines.wait(event="notice")
+    assert notice["deadline_quality"] == "assumed"
+    assert notice["seconds_left"] <= 25
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    assert len(bucket.manifests()) == 1
+
+
+@pytest.mark.fault("N12")
+def test_without_any_notice_the_loss_is_what_status_shows(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Periodic checkpoints are replicated all the time; a power cut costs at most the shown lag."""
+    vm = new_vm("first", bucket.store)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", step=40)
+    report = vm.status()
+    vm.power_off()
+    assert report["notices"] == []
+
+    second = new_vm("second", bucket.store)
+    second.start_daemon()
+    trainer = second.start_trainer(script=witness)
+    resumed = trainer.lines.wait(event="resumed")["from_step"]
+    assert resumed >= 40
+    assert resumed >= report["trainers"][0]["step"] - report["replication_lag"]["steps"]
+    assert {manifest["kind"] for manifest in bucket.manifests()} == {"periodic"}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest trainer that uses the hooks: prints, as JSON lines, what it does and what it is told.
+
+    python witness.py --steps 100 --every-steps 10
+
+Its state is the number of the step, in a few files.  With ``--die-in-save N`` it is killed half-way
+through its first save at step N or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import swansong
+
+FILES = ("weights.bin", "optimizer.bin", "loader.bin")
+
+
+def content(step: int, name: str, size_bytes: int) -> bytes:
+    """What the file of that name holds at a step: every byte depends on it."""
+    return (f"{name} at step {step};".encode() * size_bytes)[:size_bytes]
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+class Training:
+    def __init__(self, size_bytes: int, die_in_save: int | None) -> None:
+        self.step = 0
+        self.size_bytes = size_bytes
+        self.die_in_save = die_in_save
+
+    def save(self, directory: Path) -> None:
+        for name in FILES:
+            data = content(self.step, name, self.size_bytes)
+            if self.die_in_save is not None and self.step >= self.die_in_save:
+                (directory / name).write_bytes(data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            (directory / name).write_bytes(data)
+
+    def load(self, directory: Path) -> None:
+        first = (directory / FILES[0]).read_bytes()
+        self.step = int(first.partition(b" at step ")[2].partition(b";")[0])
+        for name in FILES:
+            assert (directory / name).read_bytes() == content(self.step, name, len(first)), name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--every-steps", type=int, default=None)
+    parser.add_argument("--step-delay-s", type=float, default=0.01)
+    parser.add_argument("--size-bytes", type=int, default=1000, help="of each file")
+    parser.add_argument("--die-in-save", type=int, default=None)
+    options = parser.parse_args()
+    training = Training(options.size_bytes, options.die_in_save)
+    guard = swansong.attach(save=training.save, load=training.load, every_steps=options.every_steps)
+    start = guard.restore()
+    assert training.step == start
+    say(event="resumed", from_step=start)
+    committed, fenced = None, False
+    for step in range(start + 1, options.steps + 1):
+        time.sleep(options.step_delay_s)
+        training.step = step
+        guard.step(step)
+        say(step=step)
+        if guard.last_committed != committed:
+            committed = guard.last_committed
+            assert committed is not None
+            say(event="committed", committed=committed.step, generation=committed.generation)
+        if guard.fenced and not fenced:
+            fenced = True
+            say(event="fenced")
+    guard.close()
+    say(event="ended")
+
+
+if __name__ == "__main__":
+    main()
