@@ -21,11 +21,11 @@ $(STAMP): constraints.txt daemon/pyproject.toml training_hooks/pyproject.toml
 		--editable training_hooks --editable daemon --requirement requirements-dev.txt
 	touch $(STAMP)
 
-STORE  ?= s3
+STORE  ?= auto
 CLOUD  ?= aws
 SIGNAL ?= none
 
-demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, resume (STORE=s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
+demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
 test: $(STAMP)  ## all tests

@@ -17,6 +17,8 @@ from xml.etree import ElementTree as ET
 
 from rig import control
 
+_SIGNED = "AWS4-HMAC-SHA256 Credential=tests/20300101/us-east-1/s3/aws4_request"
+"""The emulator reads who asks, and checks no signature."""
 SPOT_PATH = "/latest/meta-data/spot/instance-action"
 
 
@@ -114,7 +116,9 @@ class Bucket:
         return [json.loads(self.get(key)) for key in sorted(self.keys(f"{run}/farewells/"))]
 
     def _ask(self, method: str, target: str, data: bytes | None = None) -> bytes:
-        request = urllib.request.Request(f"{self.endpoint}/ckpt{target}", data=data, method=method)
+        url = f"{self.endpoint}/ckpt{target}"
+        headers = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
+        request = urllib.request.Request(url, data=data, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             content: bytes = answer.read()
         return content

@@ -237,7 +237,9 @@ class Clerk:
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")
+        # Nonced: a verdict that got better within the same second is news.
+        key = self._keys.farewell(generation, f"{stamp}-{secrets.token_hex(2)}")
         try:
-            self._store.put(self._keys.farewell(generation, stamp), data, if_absent=True)
+            self._store.put(key, data, if_absent=True)
         except StoreError as error:
             _log.warning("farewell_not_stored", error=str(error))

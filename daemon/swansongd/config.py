@@ -13,6 +13,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import unquote, urlsplit
@@ -66,6 +67,21 @@ class SourcesConfig:
     metadata_url: str | None = _key(read.http_url, default=None)
     """None: the cloud's own address."""
     poll_interval_s: float = _key(read.duration, default=1.0)
+    gcp_preemption_notice_s: float | None = _key(read.preemption_notice, default=None)
+    """None: learned when it comes."""
+    asg_hook: str | None = _key(
+        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
+    )
+    asg_name: str | None = _key(
+        read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"), default=None
+    )
+    asg_grace_s: float | None = _key(read.duration, default=None)
+    """None: as ``deadline.assumed_grace_s``."""
+    end_at: datetime | None = _key(read.utc_instant, default=None)
+    max_run_duration_s: float | None = _key(read.duration, default=None, key="max_run_duration")
+    end_lead_s: float = _key(read.duration, default=120.0, key="end_lead")
+    system_bus: str | None = _key(read.bus_address, default=None)
+    """None: the host's own."""
 
 
 @_section
@@ -94,6 +110,7 @@ class DeadlineConfig:
     reserve_s: float = _key(read.duration, default=3.0)
     assumed_grace_s: float = _key(read.duration, default=25.0)
     sigterm_grace_s: float = _key(read.duration, default=25.0)
+    shutdown_delay_s: float = _key(read.duration, default=20.0)
 
 
 @_section
@@ -236,6 +253,12 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 poll_interval_s,
                 "make it smaller",
             )
+        )
+    hook = [key for key in ("asg_hook", "asg_name") if values["sources"].get(key) is not None]
+    if len(hook) == 1:
+        problems.append(
+            f"sources.asg_hook: needs sources.asg_name and the other way round (got {hook[0]}); "
+            "set both or neither"
         )
     url, staging = str(values["store"].get("url", "")), values["staging"].get("path")
     if staging is not None and url.startswith("file://"):

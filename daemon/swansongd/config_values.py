@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import MISSING
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,6 +87,15 @@ def socket_path(value: object) -> Path:
     return socket
 
 
+def preemption_notice(value: object) -> float | None:
+    """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
+    if value == "learn":
+        return None
+    if isinstance(value, bool) or value not in (0, 120):
+        raise Wrong("is none of the choices", 'use 0, 120 or "learn"')
+    return 120.0 if value == 120 else 0.0
+
+
 def duration(value: object) -> float:
     """A duration in seconds."""
     remedy = 'give seconds as a number, or a string such as "500ms", "5s" or "1h30m"'
@@ -117,6 +127,27 @@ def part_size(value: object) -> int:
     if not PART_SIZE_BYTES_MIN <= size <= PART_SIZE_BYTES_MAX:
         raise Wrong("is out of range", remedy)
     return int(size)
+
+
+def utc_instant(value: object) -> datetime:
+    """An instant, from a string of RFC 3339 or TOML's own form of it."""
+    remedy = 'give a time with its zone, such as "2026-03-01T11:30:00Z"'
+    if isinstance(value, str) and re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:", value):
+        try:
+            value = datetime.fromisoformat(value.upper())
+        except ValueError:
+            raise Wrong("is no time", remedy) from None
+    if not isinstance(value, datetime):
+        raise Wrong("is no time", remedy)
+    if value.tzinfo is None:
+        raise Wrong("has no time zone", remedy)
+    return value.astimezone(UTC)
+
+
+bus_address = text(
+    r"unix:(path=/|abstract=)[A-Za-z0-9_./%-]{1,200}",
+    "give a D-Bus address such as unix:path=/run/dbus/system_bus_socket",
+)
 
 
 def connections(value: object) -> int:

@@ -19,7 +19,9 @@ def write(path: Path, data: bytes) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, data)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -217,7 +217,10 @@ def test_a_process_that_reconnects_is_one_process(running: RunningChannel) -> No
     script = """
 join(); s.close()
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-join(); show("again"); wait(); os._exit(0)
+join(); show("again"); wait()
+if os.fork() == 0:  # holds the connection open, so that only the end of the process is seen
+    sys.stdin.read(); os._exit(0)
+os._exit(0)
 """
     with PeerProcess(running.path, script) as peer:
         assert peer.line() == "again"

@@ -39,6 +39,8 @@ def preempted(
     timeout_s: float = 40.0,
     blind_after_s: float = 30.0,
     boot_id: str | None = "boot-1",
+    notice_s: float | None = None,
+    learn_after_s: float = 15.0,
 ) -> GcpPreemptedSource:
     return GcpPreemptedSource(
         metadata_url=url,
@@ -49,6 +51,8 @@ def preempted(
         timeout_s=timeout_s,
         retry_cap_s=0.1,
         blind_after_s=blind_after_s,
+        notice_s=notice_s,
+        learn_after_s=learn_after_s,
     )
 
 
@@ -236,3 +240,98 @@ def test_stops_while_hanging(server: str) -> None:
     with SourceRun(preempted(server)) as run:
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
     assert [status.health for status in run.statuses] == [Health.OK]
+
+
+@pytest.mark.parametrize(
+    ("notice_s", "left_s", "quality"),
+    [(0.0, 25, DeadlineQuality.ASSUMED), (120.0, 115, DeadlineQuality.DERIVED)],
+)
+def test_configured_notice(
+    server: str, notice_s: float, left_s: float, quality: DeadlineQuality
+) -> None:
+    """With 120 s configured the deadline is that, less a margin; with 0 s the assumed grace period."""
+    before = asked(server, GET)
+    with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.1, hang_s=1)) as run:
+        until(lambda: asked(server, GET) >= before + 2, what="the hanging request")
+        control(server, "set", key=KEY, value="TRUE")
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert left_s - 5 < notice.deadline_mono_s - time.monotonic() <= left_s
+        assert notice.deadline_quality is quality
+        control(server, "touch", key=KEY)
+        polls(server, 2)
+        assert len(run.notices) == 1, "what is configured is not learned"
+
+
+def test_long_notice_is_learned(server: str) -> None:
+    """A VM that runs on after the flip has 120 s: the same notice comes again, later and derived."""
+    before = asked(server, GET)
+    with SourceRun(preempted(server, learn_after_s=0.3)) as run:
+        until(lambda: asked(server, GET) == before + 2, what="the hanging request")
+        control(server, "set", key=KEY, value="TRUE")
+        control(server, "dead", after_s=0.2)  # it is learned without the metadata server
+        first, second = until(lambda: len(run.notices) == 2 and run.notices, what="the lesson")
+        assert first.identity == second.identity
+        assert first.deadline_quality is DeadlineQuality.ASSUMED
+        assert second.deadline_quality is DeadlineQuality.DERIVED
+        assert 85 < second.deadline_mono_s - first.deadline_mono_s <= 90
+
+
+def test_nothing_is_learned_of_a_withdrawn_notice(server: str) -> None:
+    """The later deadline is not posted when the notice is gone by then."""
+    with SourceRun(preempted(server, learn_after_s=0.5)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: run.notices, what="the notice")
+        control(server, "set", key=KEY, value="FALSE")
+        until(lambda: run.withdrawals, what="the withdrawal")
+        told_mono_s = time.monotonic()
+        until(lambda: time.monotonic() > told_mono_s + 0.8, what="the time of the lesson")
+        assert len(run.notices) == 1
+
+
+@pytest.mark.fault("N09")
+@pytest.mark.parametrize("notice_s", [None, 120.0])
+def test_long_notice_is_not_counted_on_after_a_late_start(
+    server: str, notice_s: float | None
+) -> None:
+    """Who starts after the flip does not know how much of the 120 s is left, and assumes little."""
+    control(server, "set", key=KEY, value="TRUE")
+    with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.1, hang_s=1)) as run:
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        polls(server, 2)
+        assert len(run.notices) == 1
+
+
+def test_flip_during_an_outage_is_as_old_as_the_last_false(server: str) -> None:
+    """Of the 120 s the time since the last FALSE is taken off."""
+    with SourceRun(preempted(server, notice_s=120.0, hang_s=1, timeout_s=2)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        control(server, "fault", path=PATH, kind="status", value=503)
+        until(lambda: run.is_now(Health.DEGRADED), what="the outage")
+        began_mono_s = time.monotonic()
+        control(server, "set", key=KEY, value="TRUE")
+        until(lambda: time.monotonic() > began_mono_s + 1, what="a second of outage")
+        control(server, "clear")
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert notice.deadline_mono_s <= began_mono_s + 115
+
+
+def test_key_that_was_never_there(server: str) -> None:
+    """404 from the beginning: unsupported, and not asked for again and again."""
+    control(server, "set", key=KEY, value=None)
+    before = asked(server, GET)
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.is_now(Health.UNSUPPORTED), what="unsupported")
+        assert asked(server, GET) == before + 1
+
+
+def test_key_that_vanishes_is_unknown(server: str) -> None:
+    """404 after an answer is no all-clear: degraded, and what was announced stands."""
+    control(server, "set", key=KEY, value="TRUE")
+    with SourceRun(preempted(server)) as run:
+        until(lambda: run.notices, what="the notice")
+        control(server, "set", key=KEY, value=None)
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert run.withdrawals == []

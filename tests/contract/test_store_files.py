@@ -101,6 +101,17 @@ def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> N
     files.check()
 
 
+def test_a_key_below_an_object(files: FileStore) -> None:
+    """A file system cannot have both: Permanent, and never "somebody else has that name"."""
+    files.put("a", b"1")
+    for key in ("a/b", "a/b/c"):
+        for if_absent in (False, True):
+            with pytest.raises(Permanent) as caught:
+                files.put(key, b"2", if_absent=if_absent)
+            assert not isinstance(caught.value, (Exists, NotFound))
+    assert files.get("a") == b"1"
+
+
 def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
     """Writers and deleters of neighbours, at once: no call fails, no object is lost."""
     errors: list[BaseException] = []

@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EC2 instance metadata service, to rehearse with: ``python -m emulators.aws_imds --port 1338``.
 
-Session tokens (IMDSv2) are required as on a VM that enforces them.  Control, beside what
-:mod:`emulators.faults` lists::
+Session tokens (IMDSv2) are required as on a VM that enforces them.  Whatever time is given as ``in_s``
+seconds from now is pinned when the order comes.  Control, beside what :mod:`emulators.faults` lists::
 
-    notice             {"action": "terminate", "in_s": 120}   the time is pinned here, once
+    notice             {"action": "terminate", "in_s": 120}   spot interruption: terminate, stop, hibernate
                        {"action": "stop", "time": "2026-01-05T18:02:00Z"}
-    withdraw           {}                                     the notice goes away again
+    withdraw           {}                                     that notice goes away again
+    rebalance          {}                                     a recommendation
+    schedule           {"code": "instance-retirement", "in_s": 86400, "event_id": "instance-event-1"}
+                       an event, beside those that there are, or in place of the one of that id
+    finish             {"event_id": "instance-event-1", "state": "canceled"}
+                       the event moves to the history, as canceled or completed
     set                {"path": "autoscaling/target-lifecycle-state", "value": "Terminated"}
                        any path below meta-data; null takes it away (404)
+    quiet              {}                                     every path as in the beginning
     invalidate-tokens  {}                                     as after a reset of the service
+
+To rehearse with an image of your own, let it see this service as its metadata address and play a
+scenario: each begins with ten quiet seconds, and where the real VM would lose its power the service
+falls silent::
+
+    python -m emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
+
+``--speed 60`` plays an hour in a minute, the times that are stated included.
 """
 
 from __future__ import annotations
@@ -21,7 +35,15 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
-from emulators.faults import ControlError, Emulator, Reply, Request, serve
+from emulators.faults import (
+    ControlError,
+    Emulator,
+    Reply,
+    Request,
+    Scenario,
+    add_arguments,
+    serve,
+)
 
 TOKEN_PATH = "/latest/api/token"
 TOKEN_HEADER = "X-aws-ec2-metadata-token"
@@ -29,14 +51,58 @@ TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
 META_DATA = "/latest/meta-data/"
 ACTIONS = ("terminate", "stop", "hibernate")
 
+SPOT_KEYS = ("spot/instance-action", "spot/termination-time")
+REBALANCE_KEY = "events/recommendations/rebalance"
+ASG_KEY = "autoscaling/target-lifecycle-state"
+SCHEDULED_KEY = "events/maintenance/scheduled"
+HISTORY_KEY = "events/maintenance/history"
+
 _REGION = "us-east-1"
 _INSTANCE = "i-0123456789abcdef0"
 _TYPE = "p4d.24xlarge"
+
+_EVENT = "instance-event-0d59937288b749b32"
+_POWER_OFF = ("dead", {"after_s": 0})
+_DAY_S = 86400
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+_SCENARIOS: dict[str, Scenario] = {
+    "no-notice": ((60, *_POWER_OFF),),
+    "aws-120s": ((10, "notice", {"action": "terminate", "in_s": 120}), (130, *_POWER_OFF)),
+    "aws-39s": ((10, "notice", {"action": "terminate", "in_s": 39}), (49, *_POWER_OFF)),
+    "aws-hibernate": ((10, "notice", {"action": "hibernate", "in_s": 120}), (12, *_POWER_OFF)),
+    "aws-stop": ((10, "notice", {"action": "stop", "in_s": 120}), (130, *_POWER_OFF)),
+    "aws-withdrawn": ((10, "notice", {"action": "terminate", "in_s": 120}), (40, "withdraw", {})),
+    "aws-rebalance-then-notice": (
+        (10, "rebalance", {}),
+        (310, "notice", {"action": "terminate", "in_s": 120}),
+        (430, *_POWER_OFF),
+    ),
+    "aws-rebalance-only": ((10, "rebalance", {}),),
+    "aws-asg": (
+        (0, "set", {"path": ASG_KEY, "value": "InService"}),
+        (10, "set", {"path": ASG_KEY, "value": "Terminated"}),
+        (310, *_POWER_OFF),
+    ),
+    "aws-scheduled": (
+        (10, "schedule", {"code": "instance-retirement", "in_s": _DAY_S, "event_id": _EVENT}),
+        (10 + _DAY_S, *_POWER_OFF),
+    ),
+    "aws-scheduled-cancelled": (
+        (10, "schedule", {"code": "system-reboot", "in_s": _DAY_S, "event_id": _EVENT}),
+        (3610, "finish", {"event_id": _EVENT, "state": "canceled"}),
+    ),
+}
 
 
 def utc(moment: datetime) -> str:
     """The way in which the service writes an instant."""
     return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def event_date(moment: datetime) -> str:
+    """The way in which it writes the dates of events, whose day is not padded."""
+    day = moment.astimezone(UTC)
+    return f"{day.day} {_MONTHS[day.month - 1]} {day:%Y %H:%M:%S} GMT"
 
 
 class AwsImds(Emulator):
@@ -46,10 +112,12 @@ class AwsImds(Emulator):
         role: name of the instance profile's role.
         v1: answer requests without a token, too (``HttpTokens=optional``).
         ttl_on_get: repeat the remaining life of the token on every answer.
+        life_cycle: ``spot``, ``on-demand`` ...
         scheduled_idle: value of the scheduled events while there are none; None for 404.
     """
 
     headers: ClassVar[dict[str, str | None]] = {"Server": "EC2ws"}
+    scenarios = _SCENARIOS
 
     def __init__(
         self,
@@ -57,6 +125,7 @@ class AwsImds(Emulator):
         role: str = "swansong",
         v1: bool = False,
         ttl_on_get: bool = False,
+        life_cycle: str = "spot",
         scheduled_idle: str | None = "[]",
     ) -> None:
         super().__init__()
@@ -68,14 +137,15 @@ class AwsImds(Emulator):
             "iam/security-credentials/" + role: "",  # made when asked for
             "instance-action": "none",
             "instance-id": _INSTANCE,
-            "instance-life-cycle": "spot",
+            "instance-life-cycle": life_cycle,
             "instance-type": _TYPE,
             "placement/availability-zone": _REGION + "a",
             "placement/region": _REGION,
-            "events/maintenance/history": "[]",
+            HISTORY_KEY: "[]",
         }
-        if scheduled_idle is not None:
-            self._values["events/maintenance/scheduled"] = scheduled_idle
+        self._scheduled_idle = scheduled_idle
+        self._put(SCHEDULED_KEY, scheduled_idle)
+        self._quiet = dict(self._values)
 
     def respond(self, request: Request) -> Reply:
         if request.path.rstrip("/").endswith("/api/token"):
@@ -132,10 +202,18 @@ class AwsImds(Emulator):
             case "notice":
                 return self._notice(**body)
             case "withdraw":
-                self._put("spot/instance-action", None)
-                self._put("spot/termination-time", None)
+                for key in SPOT_KEYS:
+                    self._put(key, None)
+            case "rebalance":
+                self._put(REBALANCE_KEY, json.dumps({"noticeTime": utc(datetime.now(UTC))}))
+            case "schedule":
+                return self._schedule(**body)
+            case "finish":
+                return self._finish(**body)
             case "set":
                 self._put(body["path"], body["value"])
+            case "quiet":
+                self._values = dict(self._quiet)
             case "invalidate-tokens":
                 self._tokens.clear()
             case _:
@@ -148,9 +226,39 @@ class AwsImds(Emulator):
         if action not in ACTIONS:
             raise ControlError(f"no such action: {action}")
         when = time or utc(datetime.now(UTC) + timedelta(seconds=in_s))
-        self._put("spot/instance-action", json.dumps({"action": action, "time": when}))
-        self._put("spot/termination-time", when if action == "terminate" else None)
+        self._put(SPOT_KEYS[0], json.dumps({"action": action, "time": when}))
+        self._put(SPOT_KEYS[1], when if action == "terminate" else None)
         return {"action": action, "time": when}
+
+    def _schedule(self, code: str, in_s: float, event_id: str = _EVENT) -> object:
+        begins = datetime.now(UTC) + timedelta(seconds=in_s)
+        event = {
+            "NotBefore": event_date(begins),
+            "NotAfter": event_date(begins + timedelta(hours=2)),
+            "Code": code,
+            "Description": f"scheduled {code}",
+            "EventId": event_id,
+            "State": "active",
+        }
+        others = [other for other in self._events(SCHEDULED_KEY) if other["EventId"] != event_id]
+        self._put(SCHEDULED_KEY, json.dumps([*others, event]))
+        return event
+
+    def _finish(self, event_id: str, state: str) -> object:
+        tag = {"canceled": "[Canceled] ", "completed": "[Completed] "}.get(state)
+        events = self._events(SCHEDULED_KEY)
+        past = [event for event in events if event["EventId"] == event_id]
+        if tag is None or not past:
+            raise ControlError(f"no such event, or state: {event_id}, {state}")
+        left = [event for event in events if event["EventId"] != event_id]
+        ended = {**past[0], "Description": tag + past[0]["Description"], "State": state}
+        self._put(SCHEDULED_KEY, json.dumps(left) if left else self._scheduled_idle)
+        self._put(HISTORY_KEY, json.dumps([*self._events(HISTORY_KEY), ended]))
+        return ended
+
+    def _events(self, key: str) -> list[dict[str, str]]:
+        events: list[dict[str, str]] = json.loads(self._values.get(key, "[]"))
+        return events
 
     def _put(self, key: str, value: str | None) -> None:
         if value is None:
@@ -203,19 +311,22 @@ def _credentials() -> dict[str, str]:
 def main() -> None:
     """Serve until killed, or until standard input ends."""
     parser = argparse.ArgumentParser(description="EC2 instance metadata, emulated")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    add_arguments(parser, _SCENARIOS)
     parser.add_argument("--role", default="swansong", help="name of the instance role")
     parser.add_argument("--v1", action="store_true", help="answer without a token, too")
     parser.add_argument("--ttl-on-get", action="store_true", help="token life on every answer")
+    parser.add_argument("--life-cycle", default="spot", help="spot, on-demand ...")
     parser.add_argument("--scheduled-404", action="store_true", help="404 for no scheduled event")
     options = parser.parse_args()
     emulator = AwsImds(
         role=options.role,
         v1=options.v1,
         ttl_on_get=options.ttl_on_get,
+        life_cycle=options.life_cycle,
         scheduled_idle=None if options.scheduled_404 else "[]",
     )
+    if options.scenario:
+        emulator.play(options.scenario, speed=options.speed)
     serve(emulator, options.host, options.port)
 
 

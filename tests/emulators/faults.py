@@ -8,6 +8,7 @@ Control, by POST with a JSON object unless said otherwise, below ``/_control/``:
     dead      {"after_s": 2}     from then on nothing is answered; {"after_s": null} ends that
     requests  (GET)              {"GET /path": {"total": 3, "200": 2, "reset": 1},
                                   "connections": {"total": 2}}
+    scenarios (GET)              {"name": [[10, "order", {...}], ...]}: what ``--scenario`` can play
 
 ``path`` may hold ``*`` and ``?``, and is everything when left out; without ``count`` a fault stays.  Kinds:
 
@@ -17,7 +18,7 @@ Control, by POST with a JSON object unless said otherwise, below ``/_control/``:
     slow        send the body byte by byte, ``value`` seconds apart
     truncate    announce the whole body, send half of it, hang up
     reset       hang up with a TCP reset
-    status      answer with status ``value``
+    status      answer with status ``value``, and with ``body`` if there is one
     body        answer 200 with ``value`` as the body
     redirect    answer 302 to ``value``
     bare        answer without any header of this cloud, and without Date
@@ -26,6 +27,7 @@ Control, by POST with a JSON object unless said otherwise, below ``/_control/``:
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import struct
@@ -33,6 +35,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from fnmatch import fnmatchcase
@@ -80,6 +83,7 @@ class Fault:
     path: str = "*"
     method: str = "*"
     count: int | None = None
+    body: str = ""
     over: threading.Event = field(default_factory=threading.Event)
 
     def matches(self, request: Request) -> bool:
@@ -87,11 +91,17 @@ class Fault:
         return fnmatchcase(request.path, self.path) and fnmatchcase(request.method, method)
 
 
+Scenario = tuple[tuple[float, str, dict[str, Any]], ...]
+"""Orders, each with the seconds after the start at which it is given."""
+
+
 class Emulator:
     """Base of both.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
 
     headers: ClassVar[dict[str, str | None]] = {}
     """What this cloud puts on every answer."""
+    scenarios: ClassVar[dict[str, Scenario]] = {}
+    """What may befall a VM of this cloud, by name."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -108,6 +118,8 @@ class Emulator:
         """Carry out one order; called with ``changed`` held, which is notified afterwards."""
         if name == "requests":
             return self._counts
+        if name == "scenarios":
+            return self.scenarios
         if name == "fault":
             fault = Fault(**body)
             if fault.kind not in KINDS:
@@ -125,6 +137,26 @@ class Emulator:
         else:
             raise ControlError(f"no such order: {name}")
         return {}
+
+    def play(self, name: str, *, speed: float = 1.0) -> None:
+        """Give the orders of a scenario when they are due, in a thread of its own.
+
+        Args:
+            speed: 60 makes a minute of a scenario last a second; ``in_s`` of an order shrinks as well.
+        """
+
+        def give() -> None:
+            began_mono_s = time.monotonic()
+            for after_s, order, body in self.scenarios[name]:
+                due_mono_s = began_mono_s + after_s / speed
+                scaled = {key: v / speed if key == "in_s" else v for key, v in body.items()}
+                with self.changed:
+                    while (left_s := due_mono_s - time.monotonic()) > 0:
+                        self.changed.wait(left_s)
+                    self.order(order, scaled)
+                    self.changed.notify_all()
+
+        threading.Thread(target=give, daemon=True).start()
 
     def is_dead(self) -> bool:
         return self._dead_mono_s is not None and time.monotonic() >= self._dead_mono_s
@@ -194,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
                 )
                 self.close_connection = True
             case "status":
-                self._send(request, Reply(fault.value, "", headers))
+                self._send(request, Reply(fault.value, fault.body, headers))
             case "body":
                 self._send(request, Reply(200, fault.value, headers))
             case "redirect":
@@ -280,6 +312,14 @@ class _Server(ThreadingHTTPServer):
 
 def _phrase(status: int) -> str:
     return HTTPStatus(status).phrase if status in set(HTTPStatus) else "Unknown"
+
+
+def add_arguments(parser: argparse.ArgumentParser, scenarios: Iterable[str]) -> None:
+    """The command line that both emulators share."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--scenario", choices=sorted(scenarios), help="played from the start on")
+    parser.add_argument("--speed", type=float, default=1.0, help="how much faster than in life")
 
 
 def serve(emulator: Emulator, host: str, port: int) -> None:

@@ -4,8 +4,22 @@
 A change wakes every hanging GET on that key and on the directories above it.  ETags never come back,
 not even when a value does.  Control, beside what :mod:`emulators.faults` lists::
 
-    set    {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
-    touch  {"key": "instance/preempted"}                    a new ETag for the old value
+    set          {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
+    touch        {"key": "instance/preempted"}                    a new ETag for the old value
+    maintenance  {"value": "TERMINATE_ON_HOST_MAINTENANCE"}       shown only to a VM that has read
+                 the key since the event before; says whether it was: {"shown": true}
+    upcoming     {"in_s": 86400, "status": "PENDING"}             a window that begins in so long
+    stop         {"in_s": 600}                                    a graceful stop of that length
+    token        {"life_s": 3599}                                 life of the tokens from now on
+
+A token is handed out again until five minutes of it are left, as the real server does; then the next
+one comes.  To rehearse with an image of your own, let it see the server as its metadata address and
+play a scenario: each begins with ten quiet seconds, and where the real VM would lose its power the
+server falls silent::
+
+    python -m emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
+
+``--speed 60`` plays an hour in a minute.
 """
 
 from __future__ import annotations
@@ -16,12 +30,26 @@ import json
 import re
 import secrets
 import time
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from emulators.faults import ControlError, Emulator, Reply, Request, serve
+from emulators.faults import (
+    ControlError,
+    Emulator,
+    Reply,
+    Request,
+    Scenario,
+    add_arguments,
+    serve,
+)
 
 BASE = "/computeMetadata/v1/"
 TOKEN_KEY = "instance/service-accounts/default/token"
+MAINTENANCE_KEY = "instance/maintenance-event"
+UPCOMING_KEY = "instance/upcoming-maintenance"
+STOP_KEYS = "instance/shutdown-details/"
+TOKEN_RENEWED_S = 300
+"""With less than this left a token is replaced."""
 
 _HEADERS: dict[str, str | None] = {
     "Metadata-Flavor": "Google",
@@ -40,13 +68,29 @@ _VALUES = {
     "instance/scheduling/preemptible": "TRUE",
     "instance/service-accounts/default/email": "default@emulated.iam.gserviceaccount.com",
     "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
-    TOKEN_KEY: json.dumps(
-        {"access_token": "emulated-token", "expires_in": 3599, "token_type": "Bearer"}
-    ),
+    TOKEN_KEY: "",  # made when it is asked for
     "instance/upcoming-maintenance": "NONE",
     "instance/zone": "projects/123456789012/zones/us-central1-a",
     "project/numeric-project-id": "123456789012",
     "project/project-id": "emulated",
+}
+_PREEMPTED = ("set", {"key": "instance/preempted", "value": "TRUE"})
+_TERMINATE = ("maintenance", {"value": "TERMINATE_ON_HOST_MAINTENANCE"})
+_POWER_OFF = ("dead", {"after_s": 0})
+_DAY_S = 86400
+_SCENARIOS: dict[str, Scenario] = {
+    "no-notice": (),
+    "gcp-30s": ((10, *_PREEMPTED), (40, *_POWER_OFF)),
+    "gcp-120s": ((10, *_PREEMPTED), (160, *_POWER_OFF)),
+    "gcp-dead-after-notice": ((10, *_PREEMPTED), (12, *_POWER_OFF)),
+    "gcp-maintenance-60min": ((10, *_TERMINATE), (3610, *_POWER_OFF)),
+    "gcp-maintenance-cancelled": ((10, *_TERMINATE), (610, "maintenance", {"value": "NONE"})),
+    "gcp-stop-only": ((10, "stop", {"in_s": 600}), (610, *_POWER_OFF)),
+    "gcp-upcoming": (
+        (10, "upcoming", {"in_s": _DAY_S, "status": "PENDING"}),
+        (_DAY_S - 3590, *_TERMINATE),
+        (_DAY_S + 10, *_POWER_OFF),
+    ),
 }
 
 
@@ -54,9 +98,14 @@ class GcpMetadata(Emulator):
     """State of one VM: values by key, and for each key ever set the number of its last change."""
 
     headers = _HEADERS
+    scenarios = _SCENARIOS
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_maintenance_watched = False
+        self._tokens = 0
+        self._token_life_s = 3599.0
+        self._token_end_mono_s = 0.0
         self._salt = secrets.token_hex(8)
         self._values = dict(_VALUES)
         self._versions = {key: number for number, key in enumerate(_VALUES, start=1)}
@@ -66,9 +115,41 @@ class GcpMetadata(Emulator):
             self._set(body["key"], body["value"])
         elif name == "touch":
             self._set(body["key"], self._values[body["key"]], touch=True)
+        elif name == "maintenance":
+            return {"shown": self._maintenance(body["value"])}
+        elif name == "upcoming":
+            self._set(UPCOMING_KEY, _window(body["in_s"], body.get("status", "PENDING")))
+        elif name == "stop":
+            self._set(STOP_KEYS + "max-duration", str(round(body["in_s"])))
+            self._set(STOP_KEYS + "request-timestamp", _utc(datetime.now(UTC)))
+            self._set(STOP_KEYS + "stop-state", "PENDING_STOP")
+        elif name == "token":
+            self._token_life_s, self._token_end_mono_s = float(body["life_s"]), 0.0
         else:
             return super().order(name, body)
         return {}
+
+    def _maintenance(self, value: str) -> bool:
+        if value != "NONE":
+            watched, self._is_maintenance_watched = self._is_maintenance_watched, False
+            if not watched:
+                return False
+        self._set(MAINTENANCE_KEY, value)
+        return True
+
+    def _token(self) -> str:
+        left_s = self._token_end_mono_s - time.monotonic()
+        if left_s < min(TOKEN_RENEWED_S, self._token_life_s / 2):
+            self._tokens += 1
+            left_s = self._token_life_s
+            self._token_end_mono_s = time.monotonic() + left_s
+        return json.dumps(
+            {
+                "access_token": f"emulated-token-{self._tokens}",
+                "expires_in": int(left_s),
+                "token_type": "Bearer",
+            }
+        )
 
     def _set(self, key: str, value: str | None, *, touch: bool = False) -> None:
         if value is not None and not isinstance(value, str):
@@ -93,6 +174,8 @@ class GcpMetadata(Emulator):
             return _refused(404, "Not Found")
         key = request.path.removeprefix(BASE)
         with self.changed:
+            if key == MAINTENANCE_KEY:
+                self._is_maintenance_watched = True
             if key in self._values:
                 return self._answer(request, key)
             if not self._below(key):
@@ -120,7 +203,7 @@ class GcpMetadata(Emulator):
                 None if timeout is None else int(timeout),
             )
         if key in self._values:
-            return self._reply(key, self._values[key])
+            return self._reply(key, self._token() if key == TOKEN_KEY else self._values[key])
         below = self._below(key)
         if not below:
             return _refused(404, "Not Found")
@@ -168,6 +251,24 @@ class GcpMetadata(Emulator):
         return tree
 
 
+def _utc(when: datetime) -> str:
+    return f"{when:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _window(in_s: float, status: str) -> str:
+    begin = datetime.now(UTC) + timedelta(seconds=in_s)
+    return json.dumps(
+        {
+            "can_reschedule": "false",
+            "latest_window_start_time": _utc(begin),
+            "maintenance_status": status,
+            "type": "SCHEDULED",
+            "window_end_time": _utc(begin + timedelta(hours=4)),
+            "window_start_time": _utc(begin),
+        }
+    )
+
+
 def _camel(name: str) -> str:
     return re.sub(r"-(.)", lambda match: match[1].upper(), name)
 
@@ -179,10 +280,12 @@ def _refused(status: int, words: str) -> Reply:
 def main() -> None:
     """Serve until killed, or until standard input ends."""
     parser = argparse.ArgumentParser(description="Compute Engine metadata, emulated")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    add_arguments(parser, _SCENARIOS)
     options = parser.parse_args()
-    serve(GcpMetadata(), options.host, options.port)
+    emulator = GcpMetadata()
+    if options.scenario:
+        emulator.play(options.scenario, speed=options.speed)
+    serve(emulator, options.host, options.port)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ FILES = ("weights.bin", "optimizer.bin", "loader.bin")
 
 def content(step: int, name: str, size_bytes: int) -> bytes:
     """What the file of that name holds at a step: every byte depends on it."""
-    return (f"{name} at step {step};".encode() * size_bytes)[:size_bytes]
+    words = f"{name} at step {step};".encode()
+    return (words * (size_bytes // len(words) + 1))[:size_bytes]
 
 
 def say(**facts: object) -> None:

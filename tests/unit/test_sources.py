@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from swansongd.core.events import SourceChanged
 from swansongd.model import DeadlineQuality, Health, SourceStatus
 from swansongd.sources.aws import AwsSpotSource, Moment, read_instance_action
+from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import HealthTracker
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
+from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 from swansongd.sources.metadata import Answer, Backoff, MetadataClient, shortened, watch
 from swansongd.sources.opening import open_sources
 
@@ -238,7 +240,11 @@ def test_boot_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cloud", "kinds"),
-    [("aws", [AwsSpotSource]), ("gcp", [GcpPreemptedSource]), ("none", [])],
+    [
+        ("aws", [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]),
+        ("gcp", [GcpPreemptedSource, GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource]),
+        ("none", []),
+    ],
 )
 def test_sources_of_each_cloud(cloud: str, kinds: list[type]) -> None:
     """Each cloud has its sources; another name is a mistake in the program."""

@@ -242,11 +242,42 @@ class Status(Message):
     report: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Notify(Message):
+    """``swansong notify``: the VM will go away.  Only root and the daemon's own user may say so."""
+
+    TYPE: ClassVar[str] = "notify"
+    nonce: str
+    """Made anew for each notice; the same one said twice is one notice."""
+    seconds_left: float
+    """Until the power goes, counted from the sending."""
+    reason: str = ""
+    drill: bool = False
+    """A rehearsal."""
+
+
+@dataclass(frozen=True)
+class NotifyWithdrawn(Message):
+    """``swansong notify --withdraw``: what was said by Notify does not stand any more."""
+
+    TYPE: ClassVar[str] = "notify_withdrawn"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Noted(Message):
+    """Answer to Notify and NotifyWithdrawn; StatusQuery shows what came of it."""
+
+    TYPE: ClassVar[str] = "noted"
+
+
 FROM_TRAINER: tuple[type[Message], ...] = (
     Hello, Progress, Accepted, Sealed, Failed, Declined, RestoreQuery, Bye, StatusQuery,
+    Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
     Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Restoring, Restored, Status,
+    Noted,
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 

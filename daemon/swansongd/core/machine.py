@@ -61,10 +61,12 @@ from swansongd.core.events import (
 )
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Ask, Evacuation, Flight, State, Stored
-from swansongd.model import CheckpointId, CommitRef, Health, Notice, Severity, Staged, Verdict
+from swansongd.model import CheckpointId, CommitRef, Health, Notice, Staged, Verdict
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
+SAMPLE_S = 1.0
+"""So often the speed of a flush under way goes into the bandwidth."""
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not taken: go back to watching."""
 CONCLUDED_MAX = 64
@@ -146,7 +148,9 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
         case NoticeWithdrawn(source, reason):
             if source in state.notices:
                 kept = {name: n for name, n in state.notices.items() if name != source}
-                turn.set(notices=kept)
+                # Should it come back under the same identity, then it is news.
+                gone = state.notices[source].identity
+                turn.set(notices=kept, concluded=tuple(i for i in state.concluded if i != gone))
                 turn.log("warning", "notice_withdrawn", source=source, reason=reason)
         case SourceChanged(status):
             turn.set(sources={**state.sources, status.source: status})
@@ -161,6 +165,8 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
         case TrainerJoined(trainer):
             others = tuple(t for t in state.trainers if t.pid != trainer.pid)
             turn.set(trainers=(*others, trainer))
+            if state.last_commit is not None:  # made while it was away, perhaps
+                turn.do(TellCommitted(state.last_commit))
             _ask_late(turn, trainer.connection, trainer.rank)
         case TrainerLeft():
             _trainer_left(turn, event)
@@ -194,9 +200,13 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
         case GenerationClaimed(generation, newest):
             inherited = frozenset(staged.id for staged in state.staged)
             turn.set(generation=generation, last_commit=newest, inherited=inherited)
+            if newest is not None:
+                turn.do(TellCommitted(newest))
         case FlushProgress(flush_id, bytes_stored):
             if state.flight is not None and state.flight.flush_id == flush_id:
                 turn.set(flight=replace(state.flight, bytes_stored=bytes_stored))
+                if turn.now - state.flight.sampled_mono_s >= SAMPLE_S:
+                    _sample_bandwidth(turn)
         case Flushed():
             _flushed(turn, event)
         case FlushFailed():
@@ -220,8 +230,12 @@ def _absorb(turn: _Turn, event: Event) -> None:  # noqa: PLR0915 - one case for 
 def _notice_raised(turn: _Turn, notice: Notice) -> None:
     known = turn.state.notices.get(notice.source)
     if known is not None and known.identity == notice.identity:
-        if notice.deadline_mono_s >= known.deadline_mono_s:
-            return  # seen before, or a deadline that recedes
+        # Seen before: it may come nearer or become more severe, and never recedes.
+        notice = replace(
+            notice,
+            severity=max(known.severity, notice.severity),
+            deadline_mono_s=min(known.deadline_mono_s, notice.deadline_mono_s),
+        )
     elif notice.identity not in turn.state.concluded:
         turn.log(
             "warning",
@@ -314,8 +328,14 @@ def _scanned(turn: _Turn, event: Scanned) -> None:
                 size_bytes=staged.size_bytes,
                 kind=staged.kind.value,
             )
-    present = {staged.id for staged in event.staged}
+    present = frozenset(staged.id for staged in event.staged)
     turn.set(unusable=turn.state.unusable & present)
+    if turn.state.scanned_mono_s is None:
+        _first_look(turn, present)
+    turn.set(scanned_mono_s=event.started_mono_s)
+    if turn.state.evacuation is not None:
+        seen = (turn.state.evacuation.newest, *present)
+        turn.set_evacuation(newest=max((i for i in seen if i is not None), default=None))
     flight = turn.state.flight
     if flight is not None and flight.staged.id not in present:
         turn.do(CancelFlush(flight.flush_id))
@@ -346,6 +366,15 @@ def _scanned(turn: _Turn, event: Scanned) -> None:
         _ask_failed(turn, "the trainer's process ended before it had sealed a checkpoint")
 
 
+def _first_look(turn: _Turn, present: frozenset[CheckpointId]) -> None:
+    """What lies in staging at the start is old, although a claim or a notice came before the scan."""
+    if turn.state.generation is not None:
+        turn.set(inherited=turn.state.inherited | present)
+    evacuation = turn.state.evacuation
+    if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
+        turn.set_ask(known=present)
+
+
 def _answers(staged: Staged, ask: Ask) -> bool:
     if ask.by_signal:
         return staged.id not in ask.known
@@ -365,14 +394,12 @@ def _flushed(turn: _Turn, event: Flushed) -> None:
     flight = turn.state.flight
     if flight is None or flight.flush_id != event.flush_id:
         return
-    duration_s = turn.now - flight.started_mono_s
     size_bytes = flight.staged.size_bytes
+    turn.set(flight=replace(flight, bytes_stored=size_bytes))
+    _sample_bandwidth(turn)
     turn.set(
         flight=None,
         failures=0,
-        bandwidth_bytes_per_s=planner.updated_bandwidth(
-            turn.state.bandwidth_bytes_per_s, size_bytes, duration_s
-        ),
         stored=(
             *turn.state.stored,
             Stored(
@@ -381,6 +408,21 @@ def _flushed(turn: _Turn, event: Flushed) -> None:
         ),
     )
     turn.mark("flushed", step=flight.staged.id.step, size_bytes=size_bytes)
+
+
+def _sample_bandwidth(turn: _Turn) -> None:
+    """Learn from what the flush has moved since the last sample, if that is enough to tell."""
+    flight = turn.state.flight
+    assert flight is not None
+    size_bytes = flight.bytes_stored - flight.sampled_bytes
+    if size_bytes < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
+        return
+    turn.set(
+        bandwidth_bytes_per_s=planner.updated_bandwidth(
+            turn.state.bandwidth_bytes_per_s, size_bytes, turn.now - flight.sampled_mono_s
+        ),
+        flight=replace(flight, sampled_mono_s=turn.now, sampled_bytes=flight.bytes_stored),
+    )
 
 
 def _flush_failed(turn: _Turn, event: FlushFailed) -> None:
@@ -475,17 +517,13 @@ def _leave_fenced(turn: _Turn, generation: int) -> None:
 
 def _steer_evacuation(turn: _Turn) -> None:
     """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
-    notice = turn.state.urgent_notice
+    live = turn.state.urgent_notices
     evacuation = turn.state.evacuation
-    if notice is None:
+    if not live:
         if evacuation is not None:
             _withdraw(turn, evacuation, "every notice was withdrawn")
         return
-    live = [
-        n
-        for n in turn.state.notices.values()
-        if n.severity >= Severity.IMMINENT and n.identity not in turn.state.concluded
-    ]
+    notice = live[0]
     deadline = min(n.deadline_mono_s for n in live)
     if evacuation is None:
         _open(turn, notice, deadline)
@@ -494,7 +532,8 @@ def _steer_evacuation(turn: _Turn) -> None:
         turn.mark("deadline_moved", seconds_left=round(turn.left_s, 2), source=notice.source)
     elif turn.now > evacuation.deadline_mono_s + OUTLIVED_S:
         turn.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
-        identities = tuple(n.identity for n in live)
+        # A notice whose own time is still to come opens the next evacuation.
+        identities = tuple(n.identity for n in live if turn.now > n.deadline_mono_s + OUTLIVED_S)
         turn.set(concluded=(*turn.state.concluded, *identities)[-CONCLUDED_MAX:])
         _withdraw(turn, evacuation, "the VM has outlived its deadline")
 
@@ -507,6 +546,7 @@ def _open(turn: _Turn, notice: Notice, deadline_mono_s: float) -> None:
         opened_mono_s=turn.now,
         deadline_mono_s=deadline_mono_s,
         plan=plan,
+        newest=max((staged.id for staged in turn.state.staged), default=None),
     )
     # What failed a minute ago is worth another try now.
     turn.set(evacuation=evacuation, retry_mono_s=turn.now)
@@ -596,16 +636,23 @@ def _steer_request(turn: _Turn) -> None:
         return
     ask = evacuation.ask
     if not ask.by_signal and ask.target is None:
-        if ask.ranks <= ask.accepted.keys():
+        # After a restart the ranks come back one by one: a step that all can reach needs all of them.
+        expected = max(len(ask.ranks), turn.state.local_world_size)
+        if len(ask.accepted) >= expected:
             # Ranks stand still between accepting and the target, so max + 1 lies ahead of them all.
             target = max(ask.accepted.values()) + 1
             turn.set_ask(target=target)
             turn.mark("target", step=target)
             connections = tuple(t.connection for t in turn.state.connected if t.rank in ask.ranks)
             turn.do(SendTarget(ask.request_id, target, connections))
-        elif len(ask.ranks) > 1 and turn.now >= ask.agree_by_mono_s:
+        elif expected > 1 and turn.now >= ask.agree_by_mono_s:
             missing = sorted(ask.ranks - ask.accepted.keys())
-            _ask_failed(turn, f"ranks {missing} did not answer in time")
+            absent = expected - len(ask.ranks)
+            _ask_failed(
+                turn,
+                f"ranks {missing} did not answer in time"
+                + (f", and {absent} of {expected} never came" if absent else ""),
+            )
             return
     measured = turn.state.measured
     flush_s = planner.seconds_to_store(measured.save_bytes or 0, measured.bandwidth_bytes_per_s)
@@ -626,12 +673,11 @@ def _steer_flush(turn: _Turn) -> None:
         data_left_s = turn.left_s - state.settings.reserve_s
         if data_left_s <= 0:
             return  # the reserve is for the commit
-        bandwidth = state.bandwidth_bytes_per_s
-        if flight is not None and turn.now - flight.started_mono_s >= 1.0:
-            bandwidth = planner.updated_bandwidth(
-                bandwidth, flight.bytes_stored, turn.now - flight.started_mono_s
-            )
-        wanted = planner.choose(candidates, left_s=data_left_s, bandwidth_bytes_per_s=bandwidth)
+        wanted = planner.choose(
+            candidates,
+            left_s=data_left_s,
+            bandwidth_bytes_per_s=state.bandwidth_bytes_per_s,
+        )
     else:
         wanted = max((candidate.id for candidate in candidates), default=None)
     if wanted is None or (flight is not None and flight.staged.id == wanted):
@@ -646,7 +692,12 @@ def _start_flush(turn: _Turn, wanted: CheckpointId) -> None:
     flush_id = f"{wanted}.{state.flushes + 1}"
     turn.set(
         flushes=state.flushes + 1,
-        flight=Flight(flush_id=flush_id, staged=staged, started_mono_s=turn.now),
+        flight=Flight(
+            flush_id=flush_id,
+            staged=staged,
+            started_mono_s=turn.now,
+            sampled_mono_s=turn.now,
+        ),
     )
     turn.mark("flush", step=wanted.step, size_bytes=staged.size_bytes)
     turn.do(StartFlush(flush_id, staged, state.generation))
@@ -676,15 +727,19 @@ def _steer_verdict(turn: _Turn) -> None:
         return
     ask = evacuation.ask
     is_waiting = ask is not None and ask.is_waiting
-    is_busy = bool(state.uncommitted) or bool(state.stored) or state.generation is None
+    has_looked = (
+        state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
+    )
+    is_busy = (
+        not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
+    )
     out_of_time = turn.left_s <= 0
     if (is_waiting or is_busy) and not out_of_time:
         return
     verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
-    if verdict is evacuation.verdict and state.last_commit == evacuation.verdict_commit:
-        return
-    turn.set_evacuation(verdict=verdict, verdict_commit=state.last_commit)
-    turn.do(Conclude(evacuation.id, verdict, reason, state.last_commit, round(turn.left_s, 2)))
+    if verdict is not evacuation.verdict or state.last_commit != evacuation.verdict_commit:
+        turn.set_evacuation(verdict=verdict, verdict_commit=state.last_commit)
+        turn.do(Conclude(evacuation.id, verdict, reason, state.last_commit, round(turn.left_s, 2)))
     if HOST_SOURCE in state.notices:
         turn.set(is_leaving=True)
         turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
@@ -705,10 +760,7 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     ask = evacuation.ask
     if ask is not None and ask.failure:
         return Verdict.PARTIAL, f"{ask.failure}; {stands}"
-    if ask is not None and ask.sealed in state.unusable:
-        return Verdict.PARTIAL, f"the emergency checkpoint could not be used; {stands}"
-    newest = max((staged.id for staged in state.staged), default=None)
-    if newest is not None and newest in state.unusable:
+    if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
     if ask is None and ahead > state.last_commit.step:

@@ -49,6 +49,9 @@ class Flight:
     staged: Staged
     started_mono_s: float
     bytes_stored: int = 0
+    sampled_mono_s: float
+    """Until when, and up to which byte, its speed has gone into the bandwidth."""
+    sampled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,8 @@ class Evacuation:
     deadline_mono_s: float
     """Only ever moves earlier."""
     plan: Plan
+    newest: CheckpointId | None = None
+    """Newest sealed set that was seen since, or at, the opening, whatever became of it."""
     ask: Ask | None = None
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
@@ -114,12 +119,15 @@ class State:
     trainers: tuple[TrainerView, ...] = ()
     generation: int | None = None
     fenced_by: int | None = None
+    scanned_mono_s: float | None = None
+    """When the newest walk over staging began; None before the first."""
     staged: tuple[Staged, ...] = ()
     pending: tuple[str, ...] = ()
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
     inherited: frozenset[CheckpointId] = frozenset()
-    """Sets that lay in staging before the generation was claimed: perhaps of an older lineage."""
+    """Sets that lay in staging before the generation was claimed, or at the first look into it:
+    perhaps of an older lineage."""
     unusable: frozenset[CheckpointId] = frozenset()
     """Sets that changed, could not be read, or lost a conflict."""
     flight: Flight | None = None
@@ -143,7 +151,8 @@ class State:
             return Phase.FENCED
         evacuation = self.evacuation
         if evacuation is None:
-            return Phase.ARMED if self.notices else Phase.IDLE
+            is_armed = any(n.identity not in self.concluded for n in self.notices.values())
+            return Phase.ARMED if is_armed else Phase.IDLE
         if evacuation.ask is not None and evacuation.ask.is_waiting and evacuation.verdict is None:
             return Phase.CHECKPOINTING
         if self.flight is not None:
@@ -165,27 +174,33 @@ class State:
     @property
     def uncommitted(self) -> tuple[Staged, ...]:
         """Sealed sets that a commit should still come of, newest first."""
-        wanted = (s for s in self.staged if s.id not in self.unusable and not self._is_behind(s))
+        wanted = (s for s in self.staged if s.id not in self.unusable and not self.is_covered(s.id))
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
-    def _is_behind(self, staged: Staged) -> bool:
+    def is_covered(self, checkpoint: CheckpointId) -> bool:
+        """Whether a commit as new, or newer, of the same lineage stands."""
         last = self.last_commit
         if last is None:
             return False
-        same_lineage = last.generation == self.generation or staged.id in self.inherited
-        return same_lineage and staged.id.step <= last.step
+        same_lineage = last.generation == self.generation or checkpoint in self.inherited
+        return same_lineage and checkpoint.step <= last.step
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Sealed sets with bytes that are not stored yet."""
-        stored = {item.staged.id for item in self.stored}
+        """Sealed sets with bytes that are still worth storing: none that is older than a stored one."""
+        newest_stored = max((item.staged.id for item in self.stored), default=None)
         result = []
         for staged in self.uncommitted:
-            if staged.id not in stored:
+            if newest_stored is None or staged.id > newest_stored:
                 in_flight = self.flight is not None and self.flight.staged.id == staged.id
                 done = self.flight.bytes_stored if self.flight is not None and in_flight else 0
                 result.append(Candidate(id=staged.id, bytes_left=staged.size_bytes - done))
         return tuple(result)
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks this VM has, connected or not, as they say themselves."""
+        return max((trainer.local_world_size for trainer in self.trainers), default=1)
 
     @property
     def measured(self) -> Measured:
@@ -200,11 +215,11 @@ class State:
         )
 
     @property
-    def urgent_notice(self) -> Notice | None:
-        """The most severe live notice that calls for an evacuation; of equals the earliest."""
-        live = [
+    def urgent_notices(self) -> tuple[Notice, ...]:
+        """Live notices that call for an evacuation: the most severe first, of equals the earliest."""
+        live = (
             notice
             for notice in self.notices.values()
             if notice.severity >= Severity.IMMINENT and notice.identity not in self.concluded
-        ]
-        return min(live, key=lambda n: (-n.severity, n.deadline_mono_s), default=None)
+        )
+        return tuple(sorted(live, key=lambda n: (-n.severity, n.deadline_mono_s)))

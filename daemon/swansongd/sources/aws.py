@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices of Amazon EC2, from its instance metadata service (IMDS version 2 only).
+"""The metadata service of Amazon EC2 (IMDS version 2 only): its token, its sources, and ``aws.spot``.
 
 On ``spot/instance-action`` 404 means that all is well, 200 that the VM will be taken, and everything
-else that nobody knows.  The service is polled: it has no way to wait for a change.
+else that nobody knows.  The service is polled: it has no way to wait for a change.  Each source polls
+its own path over a connection of its own, so that a path that hangs delays no other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -39,29 +42,62 @@ NOTICE_S = 120.0
 """The most that a spot notice leaves."""
 CLOCK_SKEW_SHOWN_S = 5.0
 
+ON_DEMAND = "on-demand"
+
+_EARLIER_S = 2.0
+"""More than the whole seconds of ``Date`` can make of one and the same deadline."""
 _RENEW_BEFORE_S = 300.0
 _RENEW_RETRY_S = 30.0
 _KINDS = {"terminate": "reclaim", "stop": "stop", "hibernate": "hibernate"}
 _MEND = "aws ec2 modify-instance-metadata-options --instance-id ID"
 
 
+class ImdsSession:
+    """What the sources of one VM share: the token, and the life cycle of the VM once it is known."""
+
+    def __init__(self) -> None:
+        self.token: str | None = None
+        self.life_cycle = ""
+        """As ``instance-life-cycle`` says: ``spot``, ``on-demand`` ..."""
+        self._renew_mono_s = math.inf
+        self._lock = threading.Lock()
+
+    def keep(self, token: str, renew_mono_s: float) -> None:
+        """From now on use this token; from that instant on it is due to be renewed."""
+        with self._lock:
+            self.token, self._renew_mono_s = token, renew_mono_s
+
+    def claim_renewal(self, now_mono_s: float) -> bool:
+        """Whether the caller shall renew the token; if that fails, it is due again after a while."""
+        with self._lock:
+            if now_mono_s < self._renew_mono_s:
+                return False
+            self._renew_mono_s = now_mono_s + _RENEW_RETRY_S
+            return True
+
+
 class Imds:
-    """GET with a session token, and the life of that token.  Never asks without one for an answer.
+    """GET with the session's token, and the life of that token.  Never asks without one for an answer.
 
     Args:
         client: the connection.
         monotonic: the clock.
+        session: shared with the other sources of this VM.
         token_ttl_s: life to ask for, 1 to 21600 seconds.
     """
 
     def __init__(
-        self, client: MetadataClient, *, monotonic: Clock, token_ttl_s: int = TOKEN_TTL_S
+        self,
+        client: MetadataClient,
+        *,
+        monotonic: Clock,
+        session: ImdsSession | None = None,
+        token_ttl_s: int = TOKEN_TTL_S,
     ) -> None:
         self._client = client
         self._monotonic = monotonic
+        self._session = session or ImdsSession()
         self._token_ttl_s = token_ttl_s
-        self._token: str | None = None
-        self._renew_mono_s = 0.0
         self._hop_limited = False
 
     def get(self, path: str) -> Answer:
@@ -70,25 +106,37 @@ class Imds:
         Raises:
             MetadataUnavailable: no answer, or no token.
         """
-        if self._token is not None:
-            answer = self._client.request("GET", path, headers={TOKEN_HEADER: self._token})
+        token = self._session.token
+        if token is not None:
+            answer = self._ask(path, token)
             if answer.status != 401:
                 return answer
-        return self._client.request("GET", path, headers={TOKEN_HEADER: self._fetch_token()})
+        newer = self._session.token  # another source may have been refused, and mended it, already
+        if newer is None or newer == token:
+            newer = self._fetch_token()
+        return self._ask(path, newer)
+
+    def look(self, path: str) -> Answer:
+        """An answer that says something: 200, or 404 for "there is nothing".
+
+        Raises:
+            MetadataUnavailable: no answer, no token, or any other status: *unknown*.
+        """
+        answer = self.get(path)
+        if answer.status not in (200, 404):
+            raise MetadataUnavailable(_refusal(answer.status))
+        return answer
 
     def renew_if_due(self) -> None:
         """Replace a token that is soon to expire.  Call between polls; a failure is tried again later."""
-        if self._token is None or self._monotonic() < self._renew_mono_s:
-            return
-        old = self._token
-        try:
-            self._fetch_token()
-        except MetadataUnavailable:
-            self._token = old
-            self._renew_mono_s = self._monotonic() + _RENEW_RETRY_S
+        if self._session.claim_renewal(self._monotonic()):
+            with contextlib.suppress(MetadataUnavailable):
+                self._fetch_token()
+
+    def _ask(self, path: str, token: str) -> Answer:
+        return self._client.request("GET", path, headers={TOKEN_HEADER: token})
 
     def _fetch_token(self) -> str:
-        self._token = None
         asked_mono_s = self._monotonic()
         try:
             answer = self._client.request(
@@ -110,9 +158,8 @@ class Imds:
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 1024):
             raise MetadataUnavailable("what the metadata service gives for a token is none")
         ttl_s = _granted_s(answer) or self._token_ttl_s
-        self._renew_mono_s = asked_mono_s + ttl_s - min(_RENEW_BEFORE_S, ttl_s / 4)
+        self._session.keep(token, asked_mono_s + ttl_s - min(_RENEW_BEFORE_S, ttl_s / 4))
         self._hop_limited = False
-        self._token = token
         return token
 
     def _answers_without_token(self) -> bool:
@@ -180,11 +227,10 @@ def read_instance_action(body: bytes, asked: Moment, assumed_grace_s: float) -> 
     else:
         grace_s = min(max(left_s, 0.0), NOTICE_S)
         quality = DeadlineQuality.STATED if grace_s == left_s else DeadlineQuality.DERIVED
-    when = "unknown" if stated is None else f"{stated:%Y-%m-%dT%H:%M:%SZ}"
     return Notice(
         source=AwsSpotSource.name,
         kind=_KINDS.get(action, "reclaim"),
-        identity=f"{AwsSpotSource.name}:{action if action in _KINDS else 'unknown'}:{when}",
+        identity=f"{AwsSpotSource.name}:{action if action in _KINDS else 'unknown'}:{written(stated)}",
         severity=Severity.IMMINENT,
         deadline_mono_s=asked.mono_s + grace_s,
         deadline_quality=quality,
@@ -200,29 +246,53 @@ def _parse(body: bytes) -> tuple[str, datetime | None]:
         return "", None
     if not isinstance(fields, dict):
         return "", None
+    return str(fields.get("action", "")), read_time(fields.get("time"))
+
+
+def read_time(value: object) -> datetime | None:
+    """An instant as the service writes it (ISO 8601), in UTC; None where it cannot be read."""
     try:
-        stated = datetime.fromisoformat(fields["time"])
+        stated = datetime.fromisoformat(value)  # type: ignore[arg-type]  # a wrong type is caught
         # A time without a zone is meant in UTC, as all of them are.
-        stated = stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        stated = None
-    return str(fields.get("action", "")), stated
+        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
-class AwsSpotSource:
-    """``aws.spot``: the spot interruption notice of this VM.
+def written(stated: datetime | None) -> str:
+    """One way to write an instant, for identities."""
+    return "unknown" if stated is None else f"{stated:%Y-%m-%dT%H:%M:%SZ}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the service showed."""
+
+    answer: Answer
+    notice: Notice | None
+    """The live one; None where there is none."""
+    gone: str = "the metadata service no longer shows a notice"
+    """Why a notice that was there before is withdrawn."""
+    missing: str = ""
+    """Why this VM has no such source; empty where it has."""
+
+
+class AwsSource:
+    """Base of the sources: polls, raises each notice once, withdraws it, tells its health.
 
     Args:
         metadata_url: address of the metadata service.
         poll_interval_s: from one poll to the next.
         assumed_grace_s: grace period for a notice that does not state its time.
         monotonic, wall: the clocks, in seconds.
+        session: shared by all sources of this VM.
         timeout_s: limit of each HTTP exchange.
-        blind_after_s: without an answer for this long the source calls itself blind.
+        blind_after_s: without an answer for this long, or for three polls, the source calls itself blind.
+        look_again_s: from one poll to the next while this VM seems to have no such source.
         uniform: where jitter comes from.
     """
 
-    name = "aws.spot"
+    name: str
 
     def __init__(
         self,
@@ -231,18 +301,22 @@ class AwsSpotSource:
         monotonic: Clock,
         wall: Clock,
         metadata_url: str = DEFAULT_URL,
+        session: ImdsSession | None = None,
         poll_interval_s: float = 1.0,
         timeout_s: float = 1.0,
         blind_after_s: float = 15.0,
+        look_again_s: float = 60.0,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._metadata_url = metadata_url
+        self._session = session or ImdsSession()
         self._poll_interval_s = poll_interval_s
         self._assumed_grace_s = assumed_grace_s
         self._monotonic = monotonic
         self._wall = wall
         self._timeout_s = timeout_s
-        self._blind_after_s = blind_after_s
+        self._blind_after_s = max(blind_after_s, 3 * poll_interval_s)
+        self._look_again_s = max(look_again_s, poll_interval_s)
         self._uniform = uniform
         self._live: Notice | None = None
         self._skew_s = 0.0
@@ -250,38 +324,50 @@ class AwsSpotSource:
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
         client = MetadataClient(self._metadata_url, timeout_s=self._timeout_s)
-        imds = Imds(client, monotonic=self._monotonic)
+        imds = Imds(client, monotonic=self._monotonic, session=self._session)
         health = HealthTracker(
             self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
         )
 
         def look() -> float:
             asked = Moment(self._monotonic(), self._wall())
-            answer = imds.get(SPOT_PATH)
-            self._judge(answer, asked, post)
-            health.ok("answers" + self._skew_words(asked, answer))
-            imds.renew_if_due()
-            return max(0.0, asked.mono_s + self._poll_interval_s - self._monotonic())
+            seen = self._look(imds, asked)
+            self._show(seen, post)
+            interval_s = self._poll_interval_s
+            if seen.missing and seen.notice is None:
+                health.unsupported(seen.missing)
+                interval_s = self._look_again_s
+            else:
+                health.ok("answers" + self._skew_words(asked, seen.answer))
+            return max(0.0, asked.mono_s + interval_s - self._monotonic())
 
-        backoff = Backoff(
-            self._poll_interval_s / 4, min(2 * self._poll_interval_s, 2.0), self._uniform
-        )
+        interval_s = self._poll_interval_s
+        backoff = Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), self._uniform)
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
-    def _judge(self, answer: Answer, asked: Moment, post: Post) -> None:
-        if answer.status == 200:
-            mended = asked.mended(answer)
-            notice = read_instance_action(answer.body, mended, self._assumed_grace_s)
-            # The deadline of the first sight stands: an assumed one would recede with each poll.
-            if self._live is None or self._live.identity != notice.identity:
-                self._live = notice
-                post(NoticeRaised(notice))
-        elif answer.status == 404:
-            if self._live is not None:
+    def _look(self, imds: Imds, asked: Moment) -> Look:
+        """Ask once.
+
+        Raises:
+            MetadataUnavailable: nothing is known.
+        """
+        raise NotImplementedError
+
+    def _show(self, seen: Look, post: Post) -> None:
+        live, notice = self._live, seen.notice
+        if notice is None:
+            if live is not None:
                 self._live = None
-                post(NoticeWithdrawn(self.name, "the metadata service no longer shows a notice"))
-        else:
-            raise MetadataUnavailable(_refusal(answer.status))
+                post(NoticeWithdrawn(self.name, seen.gone))
+        elif (
+            live is None
+            or live.identity != notice.identity
+            # The deadline of the first sight stands, for an assumed one would recede with each poll;
+            # but after the VM slept, a stated one is nearer than it seemed.
+            or notice.deadline_mono_s < live.deadline_mono_s - _EARLIER_S
+        ):
+            self._live = notice
+            post(NoticeRaised(notice))
 
     def _skew_words(self, asked: Moment, answer: Answer) -> str:
         skew_s = asked.wall_s - asked.mended(answer).wall_s
@@ -289,8 +375,25 @@ class AwsSpotSource:
             self._skew_s = 0.0
             return ""
         if abs(skew_s - self._skew_s) > CLOCK_SKEW_SHOWN_S:
-            self._skew_s = (
-                skew_s  # else the old words stand, so that they do not change by the second
-            )
+            # Else the old words stand, so that they do not change by the second.
+            self._skew_s = skew_s
         ahead = "ahead of" if self._skew_s > 0 else "behind"
         return f"; the local clock is {abs(self._skew_s):.0f} s {ahead} the metadata service's"
+
+
+class AwsSpotSource(AwsSource):
+    """``aws.spot``: the spot interruption notice of this VM."""
+
+    name = "aws.spot"
+
+    def _look(self, imds: Imds, asked: Moment) -> Look:
+        answer = imds.look(SPOT_PATH)
+        notice = None
+        if answer.status == 200:
+            notice = read_instance_action(answer.body, asked.mended(answer), self._assumed_grace_s)
+        return Look(answer, notice, missing=not_spot(self._session))
+
+
+def not_spot(session: ImdsSession) -> str:
+    """Why there are no spot notices for this VM; empty if there may be."""
+    return "this is an on-demand VM" if session.life_cycle == ON_DEMAND else ""

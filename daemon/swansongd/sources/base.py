@@ -65,8 +65,14 @@ class HealthTracker:
         blind = self._monotonic() - self._last_good_mono_s >= self._blind_after_s
         self._become(Health.BLIND if blind else Health.DEGRADED, reason)
 
+    def degraded(self, reason: str) -> None:
+        """The source answers, but something about it is amiss."""
+        self._last_good_mono_s = self._monotonic()
+        self._become(Health.DEGRADED, reason)
+
     def unsupported(self, reason: str) -> None:
-        """This VM has no such source."""
+        """The source answered, and says that this VM has no such thing."""
+        self._last_good_mono_s = self._monotonic()
         self._become(Health.UNSUPPORTED, reason)
 
     def _become(self, health: Health, reason: str) -> None:

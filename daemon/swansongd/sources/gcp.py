@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices of Google Compute Engine, from its metadata server, by hanging GET.
+"""How Google Compute Engine is watched, and ``gcp.preempted``; gcp_events.py has the other sources.
 
-The server holds a request until the value differs from the one whose ETag the request names, so that
-word arrives within milliseconds.  ``last_etag=0`` names no value and is answered at once: each watch
-begins with it, or it would wait in vain for a change that has happened already.
+The metadata server holds a request until the value differs from the one whose ETag the request names,
+so that word arrives within milliseconds.  ``last_etag=0`` names no value and is answered at once: each
+watch begins with it, or it would wait in vain for a change that has happened already.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.base import Clock, HealthTracker, Post
 from swansongd.sources.metadata import (
     DEFAULT_URL,
+    Answer,
     Backoff,
     MetadataClient,
     MetadataUnavailable,
@@ -25,9 +28,31 @@ from swansongd.sources.metadata import (
 )
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+LONG_NOTICE_S = 120.0
+"""The preemption notice that a Spot VM can be created with; the only other one is none at all."""
+LEARN_AFTER_S = 15.0
+"""A VM that runs on for so long after the flip has the long notice: otherwise the power key is pressed
+together with the flip."""
+MARGIN_S = 5.0
+"""Kept from the long notice: the shutdown that follows it may come a little early."""
+
+_ASK_AGAIN_S = 60.0
 _NO_ETAG = "0"
 _BASE = "/computeMetadata/v1/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one answer showed of a key."""
+
+    answer: Answer
+    is_fresh: bool
+    """The server held the request until now: a value that differs has just changed."""
+
+    @property
+    def text(self) -> str:
+        return self.answer.body.decode("utf-8", "replace").strip()
 
 
 class KeyWatch:
@@ -37,34 +62,55 @@ class KeyWatch:
         client: the connection; its time limit must exceed ``hang_s``.
         key: for example ``instance/preempted``.
         hang_s: the server is asked to answer after this many seconds even without a change.
+        parameters: more for the query.
     """
 
-    def __init__(self, client: MetadataClient, key: str, *, hang_s: int) -> None:
+    def __init__(
+        self,
+        client: MetadataClient,
+        key: str,
+        *,
+        hang_s: int,
+        parameters: Mapping[str, str] | None = None,
+    ) -> None:
         self._client = client
-        self._key = key
+        self._path = _BASE + key
         self._hang_s = hang_s
+        self._parameters = dict(parameters or {})
         self._etag = _NO_ETAG
 
-    def next(self) -> str:
+    def next(self) -> Sight:
         """Wait for the next word.  The value may be the same as before: that is how waiting ends.
 
         Raises:
             MetadataUnavailable: no answer, or not from the metadata server.  The next call asks for
-                the value as it is.
+                the value as it is, as it does after any status but 200.
         """
         etag, self._etag = self._etag, _NO_ETAG
-        answer = self._client.request(
-            "GET",
-            _BASE + self._key,
-            headers=_FLAVOR,
-            params={"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(self._hang_s)},
+        parameters = {
+            **self._parameters,
+            "wait_for_change": "true",
+            "last_etag": etag,
+            "timeout_sec": str(self._hang_s),
+        }
+        answer = get(self._client, self._path, parameters)
+        if answer.status == 200:
+            self._etag = answer.headers.get("ETag") or _NO_ETAG
+        return Sight(answer, is_fresh=etag != _NO_ETAG)
+
+
+def get(client: MetadataClient, path: str, parameters: Mapping[str, str] | None = None) -> Answer:
+    """Ask once; any status is an answer, if only it comes from the metadata server.
+
+    Raises:
+        MetadataUnavailable: no answer, or somebody else's.
+    """
+    answer = client.request("GET", path, headers=_FLAVOR, params=parameters)
+    if answer.headers.get("Metadata-Flavor") != "Google":
+        raise MetadataUnavailable(
+            f"who answers (HTTP {answer.status}) is not the metadata server: no Metadata-Flavor"
         )
-        if answer.status != 200:
-            raise MetadataUnavailable(f"the metadata server answers HTTP {answer.status}")
-        if answer.headers.get("Metadata-Flavor") != "Google":
-            raise MetadataUnavailable("who answers is not the metadata server: no Metadata-Flavor")
-        self._etag = answer.headers.get("ETag") or _NO_ETAG
-        return answer.body.decode("utf-8", "replace").strip()
+    return answer
 
 
 def read_boot_id(path: str = BOOT_ID_PATH) -> str:
@@ -76,16 +122,15 @@ def read_boot_id(path: str = BOOT_ID_PATH) -> str:
         return "unknown"
 
 
-class GcpPreemptedSource:
-    """``gcp.preempted``: this Spot VM is being taken.
+class GcpSource:
+    """Watches one key of the metadata server in its own thread.  What a value means, a subclass says.
 
-    The key says that, not when: the deadline is the first sight and the configured grace period.
+    A key that was never there (404) makes the source unsupported, and is asked for again every minute.
 
     Args:
-        metadata_url: address of the metadata server.
-        assumed_grace_s: from the first sight of the notice to the end.
         monotonic: the clock, in seconds.
-        boot_id: makes the identity of the notice; of this boot if not given.
+        metadata_url: address of the metadata server.
+        boot_id: makes the identity of notices; of this boot if not given.
         hang_s: how long the server is asked to hold a request, in whole seconds.
         timeout_s: limit of each HTTP exchange, more than ``hang_s``.  So long may a connection that
             broke without a sign hide a notice.
@@ -94,12 +139,15 @@ class GcpPreemptedSource:
         uniform: where jitter comes from.
     """
 
-    name = "gcp.preempted"
+    name: str
+    key: ClassVar[str]
+    parameters: ClassVar[Mapping[str, str]] = {}
+    pace_s: ClassVar[float] = 1.0
+    """A server that wakes us for nothing again and again is asked this far apart, not in a spin."""
 
     def __init__(
         self,
         *,
-        assumed_grace_s: float,
         monotonic: Clock,
         metadata_url: str = DEFAULT_URL,
         boot_id: str | None = None,
@@ -110,7 +158,6 @@ class GcpPreemptedSource:
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._metadata_url = metadata_url
-        self._assumed_grace_s = assumed_grace_s
         self._monotonic = monotonic
         self._identity = f"{self.name}:{read_boot_id() if boot_id is None else boot_id}"
         self._hang_s = hang_s
@@ -118,50 +165,176 @@ class GcpPreemptedSource:
         self._retry_cap_s = retry_cap_s
         self._blind_after_s = blind_after_s
         self._uniform = uniform
-        self._preempted = False
+        self._lock = threading.Lock()
+        self._live: Notice | None = None
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
         client = MetadataClient(self._metadata_url, timeout_s=self._timeout_s)
-        key = KeyWatch(client, "instance/preempted", hang_s=self._hang_s)
+        key = KeyWatch(client, self.key, hang_s=self._hang_s, parameters=self.parameters)
         health = HealthTracker(
             self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
         )
-        first_s = min(0.2, self._retry_cap_s)
+        is_known = False
 
         def look() -> float:
+            nonlocal is_known
             asked_mono_s = self._monotonic()
-            changed = self._judge(key.next(), post)
+            sight = key.next()
+            if sight.answer.status == 404 and not is_known and not self.is_idle(sight):
+                health.unsupported("this VM has no such key")
+                return _ASK_AGAIN_S
+            if self.is_idle(sight):
+                notice = None
+            elif sight.answer.status == 200:
+                notice = self.read(sight)
+            else:
+                raise MetadataUnavailable(f"the metadata server answers HTTP {sight.answer.status}")
+            is_known = True
+            changed = self._settle(notice, post, stop)
             health.ok()
-            # A server that wakes us for nothing again and again is asked at a pace, not in a spin.
-            return 0.0 if changed else max(0.0, asked_mono_s + first_s - self._monotonic())
+            return 0.0 if changed else max(0.0, asked_mono_s + self.pace_s - self._monotonic())
 
-        backoff = Backoff(first_s, self._retry_cap_s, self._uniform)
+        backoff = Backoff(min(0.2, self._retry_cap_s), self._retry_cap_s, self._uniform)
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
-    def _judge(self, value: str, post: Post) -> bool:
+    def is_idle(self, sight: Sight) -> bool:
+        """Whether this answer says that nothing is ahead."""
+        raise NotImplementedError
+
+    def read(self, sight: Sight) -> Notice | None:
+        """The notice in an answer with status 200 that is not idle; None where it announces no end.
+
+        Raises:
+            MetadataUnavailable: it cannot be understood.
+        """
+        raise NotImplementedError
+
+    def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
+        """Called after ``notice`` was posted."""
+
+    def _settle(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
         """Post what is new; whether anything was."""
-        if value.upper() not in ("TRUE", "FALSE"):
-            raise MetadataUnavailable(
-                f"preempted is neither TRUE nor FALSE: {shortened(value, 60)}"
-            )
-        preempted = value.upper() == "TRUE"
-        if preempted == self._preempted:
-            return False
-        self._preempted = preempted
-        if preempted:
-            post(NoticeRaised(self._notice(value)))
-        else:
-            post(NoticeWithdrawn(self.name, "preempted went back to FALSE"))
+        before = self._live
+        if (notice and notice.identity) == (before and before.identity):
+            return False  # the deadline of the first sight stands
+        with self._lock:
+            self._live = notice
+            if notice is None:
+                post(NoticeWithdrawn(self.name, "the metadata server no longer shows it"))
+            else:
+                post(NoticeRaised(notice))
+        if notice is not None:
+            self.raised(notice, post, stop)
         return True
 
-    def _notice(self, value: str) -> Notice:
+
+class GcpPreemptedSource(GcpSource):
+    """``gcp.preempted``: this Spot VM is being taken.
+
+    The key says that, not when: a Spot VM has 120 s or none, by how it was created, and nothing inside
+    it tells which.  Where the configuration does not say either it is learned: the short grace period
+    is assumed at first; a notice that is still live after :data:`LEARN_AFTER_S` is posted once more,
+    with the same identity, the later deadline and quality *derived*.  A shutdown by the host that has
+    begun by then is a notice of its own, more severe than this one.
+
+    Where the flip was not seen as it happened (a restart, an outage) it is taken to be as old as the
+    last FALSE; where there was none the long notice is not counted on.
+
+    Args:
+        assumed_grace_s: from the first sight to the end, without the long notice.
+        notice_s: the preemption notice that the VM was created with, 0 or 120; None to learn it.
+        learn_after_s: see above.
+    """
+
+    name = "gcp.preempted"
+    key = "instance/preempted"
+    pace_s = 0.2
+
+    def __init__(
+        self,
+        *,
+        assumed_grace_s: float,
+        monotonic: Clock,
+        notice_s: float | None = None,
+        learn_after_s: float = LEARN_AFTER_S,
+        metadata_url: str = DEFAULT_URL,
+        boot_id: str | None = None,
+        hang_s: int = 10,
+        timeout_s: float = 12.0,
+        retry_cap_s: float = 2.0,
+        blind_after_s: float = 30.0,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        super().__init__(
+            monotonic=monotonic,
+            metadata_url=metadata_url,
+            boot_id=boot_id,
+            hang_s=hang_s,
+            timeout_s=timeout_s,
+            retry_cap_s=retry_cap_s,
+            blind_after_s=blind_after_s,
+            uniform=uniform,
+        )
+        self._assumed_grace_s = assumed_grace_s
+        self._notice_s = notice_s
+        self._learn_after_s = learn_after_s
+        self._idle_mono_s: float | None = None
+        self._flipped_mono_s: float | None = None
+
+    def is_idle(self, sight: Sight) -> bool:
+        idle = sight.answer.status == 200 and sight.text.upper() == "FALSE"
+        if idle:
+            self._idle_mono_s = self._monotonic()
+        return idle
+
+    def read(self, sight: Sight) -> Notice:
+        if sight.text.upper() != "TRUE":
+            raise MetadataUnavailable(
+                f"preempted is neither TRUE nor FALSE: {shortened(sight.text, 60)}"
+            )
+        now_mono_s = self._monotonic()
+        if self._live is None:
+            self._flipped_mono_s = now_mono_s if sight.is_fresh else self._idle_mono_s
+        stated_mono_s = self._long_deadline_mono_s() if self._notice_s else None
         return Notice(
             source=self.name,
             kind="reclaim",
             identity=self._identity,
             severity=Severity.IMMINENT,
-            deadline_mono_s=self._monotonic() + self._assumed_grace_s,
-            deadline_quality=DeadlineQuality.ASSUMED,
-            detail=f"preempted is {value}",
+            deadline_mono_s=(
+                now_mono_s + self._assumed_grace_s if stated_mono_s is None else stated_mono_s
+            ),
+            deadline_quality=(
+                DeadlineQuality.ASSUMED if stated_mono_s is None else DeadlineQuality.DERIVED
+            ),
+            detail=f"preempted is {sight.text}",
         )
+
+    def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
+        if self._notice_s is None and self._long_deadline_mono_s() is not None:
+            threading.Thread(
+                target=self._learn, args=(notice, post, stop), name="gcp-learn", daemon=True
+            ).start()
+
+    def _learn(self, notice: Notice, post: Post, stop: threading.Event) -> None:
+        if stop.wait(self._learn_after_s):
+            return
+        with self._lock:  # a withdrawal comes before this or after it, and stands
+            deadline_mono_s = self._long_deadline_mono_s()
+            if self._live is not notice or deadline_mono_s is None:
+                return
+            later = replace(
+                notice,
+                deadline_mono_s=max(deadline_mono_s, notice.deadline_mono_s),
+                deadline_quality=DeadlineQuality.DERIVED,
+                detail=f"{notice.detail}, and the VM runs on: it has the long notice",
+            )
+            self._live = later
+            post(NoticeRaised(later))
+
+    def _long_deadline_mono_s(self) -> float | None:
+        """The end by the long notice; None where nobody knows when the flip was."""
+        if self._flipped_mono_s is None:
+            return None
+        return self._flipped_mono_s + LONG_NOTICE_S - MARGIN_S

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
-from swansongd.sources.aws import AwsSpotSource
+from swansongd.sources.aws import AwsSource, AwsSpotSource, ImdsSession
+from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clock, Source
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource
+from swansongd.sources.gcp_events import (
+    GPU_MAINTENANCE_S,
+    GcpMaintenanceSource,
+    GcpStopSource,
+    GcpUpcomingSource,
+)
 from swansongd.sources.metadata import DEFAULT_URL
+
+_SCHEDULED_POLLS = 10
+"""Scheduled events on AWS come days ahead: they are asked for once in so many intervals."""
 
 
 def open_sources(
@@ -18,6 +28,8 @@ def open_sources(
     assumed_grace_s: float,
     monotonic: Clock,
     wall: Clock,
+    gcp_preemption_notice_s: float | None = None,
+    asg_grace_s: float | None = None,
 ) -> list[Source]:
     """The sources to run; nothing is asked yet.
 
@@ -27,24 +39,48 @@ def open_sources(
         poll_interval_s: from one poll to the next, where a source has to poll.
         assumed_grace_s: grace period of a notice that states none.
         monotonic, wall: the clocks, in seconds.
+        gcp_preemption_notice_s: what a Spot VM on GCP was created with, 0 or 120; None to learn it.
+        asg_grace_s: how long the Auto Scaling group's lifecycle hook holds a VM on AWS; None to assume
+            what is assumed of any notice.
     """
     url = metadata_url or DEFAULT_URL
     match detect_cloud() if cloud == "auto" else cloud:
         case "aws":
-            return [
-                AwsSpotSource(
+            session = ImdsSession()
+
+            def aws(kind: type[AwsSource], interval_s: float, grace_s: float) -> AwsSource:
+                return kind(
                     metadata_url=url,
-                    poll_interval_s=poll_interval_s,
-                    assumed_grace_s=assumed_grace_s,
+                    session=session,
+                    poll_interval_s=interval_s,
+                    assumed_grace_s=grace_s,
                     monotonic=monotonic,
                     wall=wall,
                 )
+
+            return [
+                aws(AwsSpotSource, poll_interval_s, assumed_grace_s),
+                aws(AwsRebalanceSource, poll_interval_s, assumed_grace_s),
+                aws(AwsAsgSource, poll_interval_s, asg_grace_s or assumed_grace_s),
+                aws(AwsScheduledSource, _SCHEDULED_POLLS * poll_interval_s, assumed_grace_s),
             ]
         case "gcp":
             return [
                 GcpPreemptedSource(
-                    metadata_url=url, assumed_grace_s=assumed_grace_s, monotonic=monotonic
-                )
+                    metadata_url=url,
+                    assumed_grace_s=assumed_grace_s,
+                    notice_s=gcp_preemption_notice_s,
+                    monotonic=monotonic,
+                ),
+                GcpMaintenanceSource(
+                    metadata_url=url, grace_s=GPU_MAINTENANCE_S, monotonic=monotonic, wall=wall
+                ),
+                GcpUpcomingSource(
+                    metadata_url=url, grace_s=GPU_MAINTENANCE_S, monotonic=monotonic, wall=wall
+                ),
+                GcpStopSource(
+                    metadata_url=url, grace_s=assumed_grace_s, monotonic=monotonic, wall=wall
+                ),
             ]
         case "none":
             return []

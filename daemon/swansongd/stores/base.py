@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 from swansongd.digests import part_count
 from swansongd.errors import ConfigError, NotFound, Permanent
 
+RENEW_BELOW_S = 900.0
+"""Credentials with less life than this are renewed by :meth:`ObjectStore.warm`."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
 
@@ -120,6 +122,13 @@ class ObjectStore(Protocol):
 
     def check(self) -> None:
         """Ask the store one cheap question; raises as above when bucket, rights or address are wrong."""
+
+    def warm(self) -> None:
+        """Make ready what a flush will need: renew credentials that are soon to expire, ask ``check()``.
+
+        Cheap: no credential is fetched that will not be needed within :data:`RENEW_BELOW_S`.  Once
+        warm, requests ask nobody for credentials until those have expired.
+        """
 
 
 def bucket_and_prefix(url: str) -> tuple[str, str]:

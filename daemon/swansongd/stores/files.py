@@ -32,7 +32,7 @@ from swansongd.stores.checksums import crc32c
 
 _TEMPORARY = ".swansong-tmp"
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
-_PUBLISH_ATTEMPTS = 10
+_PUBLISH_ATTEMPTS = 100
 
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK,
@@ -209,6 +209,9 @@ class FileStore:
 
     # ------------------------------------------------------------ names
 
+    def warm(self) -> None:
+        pass
+
     def _path(self, key: str) -> str:
         parts = key.split("/")
         if any(part in ("", ".", "..") for part in parts) or parts[0] == _TEMPORARY or "\0" in key:
@@ -240,8 +243,9 @@ class FileStore:
         target = self._path(key)
         parent = os.path.dirname(target)
         for _ in range(_PUBLISH_ATTEMPTS):
+            if not _make_directory(parent):
+                continue
             try:
-                os.makedirs(parent, exist_ok=True)
                 if if_absent:
                     os.link(temporary, target, follow_symlinks=False)
                 else:
@@ -319,6 +323,26 @@ def _read_all(fd: int, into: memoryview, offset: int, key: str) -> None:
         if not count:
             raise Transient(f"get {key}: the file ended early")
         done += count
+
+
+def _make_directory(path: str) -> bool:
+    """Make it, and those above it.  False when one of them was removed meanwhile: try again.
+
+    Not left to ``exist_ok``: a directory that goes away at the wrong moment comes out of that as
+    FileExistsError, which must never be taken for an object that exists.
+    """
+    try:
+        os.makedirs(path)
+    except FileNotFoundError:
+        return False
+    except FileExistsError:
+        try:
+            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+        except FileNotFoundError:
+            return False
+        if not is_directory:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+    return True
 
 
 def _sync_directory(path: str) -> None:

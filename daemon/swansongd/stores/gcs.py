@@ -9,11 +9,13 @@ the versions of an object and calls that a generation too; here that is an *obje
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
@@ -26,6 +28,7 @@ from urllib3.exceptions import HTTPError
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
+    RENEW_BELOW_S,
     ObjectInfo,
     PartReceipt,
     Upload,
@@ -184,6 +187,18 @@ class GcsStore:
     def check(self) -> None:
         self._list_page(self._prefix, page_size=1)
 
+    def warm(self) -> None:
+        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+        from google.auth.transport.requests import Request  # noqa: PLC0415
+
+        with self._errors_of("warm"):
+            credentials = self._credentials()
+            if not isinstance(credentials, AnonymousCredentials) and _left_s(credentials) < (
+                RENEW_BELOW_S
+            ):
+                credentials.refresh(Request())
+        self.check()
+
     # ------------------------------------------------------------ requests
 
     @property
@@ -284,7 +299,7 @@ class GcsStore:
                     self._made_credentials = AnonymousCredentials()
                     return self._made_credentials
                 try:
-                    self._made_credentials, _ = google.auth.default(scopes=[_SCOPE])
+                    self._made_credentials = _held(google.auth.default(scopes=[_SCOPE])[0])
                 except DefaultCredentialsError as error:
                     if not self._is_custom:
                         # Not kept: the metadata service may answer the next time.
@@ -300,6 +315,45 @@ class _Channel:
     session: Any
     client: Any
     bucket: Any
+
+
+def _held(inner: Any) -> Any:
+    """The same credentials, that keep a token until it has expired.
+
+    Google's own ask the metadata server minutes before that, in the middle of a request, and fail with
+    it; but it may be dead by then, and the token is good.  Renewing in time is what ``warm()`` is for.
+    """
+    from google.auth.credentials import Credentials, TokenState  # noqa: PLC0415
+
+    class Held(Credentials):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self._renewing = threading.Lock()
+
+        def refresh(self, request: Any) -> None:
+            before = self.token
+            with self._renewing:
+                if self.token == before:  # else another thread has done it meanwhile
+                    inner.refresh(request)
+                    self.token, self.expiry = inner.token, inner.expiry
+
+        def before_request(self, request: Any, method: str, url: str, headers: Any) -> None:
+            del method, url
+            if self.token_state is TokenState.INVALID:
+                self.refresh(request)
+            inner.apply(headers)
+
+    return Held()
+
+
+def _left_s(credentials: Any) -> float:
+    """Life that the token has left; nothing where there is none yet."""
+    if credentials.token is None:
+        return 0.0
+    if credentials.expiry is None:
+        return math.inf
+    expiry: datetime = credentials.expiry.replace(tzinfo=UTC)
+    return (expiry - datetime.now(UTC)).total_seconds()
 
 
 class _Body:

@@ -111,6 +111,9 @@ class Retrying:
     def check(self) -> None:
         self._try("check", self._store.check)
 
+    def warm(self) -> None:
+        self._try("warm", self._store.warm)
+
     def _try(self, call: str, attempt: Callable[[], T]) -> T:
         began_mono_s = self._monotonic()
         backoff_s = _BACKOFF_S_FIRST

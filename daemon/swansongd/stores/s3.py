@@ -87,11 +87,19 @@ class S3Store:
         self._timeouts_s = (connect_timeout_s, read_timeout_s)
         self._lock = threading.Lock()
         self._made_client: Any = None
+        self._credentials: Any = None
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        body = bytes(data)
+        view = memoryview(data).cast("B")
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        self._call("put_object", key, Body=body, ChecksumCRC32C=crc32c(body), **condition)
+        self._call(
+            "put_object",
+            key,
+            Body=_PartBody(view),
+            ContentLength=view.nbytes,
+            ChecksumCRC32C=crc32c(view),
+            **condition,
+        )
 
     def get(self, key: str) -> bytes:
         answer = self._call("get_object", key)
@@ -180,18 +188,33 @@ class S3Store:
     def check(self) -> None:
         self._call("list_objects_v2", Prefix=self._prefix, MaxKeys=1)
 
+    def warm(self) -> None:
+        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+
+        try:
+            self._client()
+            self._credentials.renew()
+        except (BotoCoreError, OSError, RuntimeError) as error:
+            raise _classified(error, f"warm {self.url}") from error
+        self.check()
+
     # ------------------------------------------------------------ the client
 
     def _client(self) -> Any:
         import boto3  # noqa: PLC0415 - a VM on another cloud need not load it
+        import botocore.session  # noqa: PLC0415
         from botocore.config import Config  # noqa: PLC0415
 
         with self._lock:
             if self._made_client is None:
-                session = boto3.Session(region_name=self._region)
-                if session.get_credentials() is None:
+                base = botocore.session.get_session()
+                found = base.get_component("credential_provider").load_credentials()
+                if found is None:
                     # Not kept: the metadata service may answer the next time.
                     raise Permanent("no credentials for S3", hint=_CREDENTIALS)
+                self._credentials = _held(found)
+                base.register_component("credential_provider", _Holder(self._credentials))
+                session = boto3.Session(botocore_session=base, region_name=self._region)
                 s3: Any = {"addressing_style": "path" if self._endpoint else "auto"}
                 if not (self._endpoint or "https:").startswith("http:"):
                     # TLS and our checksum protect the body; signing it would read every part twice.
@@ -276,8 +299,49 @@ def _classified(error: Exception, what: str) -> StoreError:
     return Permanent(message)
 
 
+def _held(inner: Any) -> Any:
+    """The same credentials, asked for anew only by ``renew`` or once they have expired.
+
+    botocore's own ask the metadata service a quarter of an hour before that, in the middle of a
+    request, and fail with it; but it may be dead by then, and the credentials are good.
+    """
+    from botocore.credentials import Credentials  # noqa: PLC0415
+
+    class Held(Credentials):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__(None, None)
+            self._frozen: Any = None
+            self._renewing = threading.Lock()
+
+        def renew(self) -> None:
+            """Fetch new ones where less than 15 minutes are left: that is botocore's own rule."""
+            with self._renewing:
+                self._frozen = inner.get_frozen_credentials()
+
+        def get_frozen_credentials(self) -> Any:
+            if self._frozen is None or self._has_expired():
+                self.renew()
+            return self._frozen
+
+        def _has_expired(self) -> bool:
+            refresh_needed = getattr(inner, "refresh_needed", None)
+            return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
+
+    return Held()
+
+
+class _Holder:
+    """Hands botocore the credentials that are to be used."""
+
+    def __init__(self, credentials: Any) -> None:
+        self._credentials = credentials
+
+    def load_credentials(self) -> Any:
+        return self._credentials
+
+
 class _PartBody:
-    """A part as the file that botocore wants, without a copy.
+    """A body as the file that botocore wants, without a copy.
 
     ``read`` hands out more than it is asked for: http.client asks for 16 KiB at a time, and a call and
     a TLS record each for so little costs more than the sending.

@@ -17,14 +17,15 @@ class SystemdNotifier:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._address = environment.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._status = ""
         watchdog_us = environment.get("WATCHDOG_USEC", "")
         is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_interval_s: float | None = None
         """How often to call :meth:`watchdog`: half of what systemd allows."""
-        if watchdog_us.isdigit() and is_ours:
+        if watchdog_us.isdigit() and int(watchdog_us) > 0 and is_ours:
             self.watchdog_interval_s = int(watchdog_us) / 2e6
 
     def ready(self) -> None:

@@ -56,8 +56,8 @@ class TrainerChannel:
         staging: absolute staging directory of the run, told to trainers.
         allowed_uids: users that may speak here; the caller adds root and the daemon's own.
         post: takes the events.
-        answer: takes RestoreQuery and StatusQuery with a function that sends the reply, now or later,
-            from whatever thread.
+        answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
+            the reply, now or later, from whatever thread.
         log: a structlog logger.
         listener_fd: the listening socket when systemd made it; ``path`` is then not touched.
     """
@@ -282,6 +282,11 @@ class TrainerChannel:
             isinstance(message, protocol.RestoreQuery) and connection.has_joined
         ):
             self._answer(message, partial(self.send, (number,)))
+        elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
+            if connection.peer.uid in (0, os.geteuid()):
+                self._answer(message, partial(self.send, (number,)))
+            else:
+                self._refuse(connection, "only root and the daemon's own user may give notice")
         elif not isinstance(message, protocol.FROM_TRAINER):
             self._refuse(connection, f"{message.TYPE} is not for the daemon")
         elif not connection.has_joined:

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other notices of Amazon EC2: ``aws.rebalance``, ``aws.asg`` and ``aws.scheduled``.
+
+The paths have nothing in common but the service: a recommendation that may never come true, the state
+that an Auto Scaling group wants the VM in, and maintenance that is announced days ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from swansongd.model import DeadlineQuality, Notice, Severity
+from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time, written
+from swansongd.sources.metadata import MetadataUnavailable, shortened
+
+REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
+LIFE_CYCLE_PATH = "/latest/meta-data/instance-life-cycle"
+ASG_PATH = "/latest/meta-data/autoscaling/target-lifecycle-state"
+SCHEDULED_PATH = "/latest/meta-data/events/maintenance/scheduled"
+HISTORY_PATH = "/latest/meta-data/events/maintenance/history"
+
+REBALANCE_S = 3600.0
+"""How far off the end is taken to be after a recommendation, which says nothing of it."""
+
+_ASG_ENDS = {
+    "Terminated": "scale-in",
+    "Warmed:Terminated": "scale-in",
+    # Back into the warm pool: the VM is stopped, and its local disks are lost.
+    "Warmed:Stopped": "stop",
+    "Warmed:Hibernated": "hibernate",
+}
+_ASG_STAYS = ("InService", "Standby", "Detached", "Warmed:Running")
+
+_EVENT_KINDS = {
+    "instance-stop": "stop",
+    "instance-retirement": "retirement",
+    "instance-reboot": "reboot",
+    "system-reboot": "reboot",
+    "system-maintenance": "maintenance",
+}
+_EVENT_OVER = {"canceled": "canceled", "cancelled": "canceled", "completed": "completed"}
+
+
+class AwsRebalanceSource(AwsSource):
+    """``aws.rebalance``: the VM is more likely than others to be taken, or so the service thinks.
+
+    It also keeps house for all sources of the VM, so that ``aws.spot`` has nothing to do but ask: it
+    renews the token and finds out whether this is a spot VM at all.
+    """
+
+    name = "aws.rebalance"
+
+    def _look(self, imds: Imds, asked: Moment) -> Look:
+        answer = imds.look(REBALANCE_PATH)
+        imds.renew_if_due()
+        self._read_life_cycle(imds)
+        notice = read_rebalance(answer.body, asked) if answer.status == 200 else None
+        return Look(answer, notice, missing=not_spot(self._session))
+
+    def _read_life_cycle(self, imds: Imds) -> None:
+        if self._session.life_cycle == "spot":  # which it stays
+            return
+        with contextlib.suppress(MetadataUnavailable):  # not known, so there may be spot notices
+            answer = imds.look(LIFE_CYCLE_PATH)
+            found = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
+            self._session.life_cycle = found
+
+
+def read_rebalance(body: bytes, asked: Moment) -> Notice:
+    """The advisory that the body of ``events/recommendations/rebalance`` holds, however mangled."""
+    fields = _json(body)
+    stated = read_time(fields.get("noticeTime")) if isinstance(fields, dict) else None
+    return Notice(
+        source=AwsRebalanceSource.name,
+        kind="rebalance",
+        identity=f"{AwsRebalanceSource.name}:{written(stated)}",
+        severity=Severity.ADVISORY,
+        deadline_mono_s=asked.mono_s + REBALANCE_S,
+        deadline_quality=DeadlineQuality.ASSUMED,
+        detail=_detail(body),
+    )
+
+
+class AwsAsgSource(AwsSource):
+    """``aws.asg``: the Auto Scaling group of this VM is about to end it.
+
+    The service shows the state that is aimed at, not how long a lifecycle hook holds the VM: that is
+    ``assumed_grace_s``.
+    """
+
+    name = "aws.asg"
+    _state = ""
+    _transitions = 0
+
+    def _look(self, imds: Imds, asked: Moment) -> Look:
+        answer = imds.look(ASG_PATH)
+        state = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
+        if answer.status == 404 or state in _ASG_STAYS:
+            self._state = state
+            return Look(answer, None, gone=f"the Auto Scaling group wants {state or 'nothing'}")
+        if state not in _ASG_ENDS:
+            raise MetadataUnavailable(f"no such lifecycle state is known: {shortened(state, 40)!r}")
+        if state != self._state:
+            # Two transitions to one state are two notices; counting them says the same after a restart.
+            self._state = state
+            self._transitions += 1
+        notice = Notice(
+            source=self.name,
+            kind=_ASG_ENDS[state],
+            identity=f"{self.name}:{state}:{self._transitions}",
+            severity=Severity.IMMINENT,
+            deadline_mono_s=asked.mono_s + self._assumed_grace_s,
+            deadline_quality=DeadlineQuality.ASSUMED,
+            detail=f"target lifecycle state {state}",
+        )
+        return Look(answer, notice)
+
+
+class AwsScheduledSource(AwsSource):
+    """``aws.scheduled``: stop, retirement, reboot or maintenance with a date; the earliest counts."""
+
+    name = "aws.scheduled"
+    _event_id = ""
+
+    def _look(self, imds: Imds, asked: Moment) -> Look:
+        answer = imds.look(SCHEDULED_PATH)
+        events = _events(answer.body) if answer.status == 200 else []
+        live = [event for event in events if not _over(event)]
+        over: dict[str, str] = {}
+        if live or self._live is not None:
+            over = self._read_history(imds)
+        notices = [
+            (read_event(event, asked.mended(answer), self._assumed_grace_s), event)
+            for event in live
+            if _text(event, "EventId") not in over
+        ]
+        if notices:
+            notice, event = min(notices, key=lambda item: item[0].deadline_mono_s)
+            self._event_id = _text(event, "EventId")
+            return Look(answer, notice)
+        over |= {_text(event, "EventId"): _over(event) for event in events}
+        how = over.get(self._event_id, "no longer listed")
+        return Look(answer, None, gone=f"the event is {how}")
+
+    def _read_history(self, imds: Imds) -> dict[str, str]:
+        """What became of past events, by their id.  It only says why, so it may fail."""
+        with contextlib.suppress(MetadataUnavailable):
+            answer = imds.look(HISTORY_PATH)
+            if answer.status == 200:
+                events = _events(answer.body)
+                named = ((_text(event, "EventId"), _over(event)) for event in events)
+                return {event_id: how for event_id, how in named if event_id and how}
+        return {}
+
+
+def read_event(event: dict[str, Any], asked: Moment, assumed_grace_s: float) -> Notice:
+    """The notice that one scheduled event is, whatever is missing from it.
+
+    Its identity holds the date as well: AWS lets an event be put off, and that makes it another one.
+
+    Args:
+        asked: when it was asked for, by the server's clock.
+        assumed_grace_s: grace period where its date cannot be read.
+    """
+    begins = _read_date(_text(event, "NotBefore"))
+    if begins is None:
+        grace_s, quality = assumed_grace_s, DeadlineQuality.ASSUMED
+    else:
+        grace_s = max(0.0, begins.timestamp() - asked.wall_s)
+        quality = DeadlineQuality.DERIVED
+    code = _text(event, "Code")
+    named = _text(event, "EventId") or code or "unknown"
+    return Notice(
+        source=AwsScheduledSource.name,
+        kind=_EVENT_KINDS.get(code, "maintenance"),
+        identity=f"{AwsScheduledSource.name}:{named}:{written(begins)}",
+        severity=Severity.SCHEDULED,
+        deadline_mono_s=asked.mono_s + grace_s,
+        deadline_quality=quality,
+        detail=_detail(json.dumps(event).encode()),
+    )
+
+
+def _events(body: bytes) -> list[dict[str, Any]]:
+    """The events of a list.
+
+    Raises:
+        MetadataUnavailable: it is no list of objects; nothing can be said of the events then.
+    """
+    events = _json(body)
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise MetadataUnavailable("the scheduled events are no list of objects")
+    return events
+
+
+def _over(event: dict[str, Any]) -> str:
+    """How the event ended; empty while it is pending, which anything unclear counts as."""
+    tag = _text(event, "Description").partition("]")[0].removeprefix("[")
+    for word in (_text(event, "State"), tag):
+        if word.lower() in _EVENT_OVER:
+            return _EVENT_OVER[word.lower()]
+    return ""
+
+
+def _read_date(text: str) -> datetime | None:
+    """``21 Jan 2019 09:00:43 GMT``, or ISO 8601."""
+    try:
+        stated = parsedate_to_datetime(text)
+        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return read_time(text)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(event: dict[str, Any], key: str) -> str:
+    value = event.get(key)
+    return value.strip() if isinstance(value, str) else ""
+
+
+def _detail(body: bytes) -> str:
+    return shortened(body.decode("utf-8", "replace"))

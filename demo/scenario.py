@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens in the demo: two VMs as real processes, one after the other, and only the cloud emulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from emulators.process import EmulatorProcess
+from rig import EXAMPLES, Process, Vm, control
+from swansong.protocol import MAX_MESSAGE_BYTES, ProtocolError, Status, StatusQuery, decode, encode
+
+from demo.screen import Screen
+
+T = TypeVar("T")
+
+EVERY_STEPS = 40
+STEP_DELAY_S = 0.1
+PAD_MB = 32
+"""So large that the way of a checkpoint to the store can be seen."""
+
+
+class Broken(Exception):
+    """The demo cannot go on; ``lines`` are the last ones of the process that is to blame."""
+
+    def __init__(self, text: str, lines: list[str]) -> None:
+        super().__init__(text)
+        self.lines = lines[-20:]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """``grace_s`` is from the notice to the power cut; ``steps`` more than vm-1 reaches until then."""
+
+    emulator: str
+    store: str
+    grace_s: float
+    steps: int
+    honest: str
+
+
+CLOUDS = {
+    "aws": Cloud(
+        "emulators.aws_imds", "s3", 15, 320, "AWS announces the end 120 s ahead, here 15 s"
+    ),
+    "gcp": Cloud(
+        "emulators.gcp_metadata", "gcs", 30, 480, "30 s as at Google; swansongd counts on 25 s"
+    ),
+}
+STORES = ("s3", "gcs", "file")
+MOMENTS = {
+    "notice": "notice from {source}, {seconds_left:.1f} s left; plan {plan}: {why}",
+    "request": "trainer asked for a checkpoint",
+    "signal": "SIGUSR1 to the trainer",
+    "accepted": "trainer has it",
+    "target": "checkpoint at the boundary of step {step}",
+    "sealed": "step {step} sealed in staging",
+    "flush": "flush of step {step} begins",
+    "flushed": "all of step {step} is stored",
+    "committed": "manifest of step {step} created: durable from here",
+    "verdict": "{verdict}, {slack_s:.1f} s before swansongd's deadline",
+}
+"""The evacuation by phase, in words; filled in from what the daemon logs."""
+
+
+def describe(line: dict[str, Any]) -> str:
+    """A moment of the evacuation, from the line that the daemon logged."""
+    phase = str(line.get("phase", line["event"]))
+    return MOMENTS.get(phase, phase + " {reason}").format_map({"reason": "", **line})
+
+
+class Watch:
+    """Looks at one VM while the demo waits: tells what its daemon logs, and notices who died."""
+
+    def __init__(self, screen: Screen, name: str, vm: Vm, emulators: dict[int, str]) -> None:
+        self.name = name
+        self.vm = vm
+        self.power_off_at: float | None = None
+        """Wall clock, once it is known."""
+        self.timeline: list[tuple[float, dict[str, Any]]] = []
+        """What the daemon logs of the evacuation, up to the verdict, each with its wall-clock time."""
+        self.commits: list[int] = []
+        self._screen = screen
+        self._emulators = emulators
+        self._told = 0
+        self._sealed: dict[int, float] = {}
+        self._pending_bytes = 0
+        self.daemon = vm.start_daemon(ready=False)
+        self.alive = {"swansongd": self.daemon}
+        """Processes that must not end, or not with a failure."""
+        self.until(lambda: self.daemon.lines.all(event="started"), "the daemon to start")
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that the trainer says it has done."""
+        lines = self.alive["the trainer"].lines.all() if "the trainer" in self.alive else []
+        return [line["step"] for line in lines if "step" in line]
+
+    def until(self, found: Callable[[], T], what: str, timeout_s: float = 120.0) -> T:
+        """The first truthy value of ``found``; what happens meanwhile is shown.
+
+        Raises:
+            Broken: none came within ``timeout_s``, or a process died.
+        """
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._look()
+            value = found()
+            if value:
+                return value
+            if time.monotonic() > give_up:
+                text = f"waited {timeout_s:.0f} s in vain for {what}; above, swansongd's last lines"
+                raise Broken(text, self.daemon.lines.raw)
+            time.sleep(0.05)
+
+    def until_ended(self, who: str) -> None:
+        """Wait until this process has ended, well."""
+        process = self.alive[who]
+        self.until(lambda: process.popen.poll() == 0, f"the end of {who}")
+        process.lines.drained()
+
+    def _look(self) -> None:
+        for who, process in self.alive.items():
+            code = process.popen.poll()
+            if code is not None and (code != 0 or process is self.daemon):
+                process.lines.drained()
+                text = f"{who} ended with exit code {code}; above, its last lines"
+                raise Broken(text, process.lines.raw)
+        for pid, module in self._emulators.items():
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                raise Broken(f"{module} has ended", [])  # what it wrote is on the terminal
+        lines = self.daemon.lines.all()
+        for line in lines[self._told :]:
+            self._tell(line, datetime.fromisoformat(line["timestamp"]).timestamp())
+        self._told = len(lines)
+        if self.timeline and self.timeline[-1][1].get("phase") == "flush":
+            self._tell_flush()
+        elif self.steps:
+            left = self.power_off_at and max(0.0, self.power_off_at - time.time())
+            countdown = "" if left is None else f"; power off in {left:.0f} s"
+            self._screen.live(self.name, f"training, step {self.steps[-1]}{countdown}")
+
+    def _tell(self, line: dict[str, Any], at: float) -> None:
+        is_over = bool(self.timeline) and self.timeline[-1][1]["event"] == "verdict"
+        match line["event"]:
+            case "sealed_set_found":
+                self._sealed[line["step"]] = at
+            case "committed":
+                self.commits.append(line["step"])
+                lag = f"{at - self._sealed[line['step']]:.1f} s after it was sealed"
+                text = f"step {line['step']} committed: {megabytes(line)}, {lag}"
+                if is_over or not self.timeline:  # the timeline tells it in its own words
+                    self._screen.say(self.name, text, at=at, style="green")
+            case "evacuation" | "verdict" if not is_over:
+                self.timeline.append((at, line))
+                style = "bold green" if line.get("verdict") == "SAFE" else "yellow"
+                self._screen.say(self.name, describe(line), at=at, style=style)
+            case event if line["level"] != "info" and event not in ("notice", "verdict"):
+                said = line.get("reason") or line.get("hint") or json.dumps(line)
+                self._screen.say(self.name, f"swansongd: {event}: {said}", at=at, style="red")
+
+    def _tell_flush(self) -> None:
+        """Ask the daemon how far it is, as ``swansong status`` does."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(5.0)
+            try:
+                channel.connect(str(self.vm.socket))
+                channel.send(encode(StatusQuery()))
+                answer = decode(channel.recv(MAX_MESSAGE_BYTES))
+            except (OSError, ProtocolError):
+                return  # it has died: the next look says so
+        assert isinstance(answer, Status)
+        pending_bytes = int(answer.report["pending_bytes"])
+        evacuation = answer.report["evacuation"]
+        if evacuation and pending_bytes > 50_000 and pending_bytes != self._pending_bytes:
+            self._pending_bytes = pending_bytes
+            left = f"{evacuation['seconds_left']:.1f} s left"
+            self._screen.say(self.name, f"  {pending_bytes / 1e6:.1f} MB still to store, {left}")
+
+
+class Stage:
+    """Where the demo plays: everything on it ends, and its directory goes, with ``stack``."""
+
+    def __init__(
+        self, stack: ExitStack, screen: Screen, cloud_name: str, store: str, *, by_signal: bool
+    ) -> None:
+        self._stack = stack
+        self._screen = screen
+        self._cloud_name = cloud_name
+        self._cloud = CLOUDS[cloud_name]
+        self._by_signal = by_signal
+        self._emulators: dict[int, str] = {}
+        directory = tempfile.TemporaryDirectory(prefix="swansong-demo-")
+        self._disk = Path(stack.enter_context(directory))
+        screen.chapter("Set up: real processes on this machine, only the cloud is emulated")
+        self._store = self._start_store(self._cloud.store if store == "auto" else store)
+        screen.say(
+            "store",
+            " at ".join(self._store[key] for key in ("url", "endpoint") if key in self._store),
+        )
+        # No daemon listens there: the hooks do nothing.
+        nowhere = str(self._disk / "no.sock")
+        command = ["nice", *self._trainer()]
+        self.reference = Process(command, lines_on="stdout", SWANSONG_SOCKET=nowhere)
+        stack.callback(self.reference.kill)
+        screen.say("reference", f"the same run without interruption, {self._cloud.steps} steps")
+
+    def first_vm(self) -> Watch:
+        """Trains from the beginning."""
+        watch = self._start_vm("vm-1")
+        self._train(watch, "--step-delay-s", str(STEP_DELAY_S))
+        return watch
+
+    def take_back(self, watch: Watch) -> tuple[float, float]:
+        """The cloud takes the VM; returns when the notice was set, and when the power went."""
+        url = self.metadata_url
+        noticed_at = time.time()
+        if self._cloud_name == "aws":
+            notice = control(url, "notice", action="terminate", in_s=self._cloud.grace_s)
+            power_off_at = datetime.fromisoformat(notice["time"]).timestamp()
+        else:
+            control(url, "set", key="instance/preempted", value="TRUE")
+            power_off_at = noticed_at + self._cloud.grace_s
+        watch.power_off_at = power_off_at
+        self._screen.say("cloud", f"notice set: {self._cloud.honest}", at=noticed_at, style="bold")
+        watch.until(lambda: watch.daemon.lines.all(event="verdict"), "a verdict")
+        self._screen.say(watch.name, "trains on until the power goes")
+        watch.until(lambda: time.time() >= power_off_at, "the power cut")
+        watch.vm.power_off()
+        watch.alive["the trainer"].lines.drained()
+        text = f"power off at step {watch.steps[-1]}: every process killed, the disk deleted"
+        self._screen.say("cloud", text, style="bold red")
+        return noticed_at, power_off_at
+
+    def second_vm(self) -> tuple[Watch, int]:
+        """Trains from the newest commit to the end; returns that commit's step as well."""
+        watch = self._start_vm("vm-2")
+        if self._by_signal:
+            to = str(watch.vm.disk / "restored")
+            answer = watch.vm.swansong("restore", "--to", to, "--json")
+            if answer.returncode != 0:
+                raise Broken("swansong restore failed", answer.stderr.splitlines())
+            found = json.loads(answer.stdout)
+            self._train(watch, "--resume", to)
+            how = f"swansong restore: {megabytes(found)} in {found['seconds']:.1f} s"
+        else:
+            self._train(watch)
+            found = watch.until(lambda: watch.daemon.lines.all(event="rejoin"), "a restore")[0]
+            how = "guard.restore()"
+        text = f"restored step {found['step']} of generation {found['generation']} ({how})"
+        self._screen.say(watch.name, text, style="bold green")
+        watch.until_ended("the trainer")
+        watch.until_ended("the uninterrupted run")
+        text = f"trained from step {watch.steps[0]} to the end, step {watch.steps[-1]}"
+        self._screen.say(watch.name, text)
+        return watch, int(found["step"])
+
+    def _start_store(self, kind: str) -> dict[str, str]:
+        """Table ``[store]`` of the configuration."""
+        if kind == "file":
+            return {"url": f"file://{self._disk}/store"}
+        endpoint = self._emulator(f"emulators.{kind}_server", "--bucket", "ckpt")
+        if kind == "gcs":
+            return {"url": "gs://ckpt/demo", "endpoint": endpoint}
+        return {"url": "s3://ckpt/demo", "endpoint": endpoint, "region": "us-east-1"}
+
+    def _emulator(self, module: str, *arguments: str) -> str:
+        """Start it; returns its URL."""
+        # Ctrl-C in a terminal reaches the whole group, and is ours to act on: we end the emulators.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            emulator = self._stack.enter_context(EmulatorProcess(module, *arguments))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self._emulators[emulator.pid] = module
+        return emulator.url
+
+    def _start_vm(self, name: str) -> Watch:
+        disk = self._disk / name
+        disk.mkdir()
+        self.metadata_url = self._emulator(self._cloud.emulator)
+        settings: dict[str, dict[str, Any]] = {
+            "flush": {"part_size": "5MiB"},  # with larger ones there would be little to see
+            "deadline": {"assumed_grace_s": 25},
+        }
+        if self._by_signal:
+            settings["trainer"] = {"signal": "SIGUSR1", "pid_file": str(disk / "trainer.pid")}
+        metadata = (self._cloud_name, self.metadata_url)
+        vm = self._stack.enter_context(Vm(disk, self._store, metadata=metadata, settings=settings))
+        watch = Watch(self._screen, name, vm, self._emulators)
+        watch.alive["the uninterrupted run"] = self.reference
+        sources = ", ".join(watch.daemon.lines.all(event="started")[0]["sources"])
+        self._screen.say(name, f"swansongd watches {sources} at {self.metadata_url}")
+        return watch
+
+    def _trainer(self, *more: str) -> list[str]:
+        """The command, both streams in one, so that the trainer's last words are at hand."""
+        script = str(EXAMPLES / ("usr1_trainer.py" if self._by_signal else "char_lm.py"))
+        fixed = ("--steps", str(self._cloud.steps), "--pad-mb", str(PAD_MB))
+        return ["sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, "-u", script, *fixed, *more]
+
+    def _train(self, watch: Watch, *more: str) -> None:
+        vm = watch.vm
+        if self._by_signal:
+            more += ("--checkpoints", str(vm.run_directory), "--pid-file", str(vm.pid_file))
+        command = self._trainer("--every-steps", str(EVERY_STEPS), *more)
+        watch.alive["the trainer"] = vm.spawn(
+            command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket)
+        )
+
+
+def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
+    """The whole demo; whether all was as promised.
+
+    Raises:
+        Broken: it could not be played to the end.
+    """
+    with ExitStack() as stack:
+        stage = Stage(stack, screen, cloud, store, by_signal=by_signal)
+        screen.chapter("The first VM trains; checkpoints are replicated in the background")
+        first = stage.first_vm()
+        first.until(lambda: len(first.commits) >= 2, "two commits")
+        screen.chapter("The cloud takes the VM back")
+        noticed_at, power_off_at = stage.take_back(first)
+        screen.chapter("A second VM goes on")
+        second, restored = stage.second_vm()
+
+    screen.quiet()
+    screen.chapter("The evacuation, in seconds since the notice")
+    moments = [(at, describe(line)) for at, line in first.timeline]
+    moments = [(noticed_at, "notice set"), *moments, (power_off_at, "power off")]
+    screen.table((f"{at - noticed_at:.2f}", what) for at, what in moments)
+    when = {line.get("phase", line["event"]): at for at, line in first.timeline}
+    verdict = first.timeline[-1][1]
+    screen.chapter("Figures")
+    screen.table(_figures(first, when, power_off_at, restored))
+    screen.chapter("Promises")
+    ours = _weights(second.alive["the trainer"])
+    theirs = _weights(stage.reference)
+    is_safe = verdict["verdict"] == "SAFE" and when["verdict"] < power_off_at
+    kept = (
+        screen.check(f"{verdict['verdict']} at step {verdict['step']}, in time", kept=is_safe),
+        screen.check(
+            f"vm-2 began with step {second.steps[0]}: all that was SAFE is there",
+            kept=second.steps[0] == restored + 1 and restored >= (verdict["step"] or 0),
+        ),
+        screen.check("the weights are those of the uninterrupted run", kept=ours == theirs),
+    )
+    screen.table([("vm-2", f"sha256 {ours}"), ("reference", f"sha256 {theirs}")])
+    return all(kept)
+
+
+def _figures(
+    watch: Watch, when: dict[str, float], power_off_at: float, restored: int
+) -> Iterator[tuple[str, str]]:
+    size = next((megabytes(line) for _, line in watch.timeline if "size_bytes" in line), "nothing")
+    if {"accepted", "sealed"} <= when.keys():
+        save_s = when["sealed"] - when["accepted"]
+        yield "save", f"{size}, sealed {save_s:.2f} s after the trainer had the request"
+    if {"flush", "flushed"} <= when.keys():
+        flush_s = when["flushed"] - when["flush"]
+        speed = float(size.split()[0]) / flush_s
+        yield "flush", f"{size} in {flush_s:.2f} s, {speed:.0f} MB/s"
+    yield "slack", f"{power_off_at - when['verdict']:.1f} s from the verdict to the power cut"
+    reached = watch.steps[-1]
+    lost = f"{reached - restored} lost and trained again"
+    yield "steps", f"{reached} done at the power cut, {restored} restored, {lost}"
+
+
+def _weights(process: Process) -> str:
+    lines = process.lines.all()
+    return next((str(line["weights_sha256"]) for line in lines if "weights_sha256" in line), "none")
+
+
+def megabytes(line: dict[str, Any]) -> str:
+    return f"{line['size_bytes'] / 1e6:.1f} MB"

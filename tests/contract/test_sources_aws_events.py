@@ -1,0 +1,514 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sources aws.rebalance, aws.asg and aws.scheduled, and how the sources of one VM get along."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from emulators.aws_imds import ASG_KEY, META_DATA, event_date
+from emulators.process import EmulatorProcess
+from source_run import SourceRun, asked, control
+from swansongd.model import DeadlineQuality, Health, Severity
+from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSource, AwsSpotSource, ImdsSession
+from swansongd.sources.aws_events import (
+    ASG_PATH,
+    HISTORY_PATH,
+    LIFE_CYCLE_PATH,
+    REBALANCE_PATH,
+    SCHEDULED_PATH,
+    AwsAsgSource,
+    AwsRebalanceSource,
+    AwsScheduledSource,
+)
+from swansongd.sources.opening import open_sources
+from waiting import until
+
+PATHS: dict[type[AwsSource], str] = {
+    AwsSpotSource: SPOT_PATH,
+    AwsRebalanceSource: REBALANCE_PATH,
+    AwsAsgSource: ASG_PATH,
+    AwsScheduledSource: SCHEDULED_PATH,
+}
+KINDS = list(PATHS)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.aws_imds") as process:
+        yield process
+
+
+@pytest.fixture
+def imds(process: EmulatorProcess) -> str:
+    for order in ("clear", "quiet", "invalidate-tokens"):
+        control(process.url, order)
+    return process.url
+
+
+def source(
+    kind: type[AwsSource],
+    url: str,
+    *,
+    session: ImdsSession | None = None,
+    timeout_s: float = 5.0,
+    blind_after_s: float = 30.0,
+    slept_s: list[float] | None = None,
+) -> AwsSource:
+    return kind(
+        metadata_url=url,
+        session=session,
+        poll_interval_s=0.05,
+        assumed_grace_s=25.0,
+        monotonic=lambda: time.monotonic() - sum(slept_s or ()),
+        wall=time.time,
+        timeout_s=timeout_s,
+        blind_after_s=blind_after_s,
+        look_again_s=0.2,
+    )
+
+
+def polls(url: str, path: str, more: int = 3) -> None:
+    goal = asked(url, f"GET {path}") + more
+    until(lambda: asked(url, f"GET {path}") >= goal, what=f"more polls of {path}")
+
+
+def asg(url: str, state: str | None) -> None:
+    control(url, "set", path=ASG_KEY, value=state)
+
+
+# ---------------------------------------------------------------- what all of them have in common
+
+
+@pytest.mark.fault("N05")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_there_is_the_normal_state(imds: str, kind: type[AwsSource]) -> None:
+    """Poll after poll with nothing announced posts one status, ok; an empty list and 404 are the same."""
+    with SourceRun(source(kind, imds)) as run:
+        polls(imds, PATHS[kind])
+        control(imds, "fault", path=PATHS[kind], kind="status", value=404)
+        polls(imds, PATHS[kind])
+    assert [(s.source, s.health) for s in run.statuses] == [(kind.name, Health.OK)]
+    assert len(run.events) == 1
+
+
+@pytest.mark.fault("N06")
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_refusals_are_unknown_and_never_withdraw(
+    imds: str, kind: type[AwsSource], status: int
+) -> None:
+    """An outage turns the source degraded, then blind, and withdraws nothing; a good answer does."""
+    with SourceRun(source(kind, imds, blind_after_s=0.3)) as run:
+        control(imds, "rebalance")
+        control(imds, "schedule", code="instance-stop", in_s=3600)
+        asg(imds, "Terminated")
+        until(lambda: run.notices, what="the notice")
+        control(imds, "fault", path=PATHS[kind], kind="status", value=status)
+        control(imds, "quiet")
+        until(lambda: run.is_now(Health.BLIND), what="blind")
+        assert str(status) in run.statuses[-1].reason
+        assert run.withdrawals == []
+        control(imds, "clear")
+        until(lambda: run.withdrawals, what="the withdrawal")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+    assert [w.source for w in run.withdrawals] == [kind.name]
+    assert len(run.notices) == 1
+
+
+@pytest.mark.fault("N07")
+@pytest.mark.parametrize("fault", ["stall", "hang", "reset", "truncate"])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_broken_answers_are_unknown(imds: str, kind: type[AwsSource], fault: str) -> None:
+    """What does not arrive whole and in time degrades the source, which goes on and recovers."""
+    control(imds, "fault", path=PATHS[kind], kind=fault)
+    with SourceRun(source(kind, imds, timeout_s=0.3)) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        control(imds, "clear")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+        assert run.notices == []
+
+
+@pytest.mark.fault("N07")
+@pytest.mark.parametrize("hung", [*KINDS[1:], None])
+def test_no_other_path_delays_the_spot_notice(imds: str, hung: type[AwsSource] | None) -> None:
+    """While another path hangs for longer than the test lasts, spot polls go on and the notice comes."""
+    path = PATHS[hung] if hung else LIFE_CYCLE_PATH
+    control(imds, "fault", path=path, kind="hang")
+    session = ImdsSession()
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(SourceRun(source(kind, imds, session=session, timeout_s=60)))
+            for kind in KINDS
+        ]
+        until(lambda: asked(imds, f"GET {path}", "hang"), what="the other path to hang")
+        polls(imds, SPOT_PATH, 10)
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: runs[0].notices, what="the notice")
+        assert runs[0].is_now(Health.OK)
+
+
+@pytest.mark.fault("N03")
+def test_one_token_for_all(imds: str) -> None:
+    """Once one source has a token the others use it; refused, it is replaced by few, and all are well."""
+    session = ImdsSession()
+    puts = f"PUT {TOKEN_PATH}"
+    before = asked(imds, puts)
+    with ExitStack() as stack:
+        runs = []
+        for kind in KINDS:
+            runs.append(stack.enter_context(SourceRun(source(kind, imds, session=session))))
+            until(lambda: runs[-1].is_now(Health.OK), what="health")
+        assert asked(imds, puts) - before == 1
+        control(imds, "invalidate-tokens")
+        for kind in KINDS:
+            polls(imds, PATHS[kind])
+        assert 2 <= asked(imds, puts) - before <= 1 + len(KINDS)
+        after = asked(imds, puts)
+        for kind in KINDS:
+            polls(imds, PATHS[kind])
+        assert asked(imds, puts) == after
+    assert [[s.health for s in run.statuses] for run in runs] == [[Health.OK]] * len(KINDS)
+
+
+def test_token_is_renewed_beside_the_spot_polls(imds: str) -> None:
+    """A due renewal that hangs holds up aws.rebalance, and aws.spot not at all."""
+    session = ImdsSession()
+    puts = f"PUT {TOKEN_PATH}"
+    with (
+        SourceRun(source(AwsSpotSource, imds, session=session, timeout_s=60)) as spot,
+        SourceRun(source(AwsRebalanceSource, imds, session=session, timeout_s=60)) as rebalance,
+    ):
+        until(lambda: spot.is_now(Health.OK) and rebalance.is_now(Health.OK), what="health")
+        control(imds, "fault", kind="refuse-put")
+        hung = asked(imds, puts, "hang")
+        assert session.token
+        session.keep(session.token, time.monotonic())
+        until(lambda: asked(imds, puts, "hang") > hung, what="the renewal to hang")
+        polls(imds, SPOT_PATH, 10)
+    assert [status.health for status in spot.statuses] == [Health.OK]
+
+
+def test_after_a_sleep_the_deadline_is_nearer(imds: str) -> None:
+    """If the VM slept, during which its monotonic clock stands, the same notice comes again, earlier."""
+    slept_s: list[float] = []
+    with SourceRun(source(AwsSpotSource, imds, slept_s=slept_s)) as run:
+        control(imds, "notice", action="terminate", in_s=110)
+        until(lambda: run.notices, what="the notice")
+        polls(imds, SPOT_PATH)
+        assert len(run.notices) == 1
+        slept_s.append(60)
+        until(lambda: len(run.notices) == 2, what="the notice again")
+        polls(imds, SPOT_PATH)
+    first, again = run.notices
+    assert first.identity == again.identity
+    assert 57 < first.deadline_mono_s - again.deadline_mono_s < 63
+
+
+# ---------------------------------------------------------------- aws.rebalance, and the life cycle
+
+
+@pytest.mark.fault("N09", "N14")
+def test_recommendation_is_an_advisory(imds: str) -> None:
+    """It is raised once as an advisory, withdrawn when it goes, and a later one is another."""
+    with SourceRun(source(AwsRebalanceSource, imds)) as run:
+        control(imds, "rebalance")
+        (notice,) = until(lambda: run.notices, what="the advisory")
+        assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        polls(imds, REBALANCE_PATH)
+        assert len(run.notices) == 1
+        control(imds, "quiet")
+        until(lambda: run.withdrawals, what="the withdrawal")
+        path = REBALANCE_PATH.removeprefix(META_DATA)
+        control(imds, "set", path=path, value='{"noticeTime": "2031-01-01T00:00:00Z"}')
+        until(lambda: len(run.notices) == 2, what="the second")
+    assert run.notices[1].identity != notice.identity
+
+
+def test_on_demand_vm_has_no_spot_notices(imds: str) -> None:
+    """There aws.spot and aws.rebalance are unsupported and ask less; a notice all the same is one."""
+    control(imds, "set", path="instance-life-cycle", value="on-demand")
+    session = ImdsSession()
+    with (
+        SourceRun(source(AwsSpotSource, imds, session=session)) as spot,
+        SourceRun(source(AwsRebalanceSource, imds, session=session)) as rebalance,
+        SourceRun(source(AwsAsgSource, imds, session=session)) as group,
+    ):
+        until(lambda: spot.is_now(Health.UNSUPPORTED), what="spot unsupported")
+        until(lambda: rebalance.is_now(Health.UNSUPPORTED), what="rebalance unsupported")
+        before = asked(imds, f"GET {SPOT_PATH}"), asked(imds, f"GET {ASG_PATH}")
+        polls(imds, SPOT_PATH, 3)
+        assert (
+            asked(imds, f"GET {ASG_PATH}") - before[1] > asked(imds, f"GET {SPOT_PATH}") - before[0]
+        )
+        assert group.is_now(Health.OK)
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: spot.notices, what="the notice")
+        until(lambda: spot.is_now(Health.OK), what="health")
+        control(imds, "withdraw")
+        until(lambda: spot.is_now(Health.UNSUPPORTED), what="spot unsupported again")
+        control(imds, "set", path="instance-life-cycle", value="spot")
+        until(lambda: spot.is_now(Health.OK) and rebalance.is_now(Health.OK), what="support")
+
+
+def test_life_cycle_of_a_spot_vm_is_asked_for_once(imds: str) -> None:
+    """That a VM is a spot VM does not change; as long as it is not known, it may be one."""
+    control(imds, "fault", path=LIFE_CYCLE_PATH, kind="status", value=503, count=3)
+    before = asked(imds, f"GET {LIFE_CYCLE_PATH}")
+    with SourceRun(source(AwsRebalanceSource, imds)) as run:
+        polls(imds, REBALANCE_PATH, 8)
+    assert asked(imds, f"GET {LIFE_CYCLE_PATH}") - before == 4
+    assert [status.health for status in run.statuses] == [Health.OK]
+
+
+# ---------------------------------------------------------------- aws.asg
+
+
+@pytest.mark.parametrize("state", ["InService", "Standby", "Detached", "Warmed:Running"])
+def test_states_in_which_the_vm_stays(imds: str, state: str) -> None:
+    """None of them is a notice."""
+    asg(imds, state)
+    with SourceRun(source(AwsAsgSource, imds)) as run:
+        polls(imds, ASG_PATH)
+    assert [type(event).__name__ for event in run.events] == ["SourceChanged"]
+    assert run.is_now(Health.OK)
+
+
+@pytest.mark.fault("N09")
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        ("Terminated", "scale-in"),
+        ("Warmed:Terminated", "scale-in"),
+        ("Warmed:Stopped", "stop"),
+        ("Warmed:Hibernated", "hibernate"),
+    ],
+)
+def test_states_that_end_the_vm(imds: str, state: str, kind: str) -> None:
+    """Each raises one notice with the assumed grace; the same after a restart of the daemon."""
+    with SourceRun(source(AwsAsgSource, imds)) as run:
+        asg(imds, "InService")
+        polls(imds, ASG_PATH)
+        asg(imds, state)
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert (notice.kind, notice.severity) == (kind, Severity.IMMINENT)
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        polls(imds, ASG_PATH)
+        assert len(run.notices) == 1
+    with SourceRun(source(AwsAsgSource, imds)) as restarted:
+        (again,) = until(lambda: restarted.notices, what="the notice after a restart")
+    assert again.identity == notice.identity
+
+
+@pytest.mark.parametrize("back", ["InService", "Detached", None])
+def test_back_in_service_withdraws(imds: str, back: str | None) -> None:
+    """A state in which the VM stays withdraws the notice, and the next transition is another notice."""
+    with SourceRun(source(AwsAsgSource, imds)) as run:
+        asg(imds, "Terminated")
+        until(lambda: run.notices, what="the notice")
+        asg(imds, back)
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert (back or "nothing") in withdrawn.reason
+        asg(imds, "Terminated")
+        until(lambda: len(run.notices) == 2, what="the second notice")
+    assert len({notice.identity for notice in run.notices}) == 2
+
+
+@pytest.mark.fault("N08")
+@pytest.mark.parametrize("state", ["", "terminated?", "\x1b[31m", "x" * 5000])
+def test_unknown_state_is_unknown(imds: str, state: str) -> None:
+    """It is neither a notice nor the end of one; the source says that it does not understand."""
+    with SourceRun(source(AwsAsgSource, imds)) as run:
+        asg(imds, "Terminated")
+        until(lambda: run.notices, what="the notice")
+        asg(imds, state)
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert "lifecycle state" in run.statuses[-1].reason
+        assert len(run.statuses[-1].reason) < 120
+        assert run.withdrawals == []
+        asg(imds, "Terminated")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+        assert len(run.notices) == 1
+
+
+# ---------------------------------------------------------------- aws.scheduled
+
+
+@pytest.mark.fault("N09")
+def test_event_is_a_notice_with_its_date(imds: str) -> None:
+    """Its deadline is its date on our clock, by the date of the answer; idle, history is not asked for."""
+    asked_before = asked(imds, f"GET {HISTORY_PATH}")
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        polls(imds, SCHEDULED_PATH)
+        assert asked(imds, f"GET {HISTORY_PATH}") == asked_before
+        control(imds, "schedule", code="instance-retirement", in_s=86400, event_id="e-1")
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert abs(notice.deadline_mono_s - time.monotonic() - 86400) < 3
+        assert (notice.kind, notice.severity) == ("retirement", Severity.SCHEDULED)
+        polls(imds, SCHEDULED_PATH)
+        assert len(run.notices) == 1
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize("skew_s", [1200, -1200])
+def test_wrong_local_clock(imds: str, skew_s: int) -> None:
+    """Twenty minutes off, the deadline of an event is still right."""
+    wrong = AwsScheduledSource(
+        metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
+        monotonic=time.monotonic, wall=lambda: time.time() + skew_s,
+    )  # fmt: skip
+    with SourceRun(wrong) as run:
+        control(imds, "schedule", code="system-reboot", in_s=3600)
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert abs(notice.deadline_mono_s - time.monotonic() - 3600) < 3
+
+
+@pytest.mark.parametrize("state", ["canceled", "completed"])
+def test_finished_event_withdraws(imds: str, state: str) -> None:
+    """An event that moved to the history is withdrawn, and the reason says how it ended."""
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
+        until(lambda: run.notices, what="the notice")
+        control(imds, "finish", event_id="e-1", state=state)
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert state in withdrawn.reason
+        polls(imds, SCHEDULED_PATH)
+    assert (len(run.notices), len(run.withdrawals)) == (1, 1)
+
+
+def test_vanished_event_withdraws(imds: str) -> None:
+    """An event that is nowhere any more is withdrawn, even while the history cannot be asked."""
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        control(imds, "fault", path=HISTORY_PATH, kind="status", value=503)
+        control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
+        until(lambda: run.notices, what="the notice")
+        control(imds, "quiet")
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+    assert "no longer listed" in withdrawn.reason
+
+
+def test_earliest_of_several_counts(imds: str) -> None:
+    """An earlier event takes the place of a later one; when it is canceled the later one counts again."""
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        control(imds, "schedule", code="system-reboot", in_s=9000, event_id="late")
+        until(lambda: len(run.notices) == 1, what="the first notice")
+        control(imds, "schedule", code="instance-stop", in_s=3600, event_id="early")
+        until(lambda: len(run.notices) == 2, what="the earlier one")
+        control(imds, "finish", event_id="early", state="canceled")
+        until(lambda: len(run.notices) == 3, what="the first one again")
+        assert run.withdrawals == []
+        control(imds, "schedule", code="system-reboot", in_s=20000, event_id="late")
+        until(lambda: len(run.notices) == 4, what="it, put off")
+    kinds = [notice.kind for notice in run.notices]
+    assert kinds == ["reboot", "stop", "reboot", "reboot"]
+    assert run.notices[0].identity == run.notices[2].identity != run.notices[3].identity
+    assert run.notices[3].deadline_mono_s > run.notices[2].deadline_mono_s + 5000
+
+
+def test_decoys_are_no_notices(imds: str) -> None:
+    """What is over, by its state, its description or the history, is none though it is listed."""
+    soon = event_date(datetime.now(UTC) + timedelta(hours=1))
+    base = {"NotBefore": soon, "Code": "instance-stop", "State": "active"}
+    over = [
+        base | {"EventId": "a", "State": "canceled"},
+        base | {"EventId": "b", "State": "Completed"},
+        base | {"EventId": "c", "Description": "[Canceled] power"},
+        base | {"EventId": "d"},
+    ]
+    for path, events in (
+        (HISTORY_PATH, [base | {"EventId": "d", "State": "canceled"}, {"State": "completed"}]),
+        (SCHEDULED_PATH, over),
+    ):
+        control(imds, "set", path=path.removeprefix(META_DATA), value=json.dumps(events))
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        polls(imds, SCHEDULED_PATH)
+        assert run.notices == []
+        assert run.is_now(Health.OK)
+        nameless = json.dumps([*over, base])
+        path = SCHEDULED_PATH.removeprefix(META_DATA)
+        control(imds, "set", path=path, value=nameless)
+        until(lambda: run.notices, what="the notice of an event without a name")
+
+
+@pytest.mark.fault("N08")
+@pytest.mark.parametrize("body", ["", "{}", "[7]", '[{"EventId"', "null"])
+def test_garbled_list_is_unknown(imds: str, body: str) -> None:
+    """A list that cannot be read degrades the source, and neither raises nor withdraws anything."""
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        control(imds, "schedule", code="instance-stop", in_s=3600)
+        until(lambda: run.notices, what="the notice")
+        control(imds, "fault", path=SCHEDULED_PATH, kind="body", value=body)
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        control(imds, "clear")
+        until(lambda: run.is_now(Health.OK), what="recovery")
+    assert (len(run.notices), run.withdrawals) == (1, [])
+
+
+# ---------------------------------------------------------------- whole scenarios
+
+
+@pytest.mark.parametrize(
+    ("scenario", "speed", "expected"),
+    [
+        ("aws-120s", 40, [("aws.spot", "reclaim")]),
+        ("aws-39s", 20, [("aws.spot", "reclaim")]),
+        ("aws-hibernate", 10, [("aws.spot", "hibernate")]),
+        ("aws-stop", 40, [("aws.spot", "stop")]),
+        ("aws-withdrawn", 20, [("aws.spot", "reclaim"), ("aws.spot", "withdrawn")]),
+        (
+            "aws-rebalance-then-notice",
+            200,
+            [("aws.rebalance", "rebalance"), ("aws.spot", "reclaim")],
+        ),
+        ("aws-rebalance-only", 20, [("aws.rebalance", "rebalance")]),
+        ("aws-asg", 100, [("aws.asg", "scale-in")]),
+        ("aws-scheduled", 30, [("aws.scheduled", "retirement")]),
+        (
+            "aws-scheduled-cancelled",
+            2000,
+            [("aws.scheduled", "reboot"), ("aws.scheduled", "withdrawn")],
+        ),
+    ],
+)
+def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]]) -> None:
+    """All sources of a VM, opened as by the daemon, learn what each preset shows, and nothing else."""
+    with (
+        EmulatorProcess("emulators.aws_imds", "--scenario", scenario, "--speed", str(speed)) as vm,
+        ExitStack() as stack,
+    ):
+        runs = [
+            stack.enter_context(SourceRun(opened))
+            for opened in open_sources(
+                "aws", metadata_url=vm.url, poll_interval_s=0.02, assumed_grace_s=25.0,
+                monotonic=time.monotonic, wall=time.time,
+            )
+        ]  # fmt: skip
+
+        def seen() -> list[tuple[str, str]]:
+            found = []
+            for run in runs:
+                found += [(notice.source, notice.kind) for notice in run.notices]
+                found += [(gone.source, "withdrawn") for gone in run.withdrawals]
+            return found
+
+        until(lambda: len(seen()) >= len(expected), what=f"all of {scenario}")
+        assert sorted(seen()) == sorted(expected)
+
+
+def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:
+    """What is configured for the hook counts for aws.asg, in place of what is assumed otherwise."""
+    opened = open_sources(
+        "aws", metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, asg_grace_s=300.0,
+        monotonic=time.monotonic, wall=time.time,
+    )  # fmt: skip
+    (group,) = [one for one in opened if one.name == "aws.asg"]
+    asg(imds, "Terminated")
+    with SourceRun(group) as run:
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert 290 < notice.deadline_mono_s - time.monotonic() <= 300

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sources of Compute Engine besides gcp.preempted, against the emulated metadata server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from emulators.process import EmulatorProcess
+from source_run import SourceRun, asked, control
+from swansongd.model import DeadlineQuality, Health, Notice, Severity
+from swansongd.sources.gcp import GcpSource
+from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
+from waiting import until
+
+BASE = "/computeMetadata/v1/"
+MAINTENANCE = "instance/maintenance-event"
+UPCOMING = "instance/upcoming-maintenance"
+STOP = "instance/shutdown-details/"
+TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
+KINDS = [GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource]
+EVENTS: dict[type, tuple[str, str]] = {
+    GcpMaintenanceSource: (MAINTENANCE, TERMINATE),
+    GcpUpcomingSource: (UPCOMING, '{"type": "SCHEDULED", "startTime": "2035-01-01T00:00:00Z"}'),
+    GcpStopSource: (STOP + "stop-state", "PENDING_STOP"),
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.gcp_metadata") as process:
+        yield process
+
+
+@pytest.fixture
+def server(process: EmulatorProcess) -> str:
+    control(process.url, "dead", after_s=None)
+    control(process.url, "clear")
+    control(process.url, "set", key=MAINTENANCE, value="NONE")
+    control(process.url, "set", key=UPCOMING, value="NONE")
+    for name in ("stop-state", "max-duration", "request-timestamp"):
+        control(process.url, "set", key=STOP + name, value=None)
+    return process.url
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that cannot be waited for are asked for in quick succession."""
+    for kind in KINDS:
+        monkeypatch.setattr(kind, "pace_s", 0.05)
+
+
+def opened(
+    kind: Callable[..., GcpSource], url: str, *, wall_off_s: float = 0.0, **options: Any
+) -> SourceRun:
+    settings: dict[str, Any] = {
+        "grace_s": 3600.0,
+        "boot_id": "boot-1",
+        "hang_s": 10,
+        "timeout_s": 12.0,
+        "retry_cap_s": 0.1,
+    }
+    return SourceRun(
+        kind(
+            metadata_url=url,
+            monotonic=time.monotonic,
+            wall=lambda: time.time() + wall_off_s,
+            **{**settings, **options},
+        )
+    )
+
+
+def notice_of(run: SourceRun) -> Notice:
+    until(lambda: run.notices, what="the notice")
+    return run.notices[-1]
+
+
+def left_s(notice: Notice) -> float:
+    return notice.deadline_mono_s - time.monotonic()
+
+
+def utc(in_s: float) -> str:
+    return f"{datetime.now(UTC) + timedelta(seconds=in_s):%Y-%m-%dT%H:%M:%SZ}"
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_raised_once_and_withdrawn(server: str, kind: type) -> None:
+    """Idle is ok; the value raises the notice once, however often it is seen; idle withdraws it."""
+    key, value = EVENTS[kind]
+    with opened(kind, server, hang_s=1) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        assert run.notices == []
+        control(server, "set", key=key, value=value)
+        notice = notice_of(run)
+        assert notice.source == kind.name == run.statuses[-1].source
+        goal = asked(server, f"GET {BASE}{key}") + 2
+        control(server, "touch", key=key)
+        until(lambda: asked(server, f"GET {BASE}{key}") >= goal, what="more answers")
+        assert len(run.notices) == 1
+        control(server, "set", key=key, value=None if kind is GcpStopSource else "NONE")
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert withdrawn.source == kind.name
+
+
+@pytest.mark.fault("N09")
+@pytest.mark.parametrize("kind", KINDS)
+def test_identity_outlives_a_restart(server: str, kind: type) -> None:
+    """Who starts when it is there already sees it at once, under the same identity."""
+    key, value = EVENTS[kind]
+    control(server, "set", key=key, value=value)
+    identities = set()
+    for _ in range(2):
+        with opened(kind, server) as run:
+            identities.add(notice_of(run).identity)
+    assert len(identities) == 1
+
+
+@pytest.mark.fault("N06", "N07", "N16")
+@pytest.mark.parametrize(
+    ("fault", "value", "word"),
+    [("status", 503, "503"), ("reset", None, "reset"), ("stall", None, "0.5 s")],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_hours_are_unknown_and_pass(
+    server: str, kind: type, fault: str, value: object, word: str
+) -> None:
+    """No failure raises or withdraws anything; the source says so, and recovers by itself."""
+    key, event = EVENTS[kind]
+    control(server, "set", key=key, value=event)
+    with opened(kind, server, hang_s=1, timeout_s=0.5) as run:
+        notice_of(run)
+        control(server, "fault", path=BASE + key, kind=fault, value=value)
+        until(lambda: word in "".join(s.reason for s in run.statuses), what="the reason")
+        control(server, "set", key=key, value=None if kind is GcpStopSource else "NONE")
+        assert run.withdrawals == []
+        control(server, "clear")
+        until(lambda: run.withdrawals, what="the all-clear")
+        until(lambda: run.is_now(Health.OK), what="health")
+
+
+@pytest.mark.fault("N08", "S18")
+@pytest.mark.parametrize("body", ["BANANA", "[1, 2]", '{"type": "SCHED', "[" * 60000, "x" * 70000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nonsense_is_unknown(server: str, kind: type, body: str) -> None:
+    """What cannot be understood is neither a notice nor an all-clear, and its reason is short."""
+    control(server, "fault", path=BASE + EVENTS[kind][0], kind="body", value=body)
+    with opened(kind, server) as run:
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert run.notices == []
+        assert len(run.statuses[-1].reason) < 300
+
+
+@pytest.mark.fault("S18")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stranger_is_not_believed(server: str, kind: type) -> None:
+    """Without the flavor header there is neither a notice nor, with 404, an all-clear."""
+    key, value = EVENTS[kind]
+    control(server, "set", key=key, value=value)
+    with opened(kind, server, hang_s=1) as run:
+        notice_of(run)
+        control(server, "fault", path=BASE + key, kind="bare")
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert "Metadata-Flavor" in run.statuses[-1].reason
+        control(server, "set", key=key, value=None)
+        goal = asked(server, f"GET {BASE}{key}", "404") + 2
+        until(lambda: asked(server, f"GET {BASE}{key}", "404") >= goal, what="more answers")
+        assert run.withdrawals == []
+
+
+@pytest.mark.fault("S15", "S16", "S17")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leads_astray(server: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the environment nor a redirect brings a question to the decoy."""
+    key, value = EVENTS[kind]
+    with EmulatorProcess("emulators.gcp_metadata") as decoy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, decoy.url)
+        for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
+            monkeypatch.setenv(name, decoy.url.removeprefix("http://"))
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        control(server, "set", key=key, value=value)
+        with opened(kind, server, hang_s=1) as run:
+            notice_of(run)
+            elsewhere = decoy.url + BASE + key
+            control(server, "fault", path=BASE + key, kind="redirect", value=elsewhere)
+            until(lambda: "302" in run.statuses[-1].reason, what="the refusal")
+        assert asked(decoy.url, f"GET {BASE}{key}") == 0
+        assert asked(decoy.url, "connections") == 0
+
+
+# ---------------------------------------------------------------- gcp.maintenance
+
+
+@pytest.mark.fault("N18")
+@pytest.mark.parametrize("value", [TERMINATE, "SHUTDOWN_ON_HOST_MAINTENANCE"])
+def test_host_maintenance_leaves_an_hour(server: str, value: str) -> None:
+    """Scheduled, not imminent: an hour from the moment that the key changes."""
+    key = f"GET {BASE}{MAINTENANCE}"
+    before = asked(server, key)
+    with opened(GcpMaintenanceSource, server) as run:
+        until(lambda: asked(server, key) == before + 2, what="the hanging request")
+        control(server, "set", key=MAINTENANCE, value=value)
+        notice = notice_of(run)
+        assert (notice.kind, notice.severity) == ("host-maintenance", Severity.SCHEDULED)
+        assert notice.deadline_quality is DeadlineQuality.DERIVED
+        assert 3590 < left_s(notice) <= 3600
+
+
+@pytest.mark.fault("N18")
+def test_live_migration_is_no_notice(server: str) -> None:
+    """The VM goes on: nothing is raised, and an announced end that becomes one is withdrawn."""
+    with opened(GcpMaintenanceSource, server) as run:
+        control(server, "set", key=MAINTENANCE, value="MIGRATE_ON_HOST_MAINTENANCE")
+        until(lambda: run.is_now(Health.OK), what="health")
+        control(server, "set", key=MAINTENANCE, value=TERMINATE)
+        notice_of(run)
+        control(server, "set", key=MAINTENANCE, value="MIGRATE_ON_HOST_MAINTENANCE")
+        until(lambda: run.withdrawals, what="the withdrawal")
+    assert len(run.notices) == 1
+
+
+def test_watching_buys_every_notice(server: str) -> None:
+    """The server only warns who has read the key since the event before: the watch always has."""
+    with opened(GcpMaintenanceSource, server) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        for count in (1, 2):
+            assert control(server, "maintenance", value=TERMINATE) == {"shown": True}
+            until(lambda count=count: len(run.notices) == count, what="the notice")
+            control(server, "maintenance", value="NONE")
+            until(lambda count=count: len(run.withdrawals) == count, what="the withdrawal")
+
+
+# ---------------------------------------------------------------- gcp.upcoming
+
+
+@pytest.mark.parametrize("value", ["NONE", '"NONE"', "{}", '{"error": "no notifications yet"}'])
+def test_idle_shapes(server: str, value: str) -> None:
+    """Each idle shape is ok, and withdraws what was announced."""
+    with opened(GcpUpcomingSource, server) as run:
+        control(server, "upcoming", in_s=7200)
+        notice_of(run)
+        control(server, "set", key=UPCOMING, value=value)
+        until(lambda: run.withdrawals, what="the withdrawal")
+        until(lambda: run.is_now(Health.OK), what="health")
+
+
+def test_idle_shape_under_503(server: str) -> None:
+    """An error object under 503 is idle where nothing is known, and no all-clear where something is."""
+    answer = {"path": BASE + UPCOMING, "kind": "status", "value": 503}
+    control(server, "fault", **answer, body='{"error": "no notifications have been received yet"}')
+    with opened(GcpUpcomingSource, server, hang_s=1) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        control(server, "clear")
+        control(server, "upcoming", in_s=7200)
+        notice_of(run)
+        control(server, "fault", **answer, body='{"error": "no notifications yet"}')
+        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        assert run.withdrawals == []
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize("wall_off_s", [0.0, 1200.0, -1200.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("type", "maintenance_status", "window_start_time"),
+        ("type", "maintenanceStatus", "windowStartTime"),
+        ("type", "maintenance-status", "window-start-time"),
+        ("type", "maintenanceStatus", "startTime"),
+    ],
+)
+def test_window_in_every_spelling(server: str, fields: tuple[str, ...], wall_off_s: float) -> None:
+    """The deadline is the begin of the window by the server's clock, however the local one is wrong."""
+    body = dict(zip(fields, ("SCHEDULED", "PENDING", utc(7200)), strict=True))
+    control(server, "set", key=UPCOMING, value=json.dumps(body))
+    with opened(GcpUpcomingSource, server, wall_off_s=wall_off_s) as run:
+        notice = notice_of(run)
+        assert (notice.kind, notice.severity) == ("host-maintenance", Severity.SCHEDULED)
+        assert notice.deadline_quality is DeadlineQuality.STATED
+        assert 7190 < left_s(notice) <= 7201
+
+
+@pytest.mark.fault("N08", "N10")
+@pytest.mark.parametrize(
+    ("begin", "most_s", "quality"),
+    [
+        ("2001-01-01T00:00:00Z", 0, DeadlineQuality.DERIVED),
+        ("soon", 3600, DeadlineQuality.ASSUMED),
+        (None, 3600, DeadlineQuality.ASSUMED),
+        (10**400, 3600, DeadlineQuality.ASSUMED),
+    ],
+)
+def test_window_that_cannot_be_meant(
+    server: str, begin: object, most_s: float, quality: DeadlineQuality
+) -> None:
+    """A begin that has passed is now, one that is not understood is assumed: a notice all the same."""
+    body = json.dumps({"type": "UNSCHEDULED", "windowStartTime": begin})
+    control(server, "set", key=UPCOMING, value=body)
+    with opened(GcpUpcomingSource, server) as run:
+        notice = notice_of(run)
+        assert most_s - 10 < left_s(notice) <= most_s
+        assert notice.deadline_quality is quality
+
+
+def test_moved_window_is_another_notice(server: str) -> None:
+    """A window that is moved comes with an identity of its own, so that the deadline may be later."""
+    with opened(GcpUpcomingSource, server) as run:
+        control(server, "upcoming", in_s=7200)
+        notice_of(run)
+        control(server, "upcoming", in_s=14400)
+        first, second = until(lambda: len(run.notices) == 2 and run.notices, what="the second")
+        assert first.identity != second.identity
+        assert second.deadline_mono_s > first.deadline_mono_s + 7000
+        assert run.withdrawals == []
+
+
+def test_no_such_key_is_unsupported(server: str) -> None:
+    """A VM without the key says so; it is no failure."""
+    control(server, "set", key=UPCOMING, value=None)
+    with opened(GcpUpcomingSource, server) as run:
+        until(lambda: run.is_now(Health.UNSUPPORTED), what="unsupported")
+
+
+# ---------------------------------------------------------------- gcp.stop
+
+
+@pytest.mark.parametrize("value", [None, "", "STOP_STATE_UNSPECIFIED", "UNKNOWN"])
+def test_no_stop_is_pending(server: str, value: str | None) -> None:
+    """An absent key and an unspecified state are both idle."""
+    control(server, "set", key=STOP + "stop-state", value=value)
+    with opened(GcpStopSource, server) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        assert run.notices == []
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize(
+    ("length", "requested", "most_s", "quality"),
+    [
+        ("600", "rfc3339", 600, DeadlineQuality.STATED),
+        ("600s", "epoch", 600, DeadlineQuality.STATED),
+        ("600", None, 25, DeadlineQuality.ASSUMED),
+        (None, "rfc3339", 25, DeadlineQuality.ASSUMED),
+        ("ages", "rfc3339", 25, DeadlineQuality.ASSUMED),
+    ],
+)
+def test_stop_on_order(
+    server: str, length: str | None, requested: str | None, most_s: float, quality: DeadlineQuality
+) -> None:
+    """The deadline is the order and the length of the stop where both are told, else assumed."""
+    when = {"rfc3339": utc(0), "epoch": str(int(time.time())), None: None}[requested]
+    control(server, "set", key=STOP + "max-duration", value=length)
+    control(server, "set", key=STOP + "request-timestamp", value=when)
+    control(server, "set", key=STOP + "stop-state", value="PENDING_STOP")
+    with opened(GcpStopSource, server, grace_s=25.0, wall_off_s=1200.0) as run:
+        notice = notice_of(run)
+        assert (notice.kind, notice.severity) == ("stop", Severity.IMMINENT)
+        assert most_s - 10 < left_s(notice) <= most_s + 1
+        assert notice.deadline_quality is quality
+
+
+@pytest.mark.fault("N07")
+def test_details_that_hang_do_not_hold_up_the_notice(server: str) -> None:
+    """The notice comes within a second or so, with the assumed deadline."""
+    control(server, "fault", path=BASE + STOP + "max-duration", kind="hang")
+    with opened(GcpStopSource, server, grace_s=25.0) as run:
+        control(server, "stop", in_s=600)
+        notice = notice_of(run)
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert left_s(notice) <= 25

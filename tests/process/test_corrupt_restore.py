@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bit of the newest checkpoint flips in the store: it is found, named, and stepped over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from clouds import Bucket
+
+pytestmark = pytest.mark.timeout(60)
+
+CORRUPT = 8
+
+
+@pytest.fixture
+def damaged(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
+    """A run with commits at steps 20 and 40, and one bit of the newer one's data flipped."""
+    vm = new_vm("first", bucket.store)
+    daemon = vm.start_daemon()
+    for step in (20, 40):
+        trainer = vm.start_trainer("--steps", str(step), "--every-steps", "20", script=witness)
+        daemon.lines.wait(event="committed", step=step)
+        assert trainer.wait() == 0
+    vm.power_off()
+    newest = bucket.manifests()[0]
+    shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
+    bucket.flip_bit(shard["key"])
+    return bucket
+
+
+@pytest.mark.fault("G08", "O13")
+def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
+    """Exit code 8, and one finding: which commit, which object."""
+    vm = new_vm("vm", damaged.store)
+    answer = vm.swansong("verify", "--json")
+    assert answer.returncode == CORRUPT
+    (finding,) = json.loads(answer.stdout)
+    assert (finding["generation"], finding["step"]) == (1, 40)
+    assert "weights.bin" in finding["problem"]
+
+
+@pytest.mark.fault("G10", "O20")
+def test_restore_steps_over_it_and_says_why(damaged: Bucket, new_vm: Any) -> None:
+    """The older commit is restored; the newer one is named with its reason, and left in the bucket."""
+    vm = new_vm("vm", damaged.store)
+    before = damaged.objects()
+    place = vm.disk / "restored"
+    answer = vm.swansong("restore", "--to", str(place), "--json")
+    assert answer.returncode == 0, answer.stderr
+    restored = json.loads(answer.stdout)
+    assert restored["step"] == 20
+    ((step, reason),) = [(item["step"], item["reason"]) for item in restored["skipped"]]
+    assert step == 40
+    assert "weights.bin" in reason
+    assert "skipped generation 1 step 40" in answer.stderr
+    assert (
+        (place / "rank-00000" / "weights.bin").read_bytes().startswith(b"weights.bin at step 20;")
+    )
+    assert damaged.objects() == before
+
+
+@pytest.mark.fault("G10")
+def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
+    damaged: Bucket, new_vm: Any, witness: str
+) -> None:
+    """``guard.restore()`` gives whole bytes or none; the daemon's log has the reason."""
+    vm = new_vm("vm", damaged.store)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    assert trainer.lines.wait(event="resumed")["from_step"] == 20
+    (skipped,) = daemon.lines.all(event="commit_skipped")
+    assert skipped["commit"] == "generation 1 step 40"
+    assert "weights.bin" in skipped["reason"]
+
+
+def test_with_every_commit_damaged_nobody_starts_from_scratch(
+    damaged: Bucket, new_vm: Any, witness: str
+) -> None:
+    """A clear failure is better than a run that silently begins anew."""
+    older = damaged.manifests()[-1]
+    damaged.flip_bit(older["shards"][0]["key"])
+    vm = new_vm("vm", damaged.store)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    assert trainer.wait() != 0
+    assert not trainer.lines.all(event="resumed")
+    assert daemon.lines.wait(event="rejoin")["error"]
+    assert vm.swansong("restore", "--to", str(vm.disk / "restored")).returncode == 7
+    assert not (vm.disk / "restored").exists()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon is killed, in the middle of anything, and started again."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from rig import CREDENTIALS, Process
+from staged import write_set
+from store_tap import StoreTap, When
+from swansongd.keys import RunKeys
+from swansongd.restore import restore
+from swansongd.stores.s3 import S3Store
+from waiting import until
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.mark.fault("T09", "H01")
+def test_killed_in_mid_flush_it_goes_on_where_it_was(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The same generation, the same emergency checkpoint, SAFE; the trainer only reconnects."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    bucket.order("answer", status=503, method="PUT", match="optimizer.bin", times=1_000_000)
+    aws.notice(in_s=60)
+    flush = daemon.lines.wait(event="evacuation", phase="flush")
+    daemon.lines.wait(event="store_retry")  # a part of it hangs in mid-air
+
+    daemon.kill()
+    trainer.lines.wait(step=flush["step"] + 20)
+    bucket.order("clear")
+    restarted = vm.start_daemon()
+
+    verdict = restarted.lines.wait(event="verdict", verdict="SAFE")
+    assert verdict["step"] == flush["step"]
+    assert [(m["generation"], m["step"]) for m in bucket.manifests()] == [(1, flush["step"])]
+    (known,) = until(lambda: vm.status()["trainers"], what="the trainer")
+    assert known["pid"] == trainer.pid
+    trainer.lines.wait(event="committed", committed=flush["step"])
+
+
+@pytest.mark.fault("T09", "H01")
+def test_killed_between_request_and_seal_the_trainer_is_asked_again_and_saves_once(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The notice outlives the daemon, and so does the request: it has the same name afterwards."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    trainer = vm.start_trainer("--step-delay-s", "0.7", script=witness)
+    trainer.lines.wait(step=2)
+    aws.notice(in_s=60)
+    before = daemon.lines.wait(event="evacuation", phase="request")
+    daemon.kill()  # the next step boundary is most of a second away
+
+    restarted = vm.start_daemon()
+    restarted.lines.wait(event="verdict", verdict="SAFE")
+    assert restarted.lines.all(event="evacuation", phase="notice")[0]["id"] == before["id"]
+    assert [manifest["kind"] for manifest in bucket.manifests()] == ["emergency"]
+
+
+@pytest.mark.fault("H01", "G01", "G02", "G05")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
+    bucket: Bucket, new_vm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: When
+) -> None:
+    """The daemon dies at its first request, the next one at its second, and so on until one gets through.
+
+    ``before``: the request never arrives.  ``after``: it took effect, and nobody heard the answer.
+    """
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with StoreTap(bucket.endpoint) as tap:
+        vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
+        store = S3Store(bucket.store["url"], bucket.endpoint, "us-east-1")
+        daemon = vm.start_daemon()
+        old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
+        daemon.lines.wait(event="committed", step=7)
+        daemon.kill()
+        new = write_set(vm.run_directory, step=8, nonce="new", ranks=1, health={"loss": 1.0})
+        sealed = {
+            step: {str(p.relative_to(d)): p.read_bytes() for p in d.rglob("*") if p.is_file()}
+            for step, d in ((7, old), (8, new))
+        }
+
+        (vm.run_directory / ".swansongd" / "claim.json").unlink()  # from the very beginning
+        for request in itertools.count(1):
+            is_committed = bucket.manifests()[0]["step"] == 8  # and its daemon died without knowing
+            daemon = vm.start_daemon(ready=False)
+            if is_committed:
+                daemon.lines.wait(event="health", source="store", health="ok")
+                until(lambda: vm.status()["last_commit"]["step"] == 8, what="its own commit")
+            else:
+                tap.arm(request, when, daemon.kill)
+                until(partial(_is_dead_or_committed, daemon), what="its end, or its commit")
+            place = tmp_path / f"restored-{request}"
+            restore(store, RunKeys("run"), place)
+            restored = {
+                str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()
+            }
+            assert restored in sealed.values()
+            if daemon.popen.poll() is None:
+                break
+
+    assert request > 5  # there was something to be killed at
+    assert restored == sealed[8]
+    steps = [(manifest["generation"], manifest["step"]) for manifest in bucket.manifests()]
+    assert sorted({step for _, step in steps}) == [7, 8]
+    assert len(steps) == 2
+    claims = bucket.objects("run/generations/")
+    assert sorted(claims) == [f"run/generations/{g:08d}.json" for g in range(1, len(claims) + 1)]
+
+
+def _is_dead_or_committed(daemon: Process) -> bool:
+    return daemon.popen.poll() is not None or bool(daemon.lines.all(event="committed", step=8))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute Engine takes a Spot VM back: one word, perhaps the last that the metadata server says."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from clouds import Gcp
+from emulators.process import EmulatorProcess
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def store(gcs: EmulatorProcess) -> dict[str, str]:
+    """An empty prefix in a bucket of Cloud Storage."""
+    return {"url": f"gs://ckpt/{secrets.token_hex(4)}", "endpoint": gcs.url}
+
+
+def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
+    gcp: Gcp, store: dict[str, str], new_vm: Any, weights_after: Any
+) -> None:
+    """``preempted`` turns TRUE; what was sealed after it is in Cloud Storage, and loads elsewhere."""
+    command_line = ("--steps", "200")
+    first = new_vm("first", store, metadata=gcp.metadata)
+    daemon = first.start_daemon()
+    trainer = first.start_trainer(*command_line, "--step-delay-s", "0.01")
+    trainer.lines.wait(step=20)
+
+    gcp.preempt()
+
+    notice = daemon.lines.wait(event="notice", source="gcp.preempted")
+    assert notice["deadline_quality"] == "assumed"  # the word does not say when
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert verdict["slack_s"] > 0
+    (commit,) = first.commits()
+    assert (commit["kind"], commit["step"]) == ("emergency", verdict["step"])
+    first.power_off()
+
+    second = new_vm("second", store)
+    second.start_daemon()
+    trainer = second.start_trainer(*command_line)
+    assert trainer.wait() == 0
+    assert trainer.lines.all()[0]["step"] == verdict["step"] + 1
+    assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(200)}
+
+
+@pytest.mark.fault("N02", "N16")
+def test_the_metadata_server_may_die_right_after_the_notice(
+    gcp: Gcp, store: dict[str, str], new_vm: Any, witness: str
+) -> None:
+    """Silence takes nothing back: the evacuation goes on to its end."""
+    vm = new_vm("vm", store, metadata=gcp.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    gcp.preempt()
+    daemon.lines.wait(event="notice")
+    gcp.die()
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    report = vm.status()
+    assert (report["state"], report["notices"][0]["source"]) == ("SAFE", "gcp.preempted")

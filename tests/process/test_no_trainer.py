@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A notice, and no trainer to ask: what is sealed is saved, and what is not there is not missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from staged import write_set
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.fault("T01")]
+
+
+def test_what_is_sealed_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
+    """A sealed set without its trainer is committed, and that is all there was to save: SAFE."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    aws.notice(in_s=30)
+    sealed = write_set(vm.run_directory, step=7)
+    daemon = vm.start_daemon()
+    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
+    (manifest,) = bucket.manifests()
+    assert manifest["step"] == verdict["step"] == 7
+    for shard in manifest["shards"]:
+        assert bucket.get(shard["key"]) == (sealed / shard["path"]).read_bytes()
+
+
+@pytest.mark.fault("T15")
+def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """It seals while the store is away, and exits; the notice finds the set in staging."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    bucket.order("answer", status=503, match="/data/", times=1_000_000)
+    trainer = vm.start_trainer("--steps", "30", "--every-steps", "30", script=witness)
+    assert trainer.wait() == 0
+    assert bucket.manifests() == []
+
+    aws.notice(in_s=30)
+    notice = daemon.lines.wait(event="evacuation", phase="notice")
+    assert notice["plan"] == "FLUSH"
+    bucket.order("clear")
+
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] == 30
+    assert [manifest["step"] for manifest in bucket.manifests()] == [30]
+
+
+def test_nothing_staged_and_nothing_committed_is_lost_and_said_at_once(
+    aws: Aws, bucket: Bucket, new_vm: Any
+) -> None:
+    """No commit exists and none can be made: LOST, without waiting for the deadline."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    aws.notice(in_s=30)
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("LOST", None)
+    assert verdict["slack_s"] > 15
+    assert bucket.manifests() == []
+
+
+def test_nothing_new_since_the_last_commit_is_safe(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
+    """The newest sealed state is committed already; there is nothing to do but to say so."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    write_set(vm.run_directory, step=7)
+    daemon.lines.wait(event="committed", step=7)
+    aws.notice(in_s=30)
+    assert daemon.lines.wait(event="evacuation", phase="notice")["plan"] == "NONE"
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] == 7

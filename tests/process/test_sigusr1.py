@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers without our hooks: SIGUSR1 to the process in the pid file, if it can bear it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+
+pytestmark = pytest.mark.timeout(60)
+
+SCRIPT = "usr1_trainer.py"
+
+
+def with_signal(vm_disk: Any) -> dict[str, dict[str, Any]]:
+    return {"trainer": {"signal": "SIGUSR1", "pid_file": str(vm_disk / "trainer.pid")}}
+
+
+def test_a_signalled_trainer_saves_slowly_and_is_taken_whole(
+    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any, weights_after: Any
+) -> None:
+    """Four files in 1.2 s, nothing that says when the last is complete: they are taken when they are."""
+    settings = with_signal(tmp_path / "vm")
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(
+        *("--checkpoints", str(vm.run_directory), "--pid-file", str(vm.pid_file)),
+        *("--steps", "100000", "--step-delay-s", "0.01", "--file-delay-s", "0.3"),
+        script=SCRIPT,
+    )
+    trainer.lines.wait(step=10)
+
+    aws.notice(in_s=60)
+
+    assert daemon.lines.wait(event="evacuation", phase="accepted")["pid"] == trainer.pid
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    (manifest,) = bucket.manifests()
+    (saved,) = vm.run_directory.glob("checkpoint-*")
+    assert saved.name == f"checkpoint-{manifest['step']}"
+    assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == {
+        path.name: path.read_bytes() for path in saved.iterdir()
+    }
+    assert len(manifest["shards"]) == 4
+    trainer.lines.wait(step=manifest["step"] + 3)
+
+    # On a VM that has never seen it, the script's own --resume is all that it takes.
+    elsewhere = new_vm("elsewhere", bucket.store)
+    place = elsewhere.disk / "checkpoint"
+    assert elsewhere.swansong("restore", "--to", str(place)).returncode == 0
+    resumed = elsewhere.start_trainer("--resume", str(place), "--steps", "200", script=SCRIPT)
+    assert resumed.wait() == 0
+    assert resumed.lines.all()[-1] == {"weights_sha256": weights_after(200)}
+
+
+@pytest.mark.fault("S11", "T10")
+def test_a_trainer_that_would_die_of_the_signal_does_not_get_it(
+    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any
+) -> None:
+    """Without a handler SIGUSR1 kills: it is not sent, the verdict says so, and the process lives on."""
+    settings = with_signal(tmp_path / "vm")
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
+    daemon = vm.start_daemon()
+    loop = "import itertools, json, time\nfor n in itertools.count():\n"
+    loop += "  print(json.dumps({'turn': n}), flush=True)\n  time.sleep(0.01)\n"
+    (vm.disk / "deaf.py").write_text(loop)
+    deaf = vm.spawn([sys.executable, str(vm.disk / "deaf.py")], lines_on="stdout")
+    turn = deaf.lines.wait(turn=3)["turn"]
+    vm.pid_file.write_text(f"{deaf.pid}\n")
+
+    aws.notice(in_s=30)
+
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "LOST"
+    assert "SIGUSR1" in verdict["reason"]
+    deaf.lines.wait(turn=turn + 50)
+    assert deaf.popen.poll() is None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store is away when the notice comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from waiting import until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.fault("O04")
+def test_a_store_that_comes_back_in_time_is_enough(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """For 3 s every request is refused with SlowDown; then the commit is made, once."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    bucket.order("outage", seconds=3)
+    aws.notice(in_s=30)
+
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert daemon.lines.all(event="store_recovered")
+    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
+
+
+def test_a_store_that_stays_away_costs_the_newest_steps_and_no_hang(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The verdict comes at the deadline at the latest; what was committed before stands."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", step=20)
+    bucket.order("outage", seconds=60)
+    aws.notice(in_s=4)
+
+    verdict = daemon.lines.wait(event="verdict", timeout_s=15)
+    assert verdict["verdict"] == "PARTIAL"
+    assert verdict["slack_s"] > -1
+    bucket.order("clear")
+    assert bucket.manifests()[-1]["step"] == 20
+    assert trainer.popen.poll() is None
+
+
+def test_a_trainer_does_not_wait_for_the_store(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """Training and staging go on through an outage, and replication catches up after it."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", step=20)
+    bucket.order("outage", seconds=60)
+    trainer.lines.wait(step=100)
+    bucket.order("clear")
+    # Not each of those that piled up is sent: the newest one is enough.
+    until(lambda: daemon.lines.all(event="committed")[-1]["step"] >= 100, what="the newest commit")

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that dies half-way through a save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.fault("T02", "T03")
+def test_half_a_checkpoint_is_none(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """It is asked to save, and is killed in the middle: the older commit stands, and is restored."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--steps", "20", "--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", step=20)
+    trainer = vm.start_trainer("--die-in-save", "21", script=witness)
+    trainer.lines.wait(step=25)
+
+    aws.notice(in_s=30)
+
+    assert trainer.wait() == -9
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 20)
+    assert verdict["slack_s"] > 15  # its end was noticed, not waited out
+
+    (torn,) = vm.run_directory.glob("*.partial")
+    assert any(path.is_file() for path in torn.rglob("*"))
+    assert [manifest["step"] for manifest in bucket.manifests()] == [20]
+    nonce = torn.name.removesuffix(".partial").partition(".")[2]
+    assert not [key for key in bucket.objects() if nonce in key]
+
+    vm.power_off()
+    aws.withdraw()
+    second = new_vm("second", bucket.store, metadata=aws.metadata)
+    second.start_daemon()
+    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")
+    assert resumed["from_step"] == 20
+
+
+@pytest.mark.fault("T03", "T08")
+def test_a_trainer_that_comes_back_after_a_torn_save_goes_on(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The VM lives, the process is started again: it resumes, and its next save is committed."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", "--die-in-save", "40", script=witness)
+    assert trainer.wait() == -9
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    assert trainer.lines.wait(event="resumed")["from_step"] == 20
+    daemon.lines.wait(event="committed", step=40)
+    assert not list(vm.run_directory.glob("*000040.*.partial"))

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small deterministic world for the state machine: one seed, one heap of events, no real time.
+
+The production machine, planner, keys and commit rules run unchanged.  Trainers, staging, the flush and
+the store are played here, late, broken or lying as the seed has it.  After every event the invariants
+I1 to I9 are checked against what the store really holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from story import a_notice, a_set, shards_of
+from swansongd import commit, manifest
+from swansongd.core import machine
+from swansongd.core.events import (
+    Action,
+    AskTrainers,
+    CancelFlush,
+    CommitDone,
+    CommitFailed,
+    CommitManifest,
+    Conclude,
+    Event,
+    Exit,
+    FenceFound,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    GenerationClaimed,
+    NoticeRaised,
+    NoticeWithdrawn,
+    Prune,
+    Rescan,
+    Scanned,
+    SendTarget,
+    StartFlush,
+    Tick,
+    TrainerAccepted,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+    TrainerSealed,
+    WithdrawRequest,
+)
+from swansongd.core.state import Settings, State
+from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
+from swansongd.keys import CommitKey, RunKeys
+from swansongd.manifest import Manifest
+from swansongd.model import Notice, Severity, Staged, TrainerView, Verdict
+from swansongd.stores.base import ObjectInfo, PartReceipt, Upload
+
+KEYS = RunKeys("r")
+MIB = 2**20
+RESERVE_S = 5.0
+FAULTS = (
+    "lost_reply", "refused", "restart", "trainer_death", "withdrawn", "second_vm", "void",
+    "slow_network", "never_answers", "late_scan", "claim_lost", "vanishes",
+)  # fmt: skip
+
+
+class Broken(AssertionError):
+    """An invariant does not hold; the message names it."""
+
+
+class SimStore:
+    """The reference model of a store: create-if-absent, faults on request, and a memory of every write."""
+
+    url = "sim://store"
+    part_size_bytes_min = 1
+
+    def __init__(self, chance: Callable[[str, float], bool]) -> None:
+        self.objects: dict[str, bytes] = {}
+        self._chance = chance
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if self._chance("refused", 0.2):
+            raise Transient(f"{key}: 503")
+        if if_absent and key in self.objects:
+            raise Exists(key)
+        if self.objects.get(key, bytes(data)) != bytes(data):
+            raise Broken(f"I2: {key} is written twice with different bytes")
+        self.objects[key] = bytes(data)
+        if self._chance("lost_reply", 0.2):
+            raise Transient(f"{key}: reset")
+
+    def get(self, key: str) -> bytes:
+        if self._chance("refused", 0.1):
+            raise Transient(f"{key}: 503")
+        if key not in self.objects:
+            raise NotFound(key)
+        return self.objects[key]
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self._chance("refused", 0.1):
+            raise Transient("list: 503")
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield ObjectInfo(key, len(self.objects[key]))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
+
+    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        raise NotImplementedError
+
+    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+        raise NotImplementedError
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        raise NotImplementedError
+
+    def abort(self, upload: Upload) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        return None
+
+
+@dataclass
+class Trainer:
+    """One rank on the VM: steps, saves every ten steps, answers requests at the next step boundary."""
+
+    connection: int
+    pid: int
+    step: int
+    saved_s: float | None = None
+    asked: set[str] = field(default_factory=set)
+    request: str = ""
+    is_standing: bool = False
+
+
+class World:
+    """One VM with a daemon and a trainer, a store, and perhaps a second VM.
+
+    Args:
+        seed: decides everything.
+        is_calm_from_s: no fault begins after this instant; None: the seed may break things to the end.
+    """
+
+    def __init__(self, seed: int, *, is_calm_from_s: float | None = None) -> None:
+        self.random = random.Random(seed)
+        # A random subset of faults for each seed finds more than all of them at once.
+        self.faults = {name for name in FAULTS if self.random.random() < 0.4}
+        self.fired: set[str] = set()
+        self.is_calm_from_s = is_calm_from_s
+        self.now = 1000.0
+        self.store = SimStore(self.chance)
+        self.staging: list[Staged] = []
+        self.sealed: list[Staged] = []
+        self.notice: Notice | None = None
+        self.asks: set[tuple[str, int]] = set()
+        self.verdict: Conclude | None = None
+        self.exit: Exit | None = None
+        self.life = 0
+        """Events for an earlier life of the daemon are lost."""
+        self.generation: int | None = None
+        self.own: set[int] = set()
+        self.trainer: Trainer | None = None
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._flush_id = ""
+        self._checked: set[str] = set()
+        self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
+        self._save_s = self.random.choice((0.1, 2.0, 20.0))
+        self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
+        self._bandwidth = self.random.choice((20, 200)) * MIB
+        self._start_daemon()
+        self._trainer_starts()
+
+    # ------------------------------------------------------------------ the heap
+
+    def chance(self, fault: str, probability: float) -> bool:
+        """Whether this fault happens now."""
+        calm = self.is_calm_from_s is not None and self.now >= self.is_calm_from_s
+        if fault not in self.faults or calm or self.random.random() >= probability:
+            return False
+        self.fired.add(fault)
+        return True
+
+    def at(self, delay_s: float, happens: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._count, happens))
+
+    def delay_s(self, up_to_s: float) -> float:
+        return self.random.uniform(0.001, up_to_s)
+
+    def run(self, until_s: float) -> None:
+        """Let things happen until that instant."""
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now, _, happens = heapq.heappop(self._heap)
+            happens()
+            self.check()
+        self.now = until_s
+
+    # ------------------------------------------------------------------ the daemon
+
+    def _start_daemon(self) -> None:
+        self.life += 1
+        self.state = State(settings=Settings(reserve_s=RESERVE_S, signals_trainer=False))
+        self._flush_id = ""
+        self.post(self._scan_result, 0.3)
+        self._claim()
+        self._tick()
+        if self.notice is not None:
+            notice = self.notice
+            self.post(lambda: NoticeRaised(notice), 1.0)
+
+    def post(self, event: Callable[[], Event], delay_up_to_s: float) -> None:
+        """Hand an event to the daemon after a while, if it is still the same daemon."""
+        life = self.life
+
+        def happens() -> None:
+            if life == self.life:
+                self.step(event())
+
+        self.at(self.delay_s(delay_up_to_s), happens)
+
+    def step(self, event: Event) -> None:
+        if self.exit is not None:
+            return
+        self.state, actions = machine.step(self.state, event, self.now)
+        for action in actions:
+            self._carry_out(action)
+        if self.chance("restart", 0.01):
+            self._start_daemon()
+            if self.trainer is not None:
+                self._connect(self.trainer)
+
+    def _tick(self) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if life == self.life and self.exit is None:
+                self.step(Tick())
+                self.at(0.5, happens)
+
+        self.at(0.5, happens)
+
+    def _claim(self) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if life != self.life:
+                return
+            try:
+                if self.generation is None or self.chance("claim_lost", 0.5):
+                    nonce = f"{self.random.getrandbits(64):x}"
+                    claim = commit.claim_generation(self.store, KEYS, identity={}, nonce=nonce)
+                    self.generation = claim.generation
+                    self.own.add(claim.generation)
+                else:
+                    commit.ensure_not_fenced(self.store, KEYS, self.generation)
+                newest = commit.newest_whole_commit(self.store, KEYS)
+            except FencedError as error:
+                self.step(FenceFound(error.newer))
+            except StoreError:
+                self.at(2.0, happens)
+            else:
+                self.step(GenerationClaimed(self.generation, newest))
+
+        self.at(self.delay_s(1.0), happens)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case AskTrainers(request_id, _, _, connections):
+                trainer = self.trainer
+                if trainer is not None and trainer.connection in connections:
+                    self._asked(trainer, request_id)
+            case SendTarget(request_id, target, _):
+                trainer = self.trainer
+                if trainer is not None and trainer.request == request_id:
+                    if target != trainer.step + 1:
+                        raise Broken(f"target {target} is not one ahead of {trainer.step}")
+                    self.at(self._boundary_s, lambda: self._saves(trainer, target, request_id))
+            case WithdrawRequest():
+                if self.trainer is not None:
+                    self.trainer.is_standing = False
+            case StartFlush():
+                self._flush(action)
+            case CancelFlush(flush_id):
+                if flush_id == self._flush_id:
+                    self._flush_id = ""
+            case CommitManifest():
+                self._commit(action)
+            case Rescan():
+                self.post(self._scan_result, 0.3)
+            case Prune(directories):
+                self._prune(directories)
+            case Conclude():
+                self._concluded(action)
+            case Exit():
+                self.exit = action
+            case _:
+                pass
+
+    # ------------------------------------------------------------------ staging and trainer
+
+    def _scan_result(self) -> Scanned:
+        return Scanned(self.now, tuple(self.staging))
+
+    def _seal(self, step: int, request_id: str = "") -> Staged:
+        nonce = f"{self.random.getrandbits(32):08x}"
+        staged = a_set(step, nonce, size_bytes=self._size_bytes, request_id=request_id)
+        self.staging.append(staged)
+        self.sealed.append(staged)
+        self.post(self._scan_result, 3.0 if self.chance("late_scan", 0.5) else 0.1)
+        return staged
+
+    def _trainer_starts(self) -> None:
+        """A trainer goes on from the newest commit or set, as the rejoin would have it."""
+        steps = [key.ref for key in self.commits()]
+        start = max(steps).step if steps else 0
+        start = max([start, *(s.id.step for s in self.staging)])
+        self._count += 1
+        self.trainer = Trainer(connection=self._count, pid=self._count, step=start)
+        self._connect(self.trainer)
+        self._trains(self.trainer)
+
+    def _connect(self, trainer: Trainer) -> None:
+        self._count += 1
+        trainer.connection = self._count
+        view = TrainerView(
+            connection=trainer.connection,
+            pid=trainer.pid,
+            rank=0,
+            world_size=1,
+            local_world_size=1,
+            step=trainer.step,
+            save_s=trainer.saved_s,
+        )
+        self.post(lambda: TrainerJoined(view), 1.0)
+
+    def _trains(self, trainer: Trainer) -> None:
+        def happens() -> None:
+            if trainer is not self.trainer:
+                return
+            self.at(self._boundary_s, happens)
+            if trainer.is_standing:
+                return
+            trainer.step += 1
+            at_step = trainer.step
+            self.post(lambda: TrainerProgress(trainer.connection, at_step), 0.1)
+            if trainer.step % 10 == 0:
+                self._seal(trainer.step)
+            if self.chance("trainer_death", 0.01):
+                self._dies(trainer)
+
+        self.at(self._boundary_s, happens)
+
+    def _dies(self, trainer: Trainer) -> None:
+        self.trainer = None
+        self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="died"), 0.1)
+        if self.random.random() < 0.5:
+            self.at(self.delay_s(30), self._trainer_starts)
+
+    def _asked(self, trainer: Trainer, request_id: str) -> None:
+        if (request_id, trainer.pid) in self.asks and self.life == 1:
+            raise Broken("I9: the trainer is asked twice for one notice by one daemon")
+        self.asks.add((request_id, trainer.pid))
+        if "never_answers" in self.faults:
+            self.fired.add("never_answers")
+            return
+
+        def accepts() -> None:
+            if trainer is self.trainer:
+                trainer.request, trainer.is_standing = request_id, True
+                at_step = trainer.step
+                self.post(lambda: TrainerAccepted(trainer.connection, request_id, at_step), 0.05)
+
+        if request_id in trainer.asked:  # answered before: said again, done only once
+            again = next((s for s in self.sealed if s.request_id == request_id), None)
+            if again is not None:
+                self._says_sealed(trainer, again)
+                return
+        trainer.asked.add(request_id)
+        self.at(self.delay_s(self._boundary_s), accepts)
+
+    def _saves(self, trainer: Trainer, target: int, request_id: str) -> None:
+        if trainer is not self.trainer:
+            return
+        trainer.step = target
+
+        def done() -> None:
+            if trainer is not self.trainer:
+                return
+            if self.chance("trainer_death", 0.1):
+                self._dies(trainer)
+                return
+            trainer.saved_s = self._save_s
+            trainer.is_standing = False
+            self._says_sealed(trainer, self._seal(target, request_id))
+
+        self.at(self._save_s, done)
+
+    def _says_sealed(self, trainer: Trainer, staged: Staged) -> None:
+        self.post(
+            lambda: TrainerSealed(
+                trainer.connection, staged.request_id, staged.id.step, self._save_s, 1
+            ),
+            0.05,
+        )
+
+    def _prune(self, directories: tuple[str, ...]) -> None:
+        newest = max((key.ref for key in self.commits()), default=None)
+        for staged in self.staging:
+            if staged.directory in directories and (newest is None or staged.id.step > newest.step):
+                raise Broken(f"I18: {staged.directory} is deleted and no commit replaces it")
+        self.staging = [s for s in self.staging if s.directory not in directories]
+
+    # ------------------------------------------------------------------ flush and commit
+
+    def _flush(self, order: StartFlush) -> None:
+        if order.generation != self.generation:
+            raise Broken(f"I4: a flush under generation {order.generation}")
+        evacuation = self.state.evacuation
+        if evacuation is not None and self.now > evacuation.deadline_mono_s - RESERVE_S:
+            raise Broken("V4: data is sent in the reserve")
+        self._flush_id = order.flush_id
+        began, life = self.now, self.life
+        rate = self._bandwidth / (10 if self.chance("slow_network", 0.5) else 1)
+        takes_s = order.staged.size_bytes / rate + 0.05
+        fails = self.chance("refused", 0.2)
+        is_void = self.chance("void", 0.1)
+
+        def progresses() -> None:
+            if life != self.life or self._flush_id != order.flush_id:
+                return
+            evacuation = self.state.evacuation
+            is_late = evacuation is not None and self.now >= evacuation.deadline_mono_s - RESERVE_S
+            done = (self.now - began) / takes_s
+            if is_late or ((fails or is_void) and done >= 0.5):
+                self._flush_id = ""
+                self.step(FlushFailed(order.flush_id, "as the seed has it", void=is_void))
+            elif done < 1:
+                size = int(done * order.staged.size_bytes)
+                self.step(FlushProgress(order.flush_id, size))
+                self.at(min(1.0, max(0.01, began + takes_s - self.now)), progresses)
+            elif order.staged not in self.staging:
+                self._flush_id = ""
+                self.step(FlushFailed(order.flush_id, "vanished", void=True))
+            else:
+                self._flush_id = ""
+                shards = shards_of(order.staged, f"{life}/{order.flush_id}/{self.generation}")
+                for shard in shards:  # the content does not matter, the name and the size do
+                    self.store.objects[shard.key] = str(shard.size_bytes).encode()
+                if self.chance("vanishes", 0.1):
+                    self.staging.remove(order.staged)
+                self.post(lambda: Flushed(order.flush_id, shards), 0.05)
+
+        self.at(min(1.0, takes_s), progresses)
+
+    def _commit(self, order: CommitManifest) -> None:
+        staged = order.staged
+        made = Manifest(
+            run="r",
+            generation=order.generation,
+            step=staged.id.step,
+            kind=staged.kind,
+            node=0,
+            nodes=1,
+            nonce=staged.id.nonce,
+            shards=order.shards,
+            parent=order.parent,
+            created="2030-01-01T00:00:00Z",
+        )
+
+        def answer() -> Event:
+            try:
+                commit.commit(self.store, KEYS, made)
+            except FencedError as error:
+                return FenceFound(error.newer)
+            except Exists:
+                return CommitFailed(order.flush_id, "taken", conflict=True)
+            except StoreError as error:
+                return CommitFailed(order.flush_id, str(error), conflict=False)
+            return CommitDone(order.flush_id, made.ref)
+
+        self.post(answer, 0.3)
+
+    # ------------------------------------------------------------------ the weather
+
+    def raise_notice(
+        self, in_s: float, severity: Severity = Severity.IMMINENT, source: str = "aws.spot"
+    ) -> None:
+        self.notice = a_notice(
+            source,
+            deadline_mono_s=self.now + in_s,
+            severity=severity,
+            identity=f"{source}:{self.now}",
+        )
+        notice = self.notice
+        self.post(lambda: NoticeRaised(notice), 0.2)
+
+    def withdraw_notice(self) -> None:
+        if self.notice is not None:
+            source, self.notice = self.notice.source, None
+            self.post(lambda: NoticeWithdrawn(source, "gone"), 0.2)
+
+    def second_vm(self) -> None:
+        """Another VM takes the run over and commits something of its own."""
+        claimed = max(
+            (KEYS.parse_generation(k) or 0 for k in self.store.objects if "/generations/" in k),
+            default=0,
+        )
+        generation = claimed + 1
+        self.store.objects[KEYS.generation(generation)] = json.dumps({"nonce": "other"}).encode()
+        step = max((key.ref.step for key in self.commits()), default=0) + 1
+        shards = shards_of(a_set(step, "other", size_bytes=1), "other")
+        self.store.objects.update({shard.key: b"1" for shard in shards})
+        made = Manifest(
+            run="r",
+            generation=generation,
+            step=step,
+            kind=a_set(step).kind,
+            node=0,
+            nodes=1,
+            nonce="other",
+            shards=shards,
+            created="2030-01-01T00:00:00Z",
+        )
+        self.store.objects[KEYS.commit(made.ref, 0, 1)] = manifest.encode(made)
+
+    # ------------------------------------------------------------------ the invariants
+
+    def commits(self) -> list[CommitKey]:
+        parsed = (KEYS.parse_commit(key) for key in self.store.objects)
+        return [key for key in parsed if key is not None]
+
+    def check(self) -> None:
+        """I1, I4, I5: every manifest names shards that are stored, and is one of a set that was sealed."""
+        sealed = {(s.id.step, s.id.nonce) for s in self.sealed}
+        for key, data in self.store.objects.items():
+            parsed = KEYS.parse_commit(key)
+            if parsed is None or key in self._checked:
+                continue
+            self._checked.add(key)
+            made = manifest.decode(data)
+            for shard in made.shards:
+                if self.store.objects.get(shard.key) != str(shard.size_bytes).encode():
+                    raise Broken(f"I1: {key} names {shard.key}, which is not stored")
+            if made.nonce == "other":
+                continue
+            if made.generation not in self.own:
+                raise Broken(f"I4: {key} under a generation that is not ours")
+            if (made.step, made.nonce) not in sealed:
+                raise Broken(f"I5: {key} is of no sealed set")
+        last = self.state.last_commit
+        if last is not None and last not in {key.ref for key in self.commits()}:
+            raise Broken(f"I16: the daemon believes in {last}, the store does not hold it")
+
+    def _concluded(self, conclusion: Conclude) -> None:
+        self.verdict = conclusion
+        refs = {key.ref for key in self.commits()}
+        if conclusion.verdict is Verdict.LOST:
+            if self.state.last_commit is not None:
+                raise Broken("I16: LOST, and a commit stands")
+            return
+        if conclusion.commit not in refs:
+            raise Broken(f"I7: {conclusion.verdict} of {conclusion.commit}, which is not stored")
+        if conclusion.verdict is not Verdict.SAFE:
+            return
+        assert conclusion.commit is not None
+        evacuation = self.state.evacuation
+        assert evacuation is not None
+        # What was sealed well before cannot have been overlooked.
+        answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
+        known = [s for s in self.state.staged if s.id not in self.state.inherited]
+        for staged in [*answers, *known]:
+            if staged.id.step > conclusion.commit.step:
+                raise Broken(f"I7: SAFE at {conclusion.commit}, and {staged.id} is sealed")
+        trainer = self.trainer
+        if trainer is not None and evacuation.ask is None and evacuation.plan.kind.value == "TAKE":
+            raise Broken("I7: SAFE, and the trainer was never asked")
+
+
+def restart_alone(world: World) -> None:
+    """The daemon dies and comes back; staging, store, notice and trainer stay as they are."""
+    world._start_daemon()
+    if world.trainer is not None:
+        world._connect(world.trainer)

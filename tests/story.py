@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A story for the state machine: what happens is told in words, what it orders is kept.
+
+Time moves only when it is told to, and nothing answers by itself: a test plays the trainers, the flush
+and the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from swansong.protocol import sealed_name
+from swansongd.core import machine
+from swansongd.core.events import (
+    Action,
+    AskTrainers,
+    CommitDone,
+    CommitFailed,
+    CommitManifest,
+    Conclude,
+    Event,
+    Flushed,
+    GenerationClaimed,
+    NoticeRaised,
+    NoticeWithdrawn,
+    Scanned,
+    StartFlush,
+    Tick,
+    TrainerAccepted,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+    TrainerSealed,
+)
+from swansongd.core.state import Settings, State
+from swansongd.model import (
+    CheckpointId,
+    CheckpointKind,
+    CommitRef,
+    DeadlineQuality,
+    Notice,
+    Severity,
+    Staged,
+    StagedFile,
+    StoredShard,
+    TrainerView,
+)
+
+A = TypeVar("A", bound=Action)
+MIB = 2**20
+
+
+def a_notice(
+    source: str = "aws.spot",
+    *,
+    deadline_mono_s: float,
+    severity: Severity = Severity.IMMINENT,
+    identity: str = "",
+    kind: str = "reclaim",
+) -> Notice:
+    return Notice(
+        source=source,
+        kind=kind,
+        identity=identity or f"{source}:1",
+        severity=severity,
+        deadline_mono_s=deadline_mono_s,
+        deadline_quality=DeadlineQuality.STATED,
+    )
+
+
+def a_set(
+    step: int,
+    nonce: str = "abc",
+    *,
+    size_bytes: int = 100 * MIB,
+    request_id: str = "",
+    framework: str = "swansong",
+) -> Staged:
+    return Staged(
+        id=CheckpointId(step, nonce),
+        directory=sealed_name(step, nonce) if framework == "swansong" else f"checkpoint-{step}",
+        kind=CheckpointKind.EMERGENCY if request_id else CheckpointKind.PERIODIC,
+        files=(StagedFile(path="model.bin", size_bytes=size_bytes, mtime_ns=1, inode=step),),
+        framework=framework,
+        request_id=request_id,
+    )
+
+
+def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
+    return tuple(
+        StoredShard(
+            path=file.path,
+            size_bytes=file.size_bytes,
+            digest="blake3-parts:" + "0" * 64,
+            key=f"r/data/{flush_id}/{file.path}",
+            part_size_bytes=MIB,
+        )
+        for file in staged.files
+    )
+
+
+class Story:
+    """A daemon's decision loop that has just started; with ``claimed``, it has looked around already."""
+
+    def __init__(
+        self,
+        *,
+        claimed: bool = True,
+        generation: int = 2,
+        newest: CommitRef | None = None,
+        staged: Iterable[Staged] = (),
+        reserve_s: float = 5.0,
+        signals_trainer: bool = False,
+    ) -> None:
+        settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer)
+        self.state = State(settings=settings)
+        self.now = 1000.0
+        self.actions: list[Action] = []
+        self.staging = list(staged)
+        if claimed:
+            self.scan()
+            self.tell(GenerationClaimed(generation, newest))
+
+    # ------------------------------------------------------------------ what happens
+
+    def tell(self, event: Event) -> list[Action]:
+        """One turn; returns what it ordered."""
+        self.state, actions = machine.step(self.state, event, self.now)
+        self.actions += actions
+        return list(actions)
+
+    def wait(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        return self.tell(Tick())
+
+    def notice(
+        self,
+        in_s: float = 120.0,
+        source: str = "aws.spot",
+        *,
+        severity: Severity = Severity.IMMINENT,
+        identity: str = "",
+    ) -> Notice:
+        self.now += 0.01  # every scan so far began before it
+        raised = a_notice(
+            source, deadline_mono_s=self.now + in_s, severity=severity, identity=identity
+        )
+        self.tell(NoticeRaised(raised))
+        return raised
+
+    def withdraw(self, source: str = "aws.spot") -> list[Action]:
+        return self.tell(NoticeWithdrawn(source, "gone"))
+
+    def join(
+        self,
+        connection: int = 1,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        pid: int | None = None,
+        step: int = -1,
+        save_s: float | None = None,
+        save_bytes: int | None = None,
+    ) -> list[Action]:
+        view = TrainerView(
+            connection=connection,
+            pid=100 + rank if pid is None else pid,
+            rank=rank,
+            world_size=ranks,
+            local_world_size=ranks,
+            step=step,
+            save_s=save_s,
+            save_bytes=save_bytes,
+        )
+        return self.tell(TrainerJoined(view))
+
+    def leave(self, connection: int = 1, *, exited: bool = True) -> list[Action]:
+        return self.tell(TrainerLeft(connection, exited, "gone"))
+
+    def progress(self, step: int, connection: int = 1) -> list[Action]:
+        return self.tell(TrainerProgress(connection, step))
+
+    def accept(self, step: int, connection: int = 1) -> list[Action]:
+        return self.tell(TrainerAccepted(connection, self.request_id, step))
+
+    def seal(self, step: int, nonce: str = "abc", **facts: object) -> Staged:
+        """A set gets its sealed name, and a scan finds it."""
+        staged = a_set(step, nonce, **facts)  # type: ignore[arg-type]
+        self.staging.append(staged)
+        self.scan()
+        return staged
+
+    def answer(self, step: int, nonce: str = "emg", connection: int = 1) -> Staged:
+        """The trainer seals what it was asked for, and says so."""
+        staged = a_set(step, nonce, request_id=self.request_id)
+        self.staging.append(staged)
+        event = TrainerSealed(connection, self.request_id, step, 2.0, staged.size_bytes)
+        self.tell(event)
+        self.scan()
+        return staged
+
+    def scan(self, *, rejected: tuple[tuple[str, str], ...] = ()) -> list[Action]:
+        return self.tell(Scanned(self.now, tuple(self.staging), rejected=rejected))
+
+    def lose(self, staged: Staged) -> list[Action]:
+        """A set vanishes from staging."""
+        self.staging.remove(staged)
+        return self.scan()
+
+    def store_all(self, *, after_s: float = 0.0) -> None:
+        """Flush and store do all that they are told to, until nothing is left."""
+        while True:
+            before = len(self.actions)
+            if self.state.flight is not None:
+                self.flushed(after_s=after_s)
+            if any(item.is_asked for item in self.state.stored):
+                self.committed()
+            if len(self.actions) == before:
+                return
+
+    def flushed(self, *, after_s: float = 0.0) -> list[Action]:
+        flight = self.state.flight
+        assert flight is not None, "nothing is in flight"
+        self.now += after_s
+        return self.tell(Flushed(flight.flush_id, shards_of(flight.staged, flight.flush_id)))
+
+    def committed(self) -> list[Action]:
+        order = self.last(CommitManifest)
+        return self.tell(
+            CommitDone(order.flush_id, CommitRef(order.generation, order.staged.id.step))
+        )
+
+    def commit_fails(self, *, conflict: bool = False) -> list[Action]:
+        return self.tell(CommitFailed(self.last(CommitManifest).flush_id, "503", conflict))
+
+    # ------------------------------------------------------------------ what was ordered
+
+    def all(self, kind: type[A]) -> list[A]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def last(self, kind: type[A]) -> A:
+        found = self.all(kind)
+        assert found, f"no {kind.__name__} was ordered"
+        return found[-1]
+
+    @property
+    def request_id(self) -> str:
+        return self.last(AskTrainers).request_id
+
+    @property
+    def verdicts(self) -> list[str]:
+        return [f"{done.verdict.value} {done.commit}" for done in self.all(Conclude)]
+
+    @property
+    def flushes(self) -> list[int]:
+        """Steps of the sets whose flush was ordered, in order."""
+        return [order.staged.id.step for order in self.all(StartFlush)]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sources aws.rebalance and aws.scheduled read out of a body, without a network."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.model import DeadlineQuality, Severity
+from swansongd.sources.aws import Moment
+from swansongd.sources.aws_events import (
+    REBALANCE_S,
+    AwsScheduledSource,
+    _events,
+    read_event,
+    read_rebalance,
+)
+from swansongd.sources.metadata import MetadataUnavailable
+
+NOON = datetime(2019, 1, 21, 9, 0, tzinfo=UTC).timestamp()
+ASKED = Moment(mono_s=1000.0, wall_s=NOON)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=5,
+)
+
+
+def event(**fields: Any) -> dict[str, Any]:
+    return {
+        "NotBefore": "21 Jan 2019 09:00:43 GMT",
+        "Code": "instance-stop",
+        "EventId": "e-1",
+        "State": "active",
+    } | fields
+
+
+@pytest.mark.parametrize(
+    ("date", "left_s"),
+    [
+        ("21 Jan 2019 09:00:43 GMT", 43),
+        ("1 Feb 2019 9:00:00 GMT", 11 * 86400),
+        ("01 Feb 2019 09:00:00 GMT", 11 * 86400),
+        ("2019-01-21T09:01:00Z", 60),
+        ("9 Jan 2019 09:00:43 GMT", 0),
+    ],
+)
+def test_dates_of_events(date: str, left_s: float) -> None:
+    """The day may be padded or not, ISO is understood as well, and what has begun leaves no time."""
+    notice = read_event(event(NotBefore=date), ASKED, 25)
+    assert notice.deadline_mono_s - ASKED.mono_s == left_s
+    assert notice.deadline_quality is DeadlineQuality.DERIVED
+    assert notice.severity is Severity.SCHEDULED
+
+
+@pytest.mark.fault("N08")
+@pytest.mark.parametrize("date", ["", "soon", "99 Foo 2019 09:00:43 GMT", 7, None])
+def test_event_without_a_date_is_near(date: object) -> None:
+    """An event whose date cannot be read is one, with the assumed grace period."""
+    notice = read_event(event(NotBefore=date), ASKED, 25)
+    assert notice.deadline_mono_s == ASKED.mono_s + 25
+    assert notice.deadline_quality is DeadlineQuality.ASSUMED
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("instance-stop", "stop"),
+        ("instance-retirement", "retirement"),
+        ("instance-reboot", "reboot"),
+        ("system-reboot", "reboot"),
+        ("system-maintenance", "maintenance"),
+        ("something-new", "maintenance"),
+        (None, "maintenance"),
+    ],
+)
+def test_kinds_of_events(code: str | None, kind: str) -> None:
+    """Each code has its kind, and an unknown one is a notice as well."""
+    assert read_event(event(Code=code), ASKED, 25).kind == kind
+
+
+@pytest.mark.fault("N09")
+def test_identity_of_an_event() -> None:
+    """It is the event and its date, however that is written and whenever it is asked for."""
+    identity = read_event(event(), ASKED, 25).identity
+    later = Moment(5000.0, NOON + 20)
+    same = event(NotBefore="2019-01-21T09:00:43Z", Description="other words")
+    assert read_event(same, later, 99).identity == identity
+    assert identity == f"{AwsScheduledSource.name}:e-1:2019-01-21T09:00:43Z"
+    moved = event(NotBefore="22 Jan 2019 09:00:43 GMT")
+    assert read_event(moved, ASKED, 25).identity != identity
+    assert read_event(event(EventId="e-2"), ASKED, 25).identity != identity
+
+
+@pytest.mark.fault("N08", "N14")
+@pytest.mark.parametrize(
+    ("body", "when"),
+    [
+        (b'{"noticeTime": "2026-01-05T12:00:00Z"}', "2026-01-05T12:00:00Z"),
+        (b'{"noticeTime": 7}', "unknown"),
+        (b"[]", "unknown"),
+        (b"\xff", "unknown"),
+    ],
+)
+def test_recommendation_is_an_advisory(body: bytes, when: str) -> None:
+    """Whatever the body, it is an advisory far from its end, the same one at every sight."""
+    notice = read_rebalance(body, ASKED)
+    assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
+    assert notice.deadline_mono_s == ASKED.mono_s + REBALANCE_S
+    assert notice.deadline_quality is DeadlineQuality.ASSUMED
+    assert notice.identity == f"aws.rebalance:{when}"
+    assert read_rebalance(body, Moment(9000.0, NOON)).identity == notice.identity
+
+
+@given(st.dictionaries(st.sampled_from(["NotBefore", "Code", "EventId", "State"]), JSON))
+def test_no_event_is_too_strange(fields: dict[str, Any]) -> None:
+    """Any object in the list is a notice that has not run out before it was seen."""
+    notice = read_event(fields, ASKED, 25)
+    assert notice.deadline_mono_s >= ASKED.mono_s
+    assert len(notice.detail) <= 200
+
+
+@pytest.mark.fault("N08")
+@given(st.binary(max_size=100))
+def test_what_is_no_list_is_unknown(body: bytes) -> None:
+    """A list of objects is read, and everything else is refused, never taken for an empty one."""
+    try:
+        assert all(isinstance(item, dict) for item in _events(body))
+        assert body.strip()[:1] == b"["
+    except MetadataUnavailable:
+        assert body.strip() != b"[]"
