@@ -7,14 +7,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check bench-notices format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP)  ## create .venv with both distributions and what the tests need
 
-$(STAMP): constraints.txt daemon/pyproject.toml training_hooks/pyproject.toml
+$(STAMP): constraints.txt requirements-dev.txt daemon/pyproject.toml training_hooks/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one with make PYTHON=...")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -37,6 +37,9 @@ check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	./tests/check_system_files.sh
+
+bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; about 20 minutes
+	$(BIN)/python bench/notices.py
 
 format: $(STAMP)  ## let the formatter decide
 	$(BIN)/ruff format .

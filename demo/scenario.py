@@ -166,8 +166,12 @@ class Watch:
                 self.timeline.append((at, line))
                 style = "bold green" if line.get("verdict") == "SAFE" else "yellow"
                 self._screen.say(self.name, describe(line), at=at, style=style)
-            case event if line["level"] != "info" and event not in ("notice", "verdict"):
-                said = line.get("reason") or line.get("hint") or json.dumps(line)
+            case "verdict":
+                if line["verdict"] != self.timeline[-1][1]["verdict"]:
+                    text = f"the verdict now: {line['verdict']}; {line['reason']}"
+                    self._screen.say(self.name, text, at=at, style="yellow")
+            case event if line["level"] != "info" and event != "notice":
+                said = line.get("reason") or line.get("error") or json.dumps(line)
                 self._screen.say(self.name, f"swansongd: {event}: {said}", at=at, style="red")
 
     def _tell_flush(self) -> None:

@@ -157,7 +157,12 @@ class Vm:
             "run": {"name": run},
             "staging": {"path": str(self.staging)},
             "store": store,
-            "sources": {"cloud": cloud, "metadata_url": url, "poll_interval_s": 0.2},
+            "sources": {
+                "cloud": cloud,
+                "metadata_url": url,
+                "poll_interval_s": 0.2,
+                "system_bus": f"unix:path={disk}/no-bus",
+            },
             "trainer": {"socket": str(self.socket), "settle_s": 1.0},
             "deadline": {"reserve_s": 1.0},
         }

@@ -38,6 +38,7 @@ from swansongd.core.events import (
     Log,
     Mark,
     NoticeRaised,
+    NoticeWithdrawn,
     Prune,
     Rescan,
     SendTarget,
@@ -55,8 +56,8 @@ from swansongd.flush import FlushEngine
 from swansongd.keys import RunKeys
 from swansongd.model import Severity
 from swansongd.rejoin import Rejoin
-from swansongd.sources import host
-from swansongd.sources.opening import open_sources
+from swansongd.sources import host, logind, manual
+from swansongd.sources.opening import open_deadline, open_sources
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
@@ -107,6 +108,7 @@ class Service:
             )
         )
         run = config.run.name
+        boot_id = _BOOT_ID.read_text().strip()
         uids = _uids(config.trainer.users)
         self._staging = prepare(config.staging.path, run)
         backend = open_store(
@@ -129,7 +131,7 @@ class Service:
             keys,
             self._staging.own,
             self._post,
-            boot_id=_BOOT_ID.read_text().strip(),
+            boot_id=boot_id,
             wall=_utc_now,
         )
         scanner = Scanner(
@@ -158,7 +160,14 @@ class Service:
                 allowed_uids=uids,
                 post=self._post,
             )
-        self._sources = open_sources(
+        self._logind = logind.LogindSource(
+            bus=config.sources.system_bus or logind.SYSTEM_BUS,
+            wanted_delay_s=config.deadline.shutdown_delay_s,
+            stop_grace_s=config.deadline.sigterm_grace_s,
+            boot_id=boot_id,
+            monotonic=time.monotonic,
+        )
+        cloud_sources = open_sources(
             config.sources.cloud,
             metadata_url=config.sources.metadata_url,
             poll_interval_s=config.sources.poll_interval_s,
@@ -166,6 +175,16 @@ class Service:
             monotonic=time.monotonic,
             wall=time.time,
         )
+        deadline_sources = open_deadline(
+            config.sources.end_at,
+            config.sources.max_run_duration_s,
+            lead_s=config.sources.end_lead_s,
+            boot_id=boot_id,
+            since_boot=lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+            monotonic=time.monotonic,
+            wall=time.time,
+        )
+        self._sources = [*cloud_sources, *deadline_sources, self._logind]
 
     def run(self) -> int:
         """Work until told to stop; returns the exit code."""
@@ -211,6 +230,8 @@ class Service:
         self._state, actions = machine.step(self._state, event, now)
         for action in actions:
             self._carry_out(action, now)
+        if self._state.evacuation is not None and self._state.evacuation.verdict is not None:
+            self._logind.release()
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
         self._notifier.status(status_line(self._state, now))
@@ -234,7 +255,7 @@ class Service:
 
     def _judge_sigterm(self) -> None:
         arrived_mono_s = time.monotonic()
-        if host.is_host_stopping():
+        if host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):
             grace_s = self._config.deadline.sigterm_grace_s
             notice = host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s)
             self._notifier.stopping(within_s=grace_s)
@@ -348,6 +369,14 @@ class Service:
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
+        elif isinstance(message, protocol.Notify):
+            notice = manual.notice_of(message, now_mono_s=time.monotonic())
+            self._post(NoticeRaised(notice))
+            reply(protocol.Noted())
+        elif isinstance(message, protocol.NotifyWithdrawn):
+            for name in (manual.MANUAL, manual.DRILL):
+                self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
+            reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._rejoin.start(message.query_id, reply)
 

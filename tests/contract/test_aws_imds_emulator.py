@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -29,7 +30,7 @@ def process() -> Iterator[EmulatorProcess]:
 @pytest.fixture
 def imds(process: EmulatorProcess) -> str:
     control(process.url, "clear")
-    control(process.url, "withdraw")
+    control(process.url, "quiet")
     return process.url
 
 
@@ -128,6 +129,86 @@ def test_any_path_can_be_set(imds: str) -> None:
     assert get(imds, META + "autoscaling/").text == "target-lifecycle-state"
     control(imds, "set", path=path, value=None)
     assert get(imds, META + path).status_code == 404
+
+
+def test_recommendation_is_pinned(imds: str) -> None:
+    """Its time is fixed when it is given, and it goes when all is quiet again."""
+    path = META + "events/recommendations/rebalance"
+    control(imds, "rebalance")
+    first = get(imds, path).json()
+    assert first.keys() == {"noticeTime"}
+    assert abs(datetime.fromisoformat(first["noticeTime"]).timestamp() - time.time()) < 5
+    assert get(imds, path).json() == first
+    control(imds, "quiet")
+    assert get(imds, path).status_code == 404
+
+
+def test_scheduled_events_move_to_the_history(imds: str) -> None:
+    """Events stand side by side with pinned dates; one that ends is in the history, tagged."""
+    scheduled, history = META + "events/maintenance/scheduled", META + "events/maintenance/history"
+    first = control(imds, "schedule", code="system-reboot", in_s=3600, event_id="e-1")
+    second = control(imds, "schedule", code="instance-stop", in_s=60, event_id="e-2")
+    assert get(imds, scheduled).json() == [first, second]
+    assert first["State"] == "active"
+    assert re.fullmatch(r"[1-9]\d? [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d GMT", first["NotBefore"])
+    in_s = parsedate_to_datetime(first["NotBefore"]).timestamp() - time.time()
+    assert 3590 < in_s <= 3600
+    moved = control(imds, "schedule", code="system-reboot", in_s=7200, event_id="e-1")
+    assert get(imds, scheduled).json() == [second, moved]
+    control(imds, "finish", event_id="e-1", state="canceled")
+    control(imds, "finish", event_id="e-2", state="completed")
+    assert get(imds, scheduled).text == "[]"
+    canceled, completed = get(imds, history).json()
+    assert (canceled["State"], completed["State"]) == ("canceled", "completed")
+    assert canceled["Description"].startswith("[Canceled] ")
+    assert completed["Description"].startswith("[Completed] ")
+    reply = http("POST", f"{imds}/_control/finish", json={"event_id": "e-9", "state": "canceled"})
+    assert reply.status_code == 400
+
+
+def test_life_cycle_and_end_of_events_are_options() -> None:
+    """A VM can be an on-demand one; where no event is a 404 it is one again after the last has ended."""
+    options = ("--life-cycle", "on-demand", "--scheduled-404")
+    with EmulatorProcess("emulators.aws_imds", *options) as process:
+        assert get(process.url, META + "instance-life-cycle").text == "on-demand"
+        control(process.url, "schedule", code="system-reboot", in_s=9, event_id="e")
+        control(process.url, "finish", event_id="e", state="completed")
+        assert get(process.url, META + "events/maintenance/scheduled").status_code == 404
+
+
+def test_scenarios_can_be_listed(imds: str) -> None:
+    """Every preset is there with its orders in the order of their time."""
+    listed = http("GET", f"{imds}/_control/scenarios").json()
+    assert listed.keys() == {
+        "no-notice", "aws-120s", "aws-39s", "aws-hibernate", "aws-stop", "aws-withdrawn",
+        "aws-rebalance-then-notice", "aws-rebalance-only", "aws-asg", "aws-scheduled",
+        "aws-scheduled-cancelled",
+    }  # fmt: skip
+    for steps in listed.values():
+        times = [at_s for at_s, _order, _body in steps]
+        assert times == sorted(times)
+
+
+@pytest.mark.fault("N12")
+def test_scenario_without_notice_ends_in_silence() -> None:
+    """No word of the end comes before it; then nothing is answered any more."""
+    options = ("--scenario", "no-notice", "--speed", "60")
+    with EmulatorProcess("emulators.aws_imds", *options) as process:
+        answers = set()
+
+        def silent() -> bool:
+            try:
+                token = http(
+                    "PUT", process.url + "/latest/api/token", headers={TTL: "60"}, timeout=1
+                )
+                headers = {"X-aws-ec2-metadata-token": token.text}
+                answers.add(http("GET", process.url + SPOT, headers=headers, timeout=1).status_code)
+            except requests.Timeout:
+                return True
+            return False
+
+        until(silent, what="silence")
+        assert answers <= {404}
 
 
 def test_identity_and_credentials(imds: str) -> None:

@@ -196,3 +196,70 @@ def test_dead_answers_nothing(server: str) -> None:
     control(server, "dead", after_s=None)
     assert hanging.end() is None
     assert get(server, PREEMPTED).text == "TRUE"
+
+
+MAINTENANCE = "instance/maintenance-event"
+TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
+TOKEN = "instance/service-accounts/default/token"
+
+
+def test_only_who_reads_is_warned_of_maintenance() -> None:
+    """The warning is shown to a VM that has read the key since the event before, and to no other."""
+    with EmulatorProcess("emulators.gcp_metadata") as process:
+        assert control(process.url, "maintenance", value=TERMINATE) == {"shown": False}
+        assert get(process.url, MAINTENANCE).text == "NONE"
+        assert control(process.url, "maintenance", value=TERMINATE) == {"shown": True}
+        control(process.url, "maintenance", value="NONE")
+        assert control(process.url, "maintenance", value=TERMINATE) == {"shown": False}
+        assert get(process.url, MAINTENANCE).text == "NONE"
+
+
+def test_token_is_kept_until_it_is_nearly_over() -> None:
+    """The same token is handed out with less and less life, then a new one."""
+    with EmulatorProcess("emulators.gcp_metadata") as process:
+        first, second = (get(process.url, TOKEN).json() for _ in range(2))
+        assert first["access_token"] == second["access_token"]
+        assert 3590 < second["expires_in"] <= first["expires_in"] <= 3599
+        control(process.url, "token", life_s=600)
+        assert get(process.url, TOKEN).json()["access_token"] != first["access_token"]
+        assert asked(process.url, f"GET {BASE}{TOKEN}") == 3
+
+
+def test_scenarios_are_listed(server: str) -> None:
+    """A user finds out what can be played."""
+    scenarios = http("GET", f"{server}/_control/scenarios").json()
+    assert set(scenarios) == {
+        "no-notice", "gcp-30s", "gcp-120s", "gcp-dead-after-notice", "gcp-maintenance-60min",
+        "gcp-maintenance-cancelled", "gcp-stop-only", "gcp-upcoming",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scenario", "speed", "key", "value", "ends_dead"),
+    [
+        ("gcp-30s", 40, PREEMPTED, "TRUE", True),
+        ("gcp-120s", 160, PREEMPTED, "TRUE", True),
+        ("gcp-dead-after-notice", 12, PREEMPTED, "TRUE", True),
+        ("gcp-maintenance-60min", 20, MAINTENANCE, TERMINATE, False),
+        ("gcp-stop-only", 20, "instance/shutdown-details/stop-state", "PENDING_STOP", False),
+        ("gcp-upcoming", 20, "instance/upcoming-maintenance", "PENDING", False),
+    ],
+)
+def test_scenario_plays(scenario: str, speed: float, key: str, value: str, ends_dead: bool) -> None:
+    """What the name says befalls the key, and where the power would go the server falls silent."""
+    arguments = ("--scenario", scenario, "--speed", str(speed))
+    with EmulatorProcess("emulators.gcp_metadata", *arguments) as process:
+        until(lambda: value in get(process.url, key).text, what="the event")
+        if ends_dead:
+            with pytest.raises(requests.ReadTimeout):
+                until(lambda: http("GET", process.url + BASE, headers=GOOGLE, timeout=1) is None)
+
+
+def test_cancelled_maintenance_plays() -> None:
+    """The maintenance comes, and goes again."""
+    arguments = ("--scenario", "gcp-maintenance-cancelled", "--speed", "200")
+    with EmulatorProcess("emulators.gcp_metadata", *arguments) as process:
+        for value in (TERMINATE, "NONE"):
+            until(
+                lambda value=value: get(process.url, MAINTENANCE).text == value, what="the change"
+            )

@@ -57,6 +57,8 @@ _HEADERS: dict[str, str | None] = {
     "X-XSS-Protection": "0",
     "X-Frame-Options": "SAMEORIGIN",
 }
+_EMAIL = "default@emulated.iam.gserviceaccount.com"
+"""The service account has two names."""
 _VALUES = {
     "instance/id": "1234567890123456789",
     "instance/machine-type": "projects/123456789012/machineTypes/a2-highgpu-1g",
@@ -66,7 +68,7 @@ _VALUES = {
     "instance/scheduling/automatic-restart": "FALSE",
     "instance/scheduling/on-host-maintenance": "TERMINATE",
     "instance/scheduling/preemptible": "TRUE",
-    "instance/service-accounts/default/email": "default@emulated.iam.gserviceaccount.com",
+    "instance/service-accounts/default/email": _EMAIL,
     "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
     TOKEN_KEY: "",  # made when it is asked for
     "instance/upcoming-maintenance": "NONE",
@@ -170,9 +172,13 @@ class GcpMetadata(Emulator):
             return _refused(404, "Not Found")
         if request.method not in ("GET", "HEAD"):
             return _refused(405, "Method Not Allowed")
+        if request.path == "/":  # how clients find out that they are on Compute Engine
+            return Reply(
+                200, "computeMetadata/\n", {**_HEADERS, "Content-Type": "application/text"}
+            )
         if not request.path.startswith(BASE):
             return _refused(404, "Not Found")
-        key = request.path.removeprefix(BASE)
+        key = request.path.removeprefix(BASE).replace(f"/{_EMAIL}/", "/default/")
         with self.changed:
             if key == MAINTENANCE_KEY:
                 self._is_maintenance_watched = True

@@ -86,6 +86,24 @@ def test_the_next_vm_ends_with_the_same_weights(
     assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(300)}
 
 
+def test_large_files_travel_in_parts(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """Three files of 7 MB in parts of 5 MiB, many at a time: each arrives as one object, whole."""
+    vm = new_vm(
+        "vm", bucket.store, metadata=aws.metadata, settings={"flush": {"part_size": "5MiB"}}
+    )
+    daemon = vm.start_daemon()
+    vm.start_trainer("--size-bytes", "7000000", script=witness).lines.wait(step=2)
+    aws.notice(in_s=60)
+    saved = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
+
+    parts = [target for method, target in bucket.order("requests") if "partNumber=" in target]
+    assert len(parts) >= 6
+    second = new_vm("second", bucket.store)
+    second.start_daemon()
+    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")  # checks each byte
+    assert resumed["from_step"] == saved
+
+
 @pytest.mark.fault("N14")
 def test_a_withdrawn_notice_leaves_no_trace_in_training(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

@@ -71,6 +71,19 @@ def test_staging_that_cannot_be_used_is_said_and_not_made(
     assert not place.is_dir()
 
 
+@pytest.mark.fault("D08")
+def test_staging_that_cannot_be_written_to_is_said(bucket: Bucket, new_vm: Any) -> None:
+    """A read-only file system: exit code 5 before anything is promised to anybody."""
+    vm = new_vm("vm", bucket.store)
+    with mounted_tmpfs(vm.staging, "ro,size=1m"):
+        daemon = vm.start_daemon(ready=False)
+        assert daemon.wait() == BAD_STAGING
+    (problem, hint) = daemon.lines.all(event="cannot_start")
+    assert "Read-only file system" in problem["problem"]
+    assert "write" in hint["hint"]
+    assert bucket.keys() == []
+
+
 @pytest.mark.fault("H10")
 def test_a_second_daemon_in_the_same_staging_is_refused(bucket: Bucket, new_vm: Any) -> None:
     """It says who is in the way and leaves; the first does not notice."""
@@ -230,7 +243,7 @@ def test_a_full_staging_disk_costs_a_checkpoint_and_not_the_training(
 ) -> None:
     """Training goes on, one line says why there is no checkpoint, and older commits are untouched."""
     vm = new_vm("vm", bucket.store)
-    with mounted_tmpfs(vm.staging, size="8m"):
+    with mounted_tmpfs(vm.staging, "size=8m"):
         daemon = vm.start_daemon()
         first = vm.start_trainer("--steps", "20", "--every-steps", "20", script=witness)
         daemon.lines.wait(event="committed", step=20)
@@ -258,9 +271,9 @@ def _about_the_disk(trainer: Any) -> list[str]:
 
 
 @contextmanager
-def mounted_tmpfs(place: Path, *, size: str) -> Iterator[None]:
-    """A small disk of its own at ``place``."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "swansong-test", str(place)]
+def mounted_tmpfs(place: Path, options: str) -> Iterator[None]:
+    """A disk of its own at ``place``."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "swansong-test", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a tmpfs here")
     try:

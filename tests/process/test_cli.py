@@ -23,6 +23,7 @@ from committed import commit, file_store, flip_bit, object_path, tree
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
 from swansongd.cli.main import EXIT_CODES
+from swansongd.cli.notify import EXIT_BY_VERDICT
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
 from swansongd.stores.files import FileStore
@@ -551,7 +552,8 @@ def test_version_and_help(place: Place) -> None:
     shown = place.run("--help").stdout
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SwansongError)} | {
-        0
+        0,
+        *EXIT_BY_VERDICT.values(),
     } == set(EXIT_CODES)
     for code, text in EXIT_CODES.items():
         assert f"  {code}  {text}" in shown

@@ -30,6 +30,25 @@ def test_a_store_that_comes_back_in_time_is_enough(
     assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
 
 
+@pytest.mark.fault("O08", "G05")
+@pytest.mark.parametrize("below", ["/commits/", "/generations/"], ids=["commit", "claim"])
+def test_a_lost_reply_is_settled_by_reading_back(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, below: str
+) -> None:
+    """The create took effect, its answer was an error, trying again finds the name taken: by us."""
+    bucket.order("answer", status=500, method="PUT", match=below, carry_out=1)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    aws.notice(in_s=30)
+
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 1)
+    assert len(daemon.lines.all(event="store_retry")) == 1
+    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
+    assert bucket.keys("run/generations/") == ["run/generations/00000001.json"]
+
+
 def test_a_store_that_stays_away_costs_the_newest_steps_and_no_hang(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

@@ -49,9 +49,9 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
-from swansongd.keys import CommitKey, RunKeys
+from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
-from swansongd.model import Notice, Severity, Staged, TrainerView, Verdict
+from swansongd.model import CommitRef, Notice, Severity, Staged, TrainerView, Verdict
 from swansongd.stores.base import ObjectInfo, PartReceipt, Upload
 
 KEYS = RunKeys("r")
@@ -75,6 +75,8 @@ class SimStore:
 
     def __init__(self, chance: Callable[[str, float], bool]) -> None:
         self.objects: dict[str, bytes] = {}
+        self.new: list[str] = []
+        """Keys that nobody has checked yet."""
         self._chance = chance
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -84,9 +86,13 @@ class SimStore:
             raise Exists(key)
         if self.objects.get(key, bytes(data)) != bytes(data):
             raise Broken(f"I2: {key} is written twice with different bytes")
-        self.objects[key] = bytes(data)
+        self.write(key, bytes(data))
         if self._chance("lost_reply", 0.2):
             raise Transient(f"{key}: reset")
+
+    def write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+        self.new.append(key)
 
     def get(self, key: str) -> bytes:
         if self._chance("refused", 0.1):
@@ -137,6 +143,8 @@ class Trainer:
     saved_s: float | None = None
     asked: set[str] = field(default_factory=set)
     request: str = ""
+    accepted: int = -1
+    target: int | None = None
     is_standing: bool = False
 
 
@@ -170,7 +178,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._flush_id = ""
-        self._checked: set[str] = set()
+        self._refs: list[CommitRef] = []
         self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
         self._save_s = self.random.choice((0.1, 2.0, 20.0))
         self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
@@ -279,7 +287,8 @@ class World:
                     self._asked(trainer, request_id)
             case SendTarget(request_id, target, _):
                 trainer = self.trainer
-                if trainer is not None and trainer.request == request_id:
+                if trainer is not None and trainer.request == request_id and trainer.target is None:
+                    trainer.target = target
                     if target != trainer.step + 1:
                         raise Broken(f"target {target} is not one ahead of {trainer.step}")
                     self.at(self._boundary_s, lambda: self._saves(trainer, target, request_id))
@@ -319,7 +328,7 @@ class World:
 
     def _trainer_starts(self) -> None:
         """A trainer goes on from the newest commit or set, as the rejoin would have it."""
-        steps = [key.ref for key in self.commits()]
+        steps = self.commits()
         start = max(steps).step if steps else 0
         start = max([start, *(s.id.step for s in self.staging)])
         self._count += 1
@@ -374,8 +383,10 @@ class World:
 
         def accepts() -> None:
             if trainer is self.trainer:
-                trainer.request, trainer.is_standing = request_id, True
-                at_step = trainer.step
+                if trainer.request != request_id:
+                    trainer.request, trainer.target = request_id, None
+                    trainer.accepted, trainer.is_standing = trainer.step, True
+                at_step = trainer.accepted
                 self.post(lambda: TrainerAccepted(trainer.connection, request_id, at_step), 0.05)
 
         if request_id in trainer.asked:  # answered before: said again, done only once
@@ -412,7 +423,7 @@ class World:
         )
 
     def _prune(self, directories: tuple[str, ...]) -> None:
-        newest = max((key.ref for key in self.commits()), default=None)
+        newest = max(self.commits(), default=None)
         for staged in self.staging:
             if staged.directory in directories and (newest is None or staged.id.step > newest.step):
                 raise Broken(f"I18: {staged.directory} is deleted and no commit replaces it")
@@ -453,7 +464,7 @@ class World:
                 self._flush_id = ""
                 shards = shards_of(order.staged, f"{life}/{order.flush_id}/{self.generation}")
                 for shard in shards:  # the content does not matter, the name and the size do
-                    self.store.objects[shard.key] = str(shard.size_bytes).encode()
+                    self.store.write(shard.key, str(shard.size_bytes).encode())
                 if self.chance("vanishes", 0.1):
                     self.staging.remove(order.staged)
                 self.post(lambda: Flushed(order.flush_id, shards), 0.05)
@@ -514,10 +525,11 @@ class World:
             default=0,
         )
         generation = claimed + 1
-        self.store.objects[KEYS.generation(generation)] = json.dumps({"nonce": "other"}).encode()
-        step = max((key.ref.step for key in self.commits()), default=0) + 1
+        self.store.write(KEYS.generation(generation), json.dumps({"nonce": "other"}).encode())
+        step = max((ref.step for ref in self.commits()), default=0) + 1
         shards = shards_of(a_set(step, "other", size_bytes=1), "other")
-        self.store.objects.update({shard.key: b"1" for shard in shards})
+        for shard in shards:
+            self.store.write(shard.key, b"1")
         made = Manifest(
             run="r",
             generation=generation,
@@ -529,23 +541,31 @@ class World:
             shards=shards,
             created="2030-01-01T00:00:00Z",
         )
-        self.store.objects[KEYS.commit(made.ref, 0, 1)] = manifest.encode(made)
+        self.store.write(KEYS.commit(made.ref, 0, 1), manifest.encode(made))
 
     # ------------------------------------------------------------------ the invariants
 
-    def commits(self) -> list[CommitKey]:
-        parsed = (KEYS.parse_commit(key) for key in self.store.objects)
-        return [key for key in parsed if key is not None]
+    def commits(self) -> list[CommitRef]:
+        """What the store holds, whatever the daemon believes."""
+        self.check_new()
+        return self._refs
 
     def check(self) -> None:
-        """I1, I4, I5: every manifest names shards that are stored, and is one of a set that was sealed."""
-        sealed = {(s.id.step, s.id.nonce) for s in self.sealed}
-        for key, data in self.store.objects.items():
+        """I16: the daemon believes in no commit that is not there."""
+        self.check_new()
+        last = self.state.last_commit
+        if last is not None and last not in self._refs:
+            raise Broken(f"I16: the daemon believes in {last}, the store does not hold it")
+
+    def check_new(self) -> None:
+        """I1, I4, I5: each new manifest names shards that are stored, and is of a set that was sealed."""
+        keys, self.store.new = self.store.new, []
+        for key in keys:
             parsed = KEYS.parse_commit(key)
-            if parsed is None or key in self._checked:
+            if parsed is None:
                 continue
-            self._checked.add(key)
-            made = manifest.decode(data)
+            self._refs.append(parsed.ref)
+            made = manifest.decode(self.store.objects[key])
             for shard in made.shards:
                 if self.store.objects.get(shard.key) != str(shard.size_bytes).encode():
                     raise Broken(f"I1: {key} names {shard.key}, which is not stored")
@@ -553,15 +573,12 @@ class World:
                 continue
             if made.generation not in self.own:
                 raise Broken(f"I4: {key} under a generation that is not ours")
-            if (made.step, made.nonce) not in sealed:
+            if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):
                 raise Broken(f"I5: {key} is of no sealed set")
-        last = self.state.last_commit
-        if last is not None and last not in {key.ref for key in self.commits()}:
-            raise Broken(f"I16: the daemon believes in {last}, the store does not hold it")
 
     def _concluded(self, conclusion: Conclude) -> None:
         self.verdict = conclusion
-        refs = {key.ref for key in self.commits()}
+        refs = self.commits()
         if conclusion.verdict is Verdict.LOST:
             if self.state.last_commit is not None:
                 raise Broken("I16: LOST, and a commit stands")
@@ -576,7 +593,7 @@ class World:
         # What was sealed well before cannot have been overlooked.
         answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
         known = [s for s in self.state.staged if s.id not in self.state.inherited]
-        for staged in [*answers, *known]:
+        for staged in answers or known:
             if staged.id.step > conclusion.commit.step:
                 raise Broken(f"I7: SAFE at {conclusion.commit}, and {staged.id} is sealed")
         trainer = self.trainer

@@ -655,3 +655,32 @@ def test_a_sealed_that_the_scan_does_not_confirm_is_not_believed() -> None:
     story.tell(TrainerSealed(1, story.request_id, 5, 1.0, 10))
     assert story.state.phase is Phase.CHECKPOINTING
     assert not story.all(StartFlush)
+
+
+@pytest.mark.fault("T16")
+def test_newer_sets_wait_until_the_answer_is_safe() -> None:
+    """A trainer that trains on neither takes the wire from its emergency checkpoint nor the verdict."""
+    story = Story()
+    story.join(step=4)
+    story.notice(in_s=60)
+    story.accept(4)
+    story.answer(5)
+    story.seal(6)
+    assert story.flushes == [5]
+    story.flushed()
+    story.committed()
+    assert story.verdicts == ["SAFE generation 2 step 5"]
+    assert story.flushes == [5, 6], "afterwards there may be time for more"
+    story.wait(60)
+    assert story.verdicts == ["SAFE generation 2 step 5"], "what is safe stays safe"
+
+
+def test_a_notice_acted_on_again_is_a_new_request() -> None:
+    """Otherwise the set that answered it the first time would do for the second, long stale."""
+    story = Story()
+    story.join(step=4)
+    story.notice(source="gcp.preempted")
+    first = story.request_id
+    story.withdraw("gcp.preempted")
+    story.notice(source="gcp.preempted")
+    assert story.request_id != first

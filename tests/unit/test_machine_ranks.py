@@ -56,6 +56,7 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time() -> None:
     assert story.all(WithdrawRequest)
     assert not story.all(SendTarget)
     story.store_all()
+    story.scan()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert "[1]" in story.last(Conclude).reason
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swansongd.cli import ls, restore, status, verify, version
+from swansongd.cli import ls, notify, restore, status, verify, version
 from swansongd.cli.common import note
 from swansongd.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
@@ -17,6 +17,7 @@ from swansongd.telemetry import log
 
 _COMMANDS = {
     "status": status,
+    "notify": notify,
     "ls": ls,
     "restore": restore,
     "verify": verify,
@@ -34,6 +35,8 @@ EXIT_CODES = {
     7: "nothing to restore: the run has no commit that is whole",
     8: "stored bytes or a manifest do not match their digest",
     9: "stopped before it was done",
+    10: "notify --wait: PARTIAL, an older commit stands",
+    11: "notify --wait: LOST, nothing of the run is committed",
 }
 
 

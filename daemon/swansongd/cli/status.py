@@ -4,31 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import socket
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from swansong.protocol import (
-    MAX_MESSAGE_BYTES,
-    ProtocolError,
-    Refused,
-    Status,
-    StatusQuery,
-    decode,
-    encode,
-)
 
 from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.cli.talk import Daemon
 from swansongd.config import load
-from swansongd.errors import Unreachable
 from swansongd.telemetry.log import printable
 
 HELP = "show what the daemon on this VM is doing"
-
-_TIMEOUT_S = 5.0
-_NOT_RUNNING = "Start it, or see why it ended: systemctl status swansongd"
-_NOT_ALLOWED = "Ask as root, or as one of trainer.users"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = _ask(load(args.config).trainer.socket)
+    with Daemon(load(args.config).trainer.socket) as daemon:
+        report = daemon.report()
     if args.json:
         print_json(report)
         return 0
@@ -51,36 +37,6 @@ def run(args: argparse.Namespace) -> int:
             out.print()
             out.print(_listing(title, columns, rows))
     return 0
-
-
-def _ask(path: Path) -> dict[str, Any]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.settimeout(_TIMEOUT_S)
-        try:
-            channel.connect(str(path))
-            channel.send(encode(StatusQuery()))
-            while data := channel.recv(MAX_MESSAGE_BYTES + 1):
-                answer = decode(data)
-                if isinstance(answer, Status):
-                    return answer.report
-                if isinstance(answer, Refused):
-                    raise Unreachable(f"the daemon refused: {answer.reason}", hint=_NOT_ALLOWED)
-        except PermissionError:
-            raise Unreachable(f"no right to ask the daemon at {path}", hint=_NOT_ALLOWED) from None
-        except TimeoutError:
-            raise Unreachable(
-                f"the daemon at {path} did not answer within {_TIMEOUT_S:g} s", hint=_NOT_RUNNING
-            ) from None
-        except OSError as error:
-            raise Unreachable(
-                f"no daemon answers at {path} ({error.strerror})", hint=_NOT_RUNNING
-            ) from None
-        except ProtocolError as error:
-            raise Unreachable(
-                f"what answers at {path} is no swansongd of this version ({error})",
-                hint="Restart the daemon after an upgrade",
-            ) from None
-    raise Unreachable(f"the daemon at {path} closed the connection", hint=_NOT_ALLOWED)
 
 
 def _summary(report: dict[str, Any]) -> Table:

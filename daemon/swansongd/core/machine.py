@@ -540,8 +540,12 @@ def _steer_evacuation(turn: _Turn) -> None:
 
 def _open(turn: _Turn, notice: Notice, deadline_mono_s: float) -> None:
     plan = _plan(turn, left_s=deadline_mono_s - turn.now)
+    # Its own id when the same notice is acted on again: the old answer must not do for the new request.
+    id_ = evacuation_id(notice)
+    again = turn.state.opened.count(id_)
+    turn.set(opened=(*turn.state.opened, id_)[-CONCLUDED_MAX:])
     evacuation = Evacuation(
-        id=evacuation_id(notice),
+        id=f"{id_}-{again}" if again else id_,
         reason=f"{notice.source}: {notice.kind}",
         opened_mono_s=turn.now,
         deadline_mono_s=deadline_mono_s,
@@ -673,6 +677,10 @@ def _steer_flush(turn: _Turn) -> None:
         data_left_s = turn.left_s - state.settings.reserve_s
         if data_left_s <= 0:
             return  # the reserve is for the commit
+        answer = state.answer
+        if answer is not None and state.evacuation.verdict is None:
+            # A trainer that trains on may seal newer ones: they wait until this one is safe.
+            candidates = tuple(c for c in candidates if c.id <= answer)
         wanted = planner.choose(
             candidates,
             left_s=data_left_s,
@@ -730,7 +738,8 @@ def _steer_verdict(turn: _Turn) -> None:
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_busy = (
+    is_answered = state.answer is not None and state.is_covered(state.answer)
+    is_busy = not is_answered and (
         not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
     )
     out_of_time = turn.left_s <= 0
@@ -755,6 +764,8 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
             return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
     stands = f"{state.last_commit} stands"
+    if state.answer is not None and state.is_covered(state.answer):
+        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     ask = evacuation.ask

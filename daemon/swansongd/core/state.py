@@ -142,6 +142,8 @@ class State:
     flushes: int = 0
     bandwidth_bytes_per_s: float | None = None
     evacuation: Evacuation | None = None
+    opened: tuple[str, ...] = ()
+    """Notices, by the id that they give, for which evacuations were opened so far."""
     is_leaving: bool = False
 
     @property
@@ -196,6 +198,12 @@ class State:
                 done = self.flight.bytes_stored if self.flight is not None and in_flight else 0
                 result.append(Candidate(id=staged.id, bytes_left=staged.size_bytes - done))
         return tuple(result)
+
+    @property
+    def answer(self) -> CheckpointId | None:
+        """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
+        ask = self.evacuation.ask if self.evacuation is not None else None
+        return None if ask is None or ask.sealed in self.unusable else ask.sealed
 
     @property
     def local_world_size(self) -> int:

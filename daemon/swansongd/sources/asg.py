@@ -105,15 +105,18 @@ class LifecycleHook:
         while True:
             with self._asked:
                 self._asked.wait_for(
-                    lambda: self._stopped or self._beat_asked or self._completion_asked
+                    lambda: self._stopped or self._beat_asked or self._completion_asked,
+                    timeout=None if self._client is not None else self._backoff.next_s(),
                 )
                 if self._stopped:
                     return
-                completes = self._completion_asked
+                beats, completes = self._beat_asked, self._completion_asked
             if completes:
                 self._complete()
-            else:
+            elif beats:
                 self._beat()
+            else:
+                self._attempt("ready", self._prepare)
 
     def _beat(self) -> None:
         done = self._attempt("heartbeat", lambda: self._call("record_lifecycle_action_heartbeat"))

@@ -120,7 +120,12 @@ class Logind:
             _MANAGER,
             "Inhibit",
             "ssss",
-            ("shutdown", "swansong", "Gets the checkpoint of the training run off this VM", "delay"),
+            (
+                "shutdown",
+                "swansong",
+                "Gets the checkpoint of the training run off this VM",
+                "delay",
+            ),
         )
         (lock,) = self._call(request)
         lock_fd = int(lock.to_raw_fd())
@@ -374,9 +379,7 @@ class LogindSource:
         """Post it; returns when to try again for the lock, on the monotonic clock."""
         assert self._delay_s is not None
         if refusal:
-            health.degraded(
-                f"no delay lock, shutdowns will not wait for the flush: {refusal}"
-            )
+            health.degraded(f"no delay lock, shutdowns will not wait for the flush: {refusal}")
             return self._monotonic() + backoff.next_s()
         backoff.reset()
         if self._delay_s < self._wanted_delay_s:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from swansongd.sources.aws import AwsSource, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clock, Source
 from swansongd.sources.detect import detect_cloud
+from swansongd.sources.fixed import DeadlineSource, end_after, end_at
 from swansongd.sources.gcp import GcpPreemptedSource
 from swansongd.sources.gcp_events import (
     GPU_MAINTENANCE_S,
@@ -86,3 +89,32 @@ def open_sources(
             return []
         case _:
             raise ValueError(f"no such cloud: {cloud!r}")
+
+
+def open_deadline(
+    instant: datetime | None,
+    max_run_duration_s: float | None,
+    *,
+    lead_s: float,
+    boot_id: str,
+    since_boot: Clock,
+    monotonic: Clock,
+    wall: Clock,
+) -> list[Source]:
+    """The source of the ends that are configured; none where none is.
+
+    Args:
+        instant: of ``sources.end_at``.
+        max_run_duration_s: counted from the boot.
+        lead_s: so long before the end the notice becomes imminent.
+        boot_id: of the kernel.
+        since_boot, monotonic, wall: the clocks, in seconds.
+    """
+    ends = []
+    if instant is not None:
+        ends.append(end_at(instant, wall=wall))
+    if max_run_duration_s is not None:
+        ends.append(end_after(max_run_duration_s, boot_id=boot_id, since_boot=since_boot))
+    if not ends:
+        return []
+    return [DeadlineSource(tuple(ends), lead_s=lead_s, monotonic=monotonic)]

@@ -328,6 +328,7 @@ def _held(inner: Any) -> Any:
     class Held(Credentials):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
             super().__init__()
+            self.token: str | None = None
             self._renewing = threading.Lock()
 
         def refresh(self, request: Any) -> None:

@@ -309,7 +309,7 @@ def _held(inner: Any) -> Any:
 
     class Held(Credentials):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
-            super().__init__(None, None)
+            super().__init__("", "")
             self._frozen: Any = None
             self._renewing = threading.Lock()
 

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of staging: is it there, may the daemon write to it, how much fits, how fast is it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from swansongd.config import Config
+from swansongd.doctor.accounts import Account
+from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
+
+FAMILY = "staging"
+
+_SPEED_BYTES = 64 * 2**20
+_BLOCK_BYTES = 2**20
+_LIMIT_S = 30.0
+_FREE_BYTES_MIN = 2**30
+"""Wanted free before anybody knows how large a checkpoint is."""
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def checks(config: Config, daemon: Account) -> Iterator[Check]:
+    """All of them, in the order in which they need one another.
+
+    Args:
+        daemon: the user that the daemon runs as.
+    """
+    path, run = config.staging.path, config.staging.path / config.run.name
+    make = f"install -d -m 2770 -o swansong -g swansong-trainers {shlex.quote(str(path))}"
+    yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), mend=make)
+    yield Check(
+        family=FAMILY,
+        name="staging rights",
+        ask=lambda: _writable(path, run, daemon),
+        needs="staging",
+        mend=make,
+    )
+    yield Check(
+        family=FAMILY,
+        name="file system",
+        ask=lambda: judge_devices(path, run, _device(path), _device(run)),
+        needs="staging",
+    )
+    yield Check(
+        family=FAMILY,
+        name="free space",
+        ask=lambda: judge_space(path, _free_bytes(path), newest_bytes(run)),
+        needs="staging",
+        limit_s=_LIMIT_S,
+    )
+    yield Check(
+        family=FAMILY,
+        name="disk speed",
+        ask=lambda: _speed(path),
+        needs="staging rights",
+        mend=f"df -h {shlex.quote(str(path))}",
+        limit_s=_LIMIT_S,
+    )
+
+
+def _there(path: Path, make: str) -> Judgement:
+    if not path.exists():
+        return failure(f"staging.path {path} does not exist: not made, or not mounted", make)
+    if not path.is_dir():
+        return failure(f"staging.path {path} is no directory", make)
+    return ok(f"{path} is there, on {file_system(path, _MOUNTS.read_text())}")
+
+
+def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
+    where = run if run.is_dir() else path
+    if daemon.may("rwx", where):
+        return ok(f"{daemon.name} may write to {where}")
+    facts = where.stat()
+    return failure(
+        f"{daemon.name} may not write to {where} (owner {facts.st_uid}, group {facts.st_gid}, mode "
+        f"{facts.st_mode & 0o7777:o})",
+        f"chown swansong:swansong-trainers {shlex.quote(str(where))} && "
+        f"chmod 2770 {shlex.quote(str(where))}",
+    )
+
+
+def _device(path: Path) -> int | None:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
+
+
+def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | None) -> Judgement:
+    """Whether renames within staging stay renames: everything must lie on one file system."""
+    if run_device is None:
+        return ok(f"{run} is not there yet: the daemon makes it within {path}")
+    if staging != run_device:
+        return failure(
+            f"{run} is another file system than {path}: sealed sets could not be renamed",
+            f"umount {shlex.quote(str(run))}",
+        )
+    return ok(f"{run} lies on the same file system as {path}")
+
+
+def _free_bytes(path: Path) -> int:
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def newest_bytes(run: Path) -> int:
+    """Size of the newest directory in the staging directory of a run; 0 where there is none."""
+    with suppress(OSError):
+        sets = [entry for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False)]
+        shown = [entry for entry in sets if not entry.name.startswith(".")]
+        if shown:
+            newest = max(shown, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
+            return sum(
+                os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
+                for parent, _, names in os.walk(newest.path)
+                for name in names
+            )
+    return 0
+
+
+def judge_space(path: Path, free_bytes: int, newest_bytes: int) -> Judgement:
+    """Whether the next checkpoint fits, and one more while it is flushed.
+
+    Args:
+        newest_bytes: size of the newest checkpoint; 0 where there is none.
+    """
+    free = f"{free_bytes / 1e9:.3g} GB free in {path}"
+    look = f"df -h {shlex.quote(str(path))}"
+    if free_bytes < newest_bytes or free_bytes < _SPEED_BYTES:
+        return failure(
+            f"{free}: not enough for one checkpoint ({newest_bytes / 1e9:.3g} GB)", look
+        )
+    if newest_bytes:
+        found = f"{free}, the newest checkpoint has {newest_bytes / 1e9:.3g} GB"
+        return ok(found) if free_bytes >= 2 * newest_bytes else warning(
+            f"{found}: not enough for two", look
+        )
+    if free_bytes < _FREE_BYTES_MIN:
+        return warning(f"{free}, and no checkpoint yet to compare with", look)
+    return ok(f"{free}; no checkpoint yet to compare with")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    point: str
+    kind: str
+
+
+def file_system(path: Path, mountinfo: str) -> str:
+    """Kind of the file system that ``path`` lies on, for example ``tmpfs``."""
+    found = _Mount("", "an unknown file system")
+    for line in mountinfo.splitlines():
+        fields, _, rest = line.partition(" - ")
+        # Octal for blanks in the mount point, as /proc writes them.
+        point = fields.split()[4].replace("\\040", " ")
+        if os.path.commonpath([point, path]) == point and len(point) >= len(found.point):
+            found = _Mount(point, rest.split()[0])
+    return found.kind
+
+
+def _speed(path: Path) -> Judgement:
+    if _free_bytes(path) < 2 * _SPEED_BYTES:
+        return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
+    name = path / f".swansong-doctor-{secrets.token_hex(4)}"
+    block = os.urandom(_BLOCK_BYTES)  # a file system that compresses would flatter itself
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(name)  # gone with the descriptor, however this ends
+        begun_mono_s = time.monotonic()
+        for _ in range(_SPEED_BYTES // _BLOCK_BYTES):
+            os.write(fd, block)
+        os.fsync(fd)
+        written_mono_s = time.monotonic()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be measured
+        os.lseek(fd, 0, os.SEEK_SET)
+        buffer = mmap.mmap(-1, _BLOCK_BYTES)
+        while os.readv(fd, [buffer]):
+            pass
+        read_mono_s = time.monotonic()
+    finally:
+        os.close(fd)
+    return ok(
+        f"writes {_rate(written_mono_s - begun_mono_s)}, reads {_rate(read_mono_s - written_mono_s)} "
+        f"({_SPEED_BYTES / 1e6:.0f} MB, synced)"
+    )
+
+
+def _rate(took_s: float) -> str:
+    return f"{_SPEED_BYTES / 1e6 / max(took_s, 1e-9):.0f} MB/s"

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle hook of an Auto Scaling group, against a strict stand-in for its API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from emulators.aws_imds import TOKEN_PATH
+from emulators.process import EmulatorProcess
+from source_run import control, http
+from swansongd.sources.asg import IDENTITY_PATH, LifecycleHook
+from waiting import until
+
+BEAT = "RecordLifecycleActionHeartbeat"
+COMPLETE = "CompleteLifecycleAction"
+
+
+@pytest.fixture(scope="module")
+def imds() -> Iterator[str]:
+    with EmulatorProcess("emulators.aws_imds") as process:
+        yield process.url
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    with EmulatorProcess("emulators.autoscaling") as process:
+        yield process.url
+
+
+@pytest.fixture(autouse=True)
+def credentials(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other credentials than those of the VM's role, from the emulated metadata service."""
+    control(imds, "clear")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE",
+                 "AWS_EC2_METADATA_DISABLED"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", imds)
+
+
+@contextmanager
+def hook(
+    imds: str,
+    api: str,
+    *,
+    group: str = "trainers",
+    interval_s: float = 0.1,
+    timeout_s: float = 5.0,
+) -> Iterator[LifecycleHook]:
+    made = LifecycleHook(
+        hook="swansong",
+        group=group,
+        metadata_url=imds,
+        endpoint=api,
+        heartbeat_interval_s=interval_s,
+        timeout_s=timeout_s,
+    )
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def calls(api: str) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = http("GET", f"{api}/_control/calls").json()
+    return found
+
+
+def actions(api: str) -> list[str]:
+    return [call["Action"] for call in calls(api)]
+
+
+def test_heartbeats_then_completion(imds: str, api: str) -> None:
+    """As long as it is told so the hook is kept waiting, then let go once, for this VM and region."""
+    with hook(imds, api) as lifecycle:
+
+        def beaten() -> bool:
+            lifecycle.heartbeat()
+            return actions(api).count(BEAT) >= 3
+
+        until(beaten, what="heartbeats")
+        lifecycle.complete()
+        until(lambda: COMPLETE in actions(api), what="completion")
+    said = calls(api)
+    assert [call["Action"] for call in said].count(COMPLETE) == 1
+    assert said[-1] == {
+        "Action": COMPLETE,
+        "Version": "2011-01-01",
+        "LifecycleHookName": "swansong",
+        "AutoScalingGroupName": "trainers",
+        "InstanceId": "i-0123456789abcdef0",
+        "LifecycleActionResult": "CONTINUE",
+    }
+
+
+def test_heartbeats_are_rationed(imds: str, api: str) -> None:
+    """However often it is told, the service hears once per interval; the completion does not wait."""
+    with hook(imds, api, interval_s=3600) as lifecycle:
+
+        def told() -> bool:
+            lifecycle.heartbeat()
+            return BEAT in actions(api)
+
+        until(told, what="the first heartbeat")
+        for _ in range(100):
+            lifecycle.heartbeat()
+        lifecycle.complete()
+        until(lambda: COMPLETE in actions(api), what="completion")
+        assert actions(api) == [BEAT, COMPLETE]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "ServiceUnavailable"), (400, "Throttling"), (403, "ExpiredToken"), (500, "X")],
+)
+def test_completion_is_tried_until_it_is_answered(
+    imds: str, api: str, status: int, code: str
+) -> None:
+    """An outage, throttling and expired credentials are outlasted."""
+    control(api, "fail", status=status, code=code, count=2)
+    with hook(imds, api) as lifecycle:
+        lifecycle.complete()
+        until(lambda: len(actions(api)) == 3, what="the third attempt")
+    assert set(actions(api)) == {COMPLETE}
+
+
+def test_refusal_is_final(imds: str, api: str) -> None:
+    """A hook that waits for nothing, or for another group, refuses; that is not tried again."""
+    with hook(imds, api, group="others") as lifecycle:
+        lifecycle.complete()
+        until(lambda: actions(api) == [COMPLETE], what="the refusal")
+
+        def beaten() -> bool:
+            lifecycle.heartbeat()
+            return BEAT in actions(api)
+
+        until(beaten, what="what comes next")
+    assert actions(api).count(COMPLETE) == 1
+
+
+def test_nobody_waits_for_a_service_that_hangs(imds: str, api: str) -> None:
+    """The caller never blocks; the attempt ends by its time limit and the next one succeeds."""
+    control(api, "fail", status=0, count=1)
+    with hook(imds, api, timeout_s=0.5) as lifecycle:
+        began_s = time.monotonic()
+        lifecycle.complete()
+        lifecycle.heartbeat()
+        assert time.monotonic() - began_s < 0.25
+        until(lambda: actions(api) == [COMPLETE, COMPLETE], what="the second attempt")
+
+
+@pytest.mark.fault("N01")
+def test_metadata_that_comes_late(imds: str, api: str) -> None:
+    """Without metadata nothing can be called; as soon as it is there, what was asked for is done."""
+    control(imds, "fault", path=TOKEN_PATH, kind="status", value=503, count=4)
+    with hook(imds, api) as lifecycle:
+        lifecycle.complete()
+        until(lambda: actions(api) == [COMPLETE], what="completion")
+
+
+def test_ready_before_it_is_needed(imds: str, api: str) -> None:
+    """Once started, the hook works though the metadata service dies, credentials included."""
+    with EmulatorProcess("emulators.aws_imds") as vm, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", vm.url)
+        with hook(vm.url, api) as lifecycle:
+            until(lambda: lifecycle._client is not None, what="readiness")
+            vm.kill()
+            lifecycle.complete()
+            until(lambda: actions(api) == [COMPLETE], what="completion")
+
+
+@pytest.mark.fault("N01")
+def test_readiness_is_tried_again(imds: str, api: str) -> None:
+    """If the metadata service was not there at the start, the hook gets ready without being asked."""
+    control(imds, "fault", path=TOKEN_PATH, kind="status", value=503, count=2)
+    with hook(imds, api) as lifecycle:
+        until(lambda: lifecycle._client is not None, what="readiness")
+    assert actions(api) == []
+
+
+def test_strange_identity_is_no_identity(imds: str, api: str) -> None:
+    """A document that names no instance is not acted upon, and asked for again."""
+    control(imds, "fault", path=IDENTITY_PATH, kind="body", value="[]", count=3)
+    with hook(imds, api) as lifecycle:
+        lifecycle.complete()
+        until(lambda: actions(api) == [COMPLETE], what="completion")

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shutdowns as logind tells of them, over a real bus."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulators.fake_logind import spoofed_shutdown, users_of
+from emulators.process import EmulatorProcess
+from source_run import SourceRun, control
+from swansongd.model import DeadlineQuality, Health, Severity
+from swansongd.sources import host, logind
+from swansongd.sources.logind import LogindError, LogindSource
+from waiting import until
+
+
+class FakeHost:
+    """A host with a logind that does as it is told."""
+
+    def __init__(self, emulator: EmulatorProcess) -> None:
+        self._url = emulator.url
+        self.bus = str(self.order("state")["bus"])
+
+    def order(self, name: str, **body: object) -> Any:
+        return control(self._url, name, **body)
+
+    def shows(self, **facts: object) -> None:
+        """Wait until its state holds these facts."""
+        until(lambda: facts.items() <= self.order("state").items(), what=str(facts))
+
+    def source(self, **options: Any) -> LogindSource:
+        return source(**{"bus": self.bus, **options})
+
+
+def source(**options: Any) -> LogindSource:
+    usual = {
+        "wanted_delay_s": 20.0,
+        "stop_grace_s": 11.0,
+        "boot_id": "boot",
+        "monotonic": time.monotonic,
+    }
+    return LogindSource(**{**usual, **options})
+
+
+@pytest.fixture
+def fake_host() -> Iterator[FakeHost]:
+    with EmulatorProcess("emulators.fake_logind") as emulator:
+        yield FakeHost(emulator)
+
+
+def test_a_healthy_logind_is_ok_and_the_lock_is_held(fake_host: FakeHost) -> None:
+    """One delay lock is taken, the limit that really holds is told, and the end gives the lock back."""
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.OK))
+        assert run.statuses[-1].reason == "shutdowns wait 24 s at most"
+        fake_host.shows(locks=1)
+    fake_host.shows(locks=0, taken=1)
+    assert run.notices == []
+
+
+@pytest.mark.fault("N15", "H03")
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_shutdown_is_a_notice_and_waits_for_the_release(
+    fake_host: FakeHost, metadata: bool
+) -> None:
+    """One notice for both signals, due before logind loses patience; release() lets the host go on."""
+    watched = fake_host.source()
+    with SourceRun(watched) as run:
+        until(lambda: run.is_now(Health.OK))
+        watched.release()  # with no shutdown under way it changes nothing
+        fake_host.shows(locks=1)
+
+        before_mono_s = time.monotonic()
+        fake_host.order("shutdown", type="reboot", metadata=metadata)
+        until(lambda: run.notices)
+        (notice,) = run.notices
+        assert (notice.source, notice.kind) == ("logind", "os-shutdown")
+        assert notice.severity is Severity.SHUTTING_DOWN
+        assert notice.identity == "logind:boot:1"
+        assert notice.deadline_quality is DeadlineQuality.DERIVED
+        assert before_mono_s + 23 <= notice.deadline_mono_s <= time.monotonic() + 23
+        assert notice.detail == ("reboot" if metadata else "PrepareForShutdown")
+        fake_host.shows(locks=1, shutdown="waiting")
+
+        watched.release()
+        watched.release()
+        fake_host.shows(locks=0, shutdown="gone")
+    assert len(run.notices) == 1
+    assert run.withdrawals == []
+
+
+@pytest.mark.fault("N15")
+def test_a_cancelled_shutdown_is_withdrawn_and_the_lock_taken_anew(fake_host: FakeHost) -> None:
+    """The next shutdown waits again, and is another notice."""
+    watched = fake_host.source()
+    with SourceRun(watched) as run:
+        until(lambda: run.is_now(Health.OK))
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+        watched.release()
+        fake_host.shows(locks=0)
+
+        fake_host.order("cancel")
+        until(lambda: run.withdrawals)
+        assert run.withdrawals[0].source == "logind"
+        fake_host.shows(locks=1, taken=2)
+
+        fake_host.order("shutdown")
+        until(lambda: len(run.notices) == 2)
+        assert run.notices[1].identity == "logind:boot:2"
+        fake_host.shows(locks=1, shutdown="waiting")
+
+
+def test_a_daemon_that_starts_during_a_shutdown_learns_of_it(fake_host: FakeHost) -> None:
+    """The property tells what the signal told before; no lock is given any more, so time is short."""
+    fake_host.order("shutdown")
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.notices)
+        (notice,) = run.notices
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert notice.deadline_mono_s <= time.monotonic() + 11
+        assert not run.is_now(Health.BLIND)
+
+
+def test_a_limit_that_is_too_short_is_said_with_the_remedy(fake_host: FakeHost) -> None:
+    """Degraded, naming the file and the command; the shutdown is still heard of, with that limit."""
+    fake_host.order("delay", max_s=5)
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.DEGRADED))
+        reason = run.statuses[-1].reason
+        assert "wait 5 s at most, less than the 20 s" in reason
+        assert "zz-swansong.conf" in reason
+        assert "systemctl restart systemd-logind" in reason
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+        assert run.notices[0].deadline_mono_s <= time.monotonic() + 4
+
+
+def test_a_logind_that_is_restarted_is_asked_again(fake_host: FakeHost) -> None:
+    """The remedy takes effect without a restart of the daemon, and the lock is never lost meanwhile."""
+    fake_host.order("delay", max_s=5)
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.DEGRADED))
+        fake_host.order("stop")
+        until(lambda: "system bus" in run.statuses[-1].reason or "anew" in run.statuses[-1].reason)
+        assert not run.is_now(Health.UNSUPPORTED)
+        fake_host.shows(locks=1)
+        fake_host.order("delay", max_s=30)
+        fake_host.order("start")
+        until(lambda: run.is_now(Health.OK))
+        fake_host.shows(locks=1, taken=2)
+
+
+def test_without_the_right_to_a_lock_shutdowns_are_heard_of(fake_host: FakeHost) -> None:
+    """Degraded with the remedy; a notice with the time that units get; the lock comes with the right."""
+    fake_host.order("deny", denied=True)
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.DEGRADED))
+        assert "Permission denied" in run.statuses[-1].reason
+        assert "polkitd" in run.statuses[-1].reason
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+        assert run.notices[0].deadline_quality is DeadlineQuality.ASSUMED
+        assert run.notices[0].deadline_mono_s <= time.monotonic() + 11
+        fake_host.order("cancel")
+        until(lambda: run.withdrawals)
+        fake_host.order("deny", denied=False)
+        until(lambda: run.is_now(Health.OK))
+        fake_host.shows(locks=1)
+
+
+def test_a_bus_that_goes_and_comes_is_weather(fake_host: FakeHost) -> None:
+    """Degraded while it is gone, the lock still held; all is as before when it is back."""
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.OK))
+        fake_host.order("stop_bus")
+        until(lambda: run.is_now(Health.DEGRADED))
+        fake_host.shows(locks=1)
+        fake_host.order("start_bus")
+        until(lambda: run.is_now(Health.OK))
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+    assert run.withdrawals == []
+
+
+def test_a_shutdown_goes_on_over_the_loss_of_the_bus(fake_host: FakeHost) -> None:
+    """The same shutdown, seen again by the property, is no second notice."""
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.OK))
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+        fake_host.order("stop_bus")
+        until(lambda: run.is_now(Health.DEGRADED))
+        fake_host.order("start_bus")
+        until(lambda: run.is_now(Health.OK))
+    assert len(run.notices) == 1
+    assert run.withdrawals == []
+
+
+@pytest.mark.parametrize("has_bus", [True, False])
+def test_a_host_without_logind_has_no_such_source(
+    fake_host: FakeHost, tmp_path: Path, has_bus: bool
+) -> None:
+    """Unsupported, in words, and no crash; where it comes later it is found."""
+    fake_host.order("stop")
+    bus = fake_host.bus if has_bus else f"unix:path={tmp_path}/none"
+    with SourceRun(fake_host.source(bus=bus)) as run:
+        until(lambda: run.is_now(Health.UNSUPPORTED))
+        assert "no sys" in run.statuses[-1].reason
+        if has_bus:
+            fake_host.order("start")
+            until(lambda: run.is_now(Health.OK))
+    assert run.notices == []
+
+
+def test_a_bus_that_never_answers_is_unknown(tmp_path: Path) -> None:
+    """What accepts and stays silent is degraded at once, then blind; never ok, never a hang."""
+    now = [0.0]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "bus"))
+        silent.listen()
+        bus = f"unix:path={tmp_path}/bus"
+        with SourceRun(source(bus=bus, monotonic=lambda: now[0])) as run:
+            until(lambda: run.is_now(Health.DEGRADED))
+            now[0] = 31.0
+            until(lambda: run.is_now(Health.BLIND))
+            assert "does not answer" in run.statuses[-1].reason
+        with pytest.raises(LogindError):
+            logind.read_inhibit_delay_max_s(bus)
+
+
+def test_a_bus_that_speaks_something_else_is_no_crash(tmp_path: Path) -> None:
+    """Rubbish in place of D-Bus is degraded."""
+    with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.recv(100)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        with SourceRun(source(bus=f"unix:path={tmp_path}/bus")) as run:
+            until(lambda: run.is_now(Health.DEGRADED))
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_only_logind_is_believed(fake_host: FakeHost) -> None:
+    """A shutdown signal that another user of the bus sends us directly is no notice."""
+    with SourceRun(fake_host.source()) as run:
+        until(lambda: run.is_now(Health.OK))
+        for user in users_of(fake_host.bus):
+            spoofed_shutdown(fake_host.bus, user)
+        fake_host.order("shutdown", type="kexec")
+        until(lambda: run.notices)
+    assert [notice.detail for notice in run.notices] == ["kexec"]
+
+
+def test_the_limit_can_be_read_by_itself(fake_host: FakeHost) -> None:
+    """For the doctor: the effective limit in seconds, and whether a shutdown is under way."""
+    fake_host.order("delay", max_s=7.5)
+    assert logind.read_inhibit_delay_max_s(fake_host.bus) == 7.5
+    assert logind.is_preparing_for_shutdown(fake_host.bus) is False
+    fake_host.order("shutdown")
+    assert logind.is_preparing_for_shutdown(fake_host.bus) is True
+
+
+def test_the_lock_is_not_inherited(fake_host: FakeHost) -> None:
+    """A child that outlives the daemon does not hold the shutdown up."""
+    with logind.Logind(fake_host.bus) as connection:
+        lock_fd = connection.take_delay_lock()
+    assert os.get_inheritable(lock_fd) is False
+    os.close(lock_fd)
+    fake_host.shows(locks=0)
+
+
+# ------------------------------------------------------------------ what SIGTERM means
+
+
+def stand_in(tmp_path: Path, says: str) -> dict[str, Any]:
+    """A host where systemd is in charge and ``systemctl is-system-running`` says this."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\n[ "$1" = is-system-running ] && echo {says}\n')
+    systemctl.chmod(0o755)
+    return {"systemd_directory": tmp_path, "systemctl": str(systemctl)}
+
+
+@pytest.mark.fault("H02")
+@pytest.mark.parametrize("says", ["running", "degraded", "starting", "maintenance"])
+def test_sigterm_on_a_host_that_runs_is_the_operators(
+    fake_host: FakeHost, tmp_path: Path, says: str
+) -> None:
+    """Neither logind nor systemd knows of a shutdown."""
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is False
+
+
+@pytest.mark.fault("H03")
+def test_sigterm_during_a_shutdown_of_logind_is_the_hosts(
+    fake_host: FakeHost, tmp_path: Path
+) -> None:
+    """logind knows first: systemd may still say that it runs."""
+    fake_host.order("shutdown")
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, "running")) is True
+
+
+@pytest.mark.fault("H03")
+@pytest.mark.parametrize("says", ["stopping", "offline", ""])
+def test_sigterm_during_a_shutdown_past_logind_is_the_hosts(
+    fake_host: FakeHost, tmp_path: Path, says: str
+) -> None:
+    """systemd is asked where logind knows of none, and its silence is taken for a shutdown."""
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is True
+
+
+@pytest.mark.fault("H02", "H03")
+def test_sigterm_without_logind_is_judged_by_systemd(tmp_path: Path) -> None:
+    """No bus: systemd's word alone; where not even that is there, it is a shutdown."""
+    bus = f"unix:path={tmp_path}/none"
+    assert host.is_host_stopping(bus, **stand_in(tmp_path, "running")) is False
+    assert host.is_host_stopping(bus, **stand_in(tmp_path, "stopping")) is True
+    nowhere = {"systemd_directory": tmp_path, "systemctl": str(tmp_path / "nowhere")}
+    assert host.is_host_stopping(bus, **nowhere) is True
+    assert host.is_host_stopping(bus, systemd_directory=tmp_path / "none") is True

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A warm store needs nobody but itself: credentials come from emulated metadata servers that die."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.credentials import RefreshableCredentials
+from contract.store_backends import BUCKET, Cloud
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from emulators.process import EmulatorProcess
+from source_run import control
+from swansongd.stores.files import FileStore
+from swansongd.stores.s3 import _held
+from swansongd.stores.warm import Warmer
+from waiting import until
+
+ROLE = "/latest/meta-data/iam/security-credentials/swansong"
+TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
+
+# The SDKs read their environment when they are imported, so each store lives in a process of its own.
+CLIENT = """
+import sys
+from swansongd.errors import StoreError
+from swansongd.stores.opening import open_store
+from swansongd.threads import parallel
+
+store = open_store(sys.argv[1], endpoint=sys.argv[2], region="us-east-1")
+content = b"x" * (5 * 2**20)
+count = 12
+
+
+def send():
+    upload = store.begin("shard", count * len(content), len(content))
+    receipts = {}
+
+    def part(number):
+        receipts[number] = store.put_part(upload, number, memoryview(content))
+
+    parallel(range(1, count + 1), part, threads=8)
+    store.complete(upload, [receipts[number] for number in sorted(receipts)])
+
+
+for line in sys.stdin:
+    try:
+        {"warm": store.warm, "send": send, "check": store.check}[line.strip()]()
+        print("done", flush=True)
+    except StoreError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+class Rig:
+    """A store in a process, whose credentials come from a metadata server that can be told to die."""
+
+    def __init__(self, kind: str, metadata: EmulatorProcess, endpoint: str, **env: str) -> None:
+        self.kind = kind
+        self.metadata = metadata
+        self._path = {"s3": ROLE, "gs": TOKEN}[kind]
+        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, f"{kind}://{BUCKET}/{uuid.uuid4().hex}", endpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**kept, "NO_PROXY": "127.0.0.1", **env},
+        )
+
+    def __call__(self, order: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(order, file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().strip()
+
+    def live(self, life_s: float) -> None:
+        """Credentials that are fetched from now on have so much life."""
+        if self.kind == "gs":
+            control(self.metadata.url, "token", life_s=life_s)
+            return
+        body = {
+            "Code": "Success",
+            "Type": "AWS-HMAC",
+            "LastUpdated": "2026-01-01T00:00:00Z",
+            "Expiration": f"{datetime.now(UTC) + timedelta(seconds=life_s):%Y-%m-%dT%H:%M:%SZ}",
+            "AccessKeyId": "ASIAEMULATED00000001",
+            "SecretAccessKey": "emulated",
+            "Token": "emulated",
+        }
+        control(self.metadata.url, "clear")
+        control(self.metadata.url, "fault", path=ROLE, kind="body", value=json.dumps(body))
+
+    @property
+    def fetched(self) -> int:
+        """How often credentials were asked for."""
+        counts = control(self.metadata.url, "requests")
+        return sum(
+            outcomes["total"]
+            for request, outcomes in counts.items()
+            if request.endswith(self._path.rpartition("/")[2])
+        )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Key and certificate of 127.0.0.1, which is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    pem = tmp_path_factory.mktemp("tls") / "server.pem"
+    pem.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + made.public_bytes(Encoding.PEM)
+    )
+    return pem
+
+
+@pytest.fixture
+def gcs_tls(gcs_server: EmulatorProcess, certificate: Path) -> Iterator[str]:
+    """The GCS emulator behind TLS: a token never goes over plain http."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    port = int(gcs_server.url.rpartition(":")[2])
+    listener = socket.create_server(("127.0.0.1", 0))
+    done = threading.Event()
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**18):
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve(client: socket.socket) -> None:
+        with (
+            suppress(OSError),
+            context.wrap_socket(client, server_side=True) as front,
+            socket.create_connection(("127.0.0.1", port)) as back,
+        ):
+            down = threading.Thread(target=pump, args=(back, front), daemon=True)
+            down.start()
+            pump(front, back)
+            down.join(10)
+
+    def accept() -> None:
+        while not done.is_set():
+            client, _ = listener.accept()
+            if done.is_set():
+                client.close()
+                return
+            threading.Thread(target=serve, args=(client,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    address = listener.getsockname()
+    yield f"https://127.0.0.1:{address[1]}"
+    done.set()
+    socket.create_connection(address).close()
+    thread.join(10)
+    listener.close()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def rig(request: pytest.FixtureRequest, certificate: Path, tmp_path: Path) -> Iterator[Rig]:
+    """Both clouds, each with a metadata server of its own."""
+    if request.param == "s3":
+        endpoint = request.getfixturevalue("s3_server").url
+        module = "emulators.aws_imds"
+    else:
+        endpoint = request.getfixturevalue("gcs_tls")
+        module = "emulators.gcp_metadata"
+    with EmulatorProcess(module) as metadata:
+        host = metadata.url.removeprefix("http://")
+        env: dict[str, Any] = {
+            "s3": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url + "/"},
+            "gs": {
+                "GCE_METADATA_HOST": host,
+                "GCE_METADATA_IP": host,
+                "REQUESTS_CA_BUNDLE": str(certificate),
+            },
+        }
+        made = Rig(request.param, metadata, endpoint, HOME=str(tmp_path), **env[request.param])
+        yield made
+        made.close()
+
+
+@pytest.mark.fault("N01")
+@pytest.mark.parametrize("life_s", [3600, 120])
+def test_flush_outlives_the_metadata_server(rig: Rig, life_s: float) -> None:
+    """Once warm, a flush of many parts needs no metadata server, as long as the credentials live.
+
+    With two minutes of life left Google's SDK would by itself ask for a new one, and fail.
+    """
+    rig.live(life_s)
+    assert rig("warm") == "done"
+    control(rig.metadata.url, "dead", after_s=0)
+    before = rig.fetched
+    assert rig("send") == "done"
+    assert rig.fetched == before
+
+
+def test_no_storm(rig: Rig) -> None:
+    """Eight threads that begin cold fetch the credentials about once, and a warm store not at all."""
+    rig.live(3600)
+    assert rig("send") == "done"
+    assert 1 <= rig.fetched <= 2
+    before = rig.fetched
+    for _ in range(5):
+        assert rig("warm") == "done"
+    assert rig.fetched == before
+
+
+@pytest.mark.parametrize("rig", ["gs"], indirect=True)
+def test_renewed_before_it_is_needed(rig: Rig) -> None:
+    """A token that will not last is replaced by ``warm``, while it is still good."""
+    rig.live(120)
+    assert rig("warm") == "done"
+    rig.live(3600)
+    before = rig.fetched
+    assert rig("warm") == "done"
+    assert rig.fetched > before
+    before = rig.fetched
+    assert rig("warm") == "done"
+    assert rig.fetched == before
+
+
+@pytest.mark.parametrize("rig", ["gs"], indirect=True)
+def test_warming_that_fails_spoils_nothing(rig: Rig) -> None:
+    """Without a metadata server ``warm`` is an error of the contract; what there was goes on working."""
+    rig.live(120)
+    assert rig("warm") == "done"
+    control(rig.metadata.url, "fault", path="*/token", kind="status", value=404)
+    assert rig("warm").partition(" ")[0] in ("Transient", "Permanent")
+    assert rig("send") == "done"
+
+
+def test_s3_credentials_are_held(cloud_environment: None) -> None:
+    """botocore's own are renewed by ``renew`` within 15 minutes of their end, by a request after it."""
+    calls: list[datetime] = []
+    now = datetime.now(UTC)
+    answers = iter([timedelta(minutes=8), None, timedelta(hours=1)])
+
+    def fetch() -> dict[str, str]:
+        calls.append(now)
+        life = next(answers)
+        if life is None:
+            raise OSError("the metadata service is gone")
+        expiry = (now + life).isoformat()
+        return {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": expiry}
+
+    held = _held(
+        RefreshableCredentials(
+            "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
+        )
+    )
+    first = held.get_frozen_credentials()
+    assert len(calls) == 1, "what has expired is replaced"
+    assert held.get_frozen_credentials() == first
+    assert len(calls) == 1, "what has not is used"
+    with pytest.raises(OSError, match="gone"):
+        held.renew()
+    assert held.get_frozen_credentials() == first
+    held.renew()
+    held.renew()
+    assert len(calls) == 3, "what lasts is not renewed"
+
+
+# ---------------------------------------------------------------- the thread
+
+
+def test_warmer_works_at_once_and_when_told(cloud: Cloud) -> None:
+    """The first time is at the start, the next at a notice, long before the interval is over."""
+    stop = threading.Event()
+    warmer = Warmer(cloud.open(), stop=stop, interval_s=3600)
+    warmer.start()
+    until(lambda: len(cloud.requests()) == 1, what="the first time")
+    warmer.now()
+    until(lambda: len(cloud.requests()) == 2, what="the second time")
+    stop.set()
+    warmer.now()
+
+
+def test_warmer_survives_an_outage(cloud: Cloud) -> None:
+    """Failures end nothing: it tries again soon, and goes back to its interval when it works."""
+    stop = threading.Event()
+    cloud.order("outage", seconds=0.5)
+    warmer = Warmer(cloud.open(), stop=stop, interval_s=3600, retry_s=0.1)
+    warmer.start()
+    until(lambda: len(cloud.requests()) >= 3, what="more than one time")
+    warmer.now()
+    stop.set()
+
+
+def test_files_are_always_warm(tmp_path: Path) -> None:
+    """A file system has nothing to make ready."""
+    FileStore(tmp_path.as_uri()).warm()
