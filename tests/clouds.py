@@ -99,6 +99,9 @@ class Bucket:
     def put(self, key: str, data: bytes) -> None:
         self._ask("PUT", quote(f"/{self.prefix}/{key}"), data)
 
+    def delete(self, key: str) -> None:
+        self._ask("DELETE", quote(f"/{self.prefix}/{key}"))
+
     def objects(self, below: str = "") -> dict[str, bytes]:
         """Everything that lies there, by key."""
         return {key: self.get(key) for key in self.keys(below)}

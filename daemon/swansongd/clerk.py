@@ -11,7 +11,6 @@ import platform
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,6 @@ from swansongd.manifest import Manifest
 from swansongd.sources.base import HealthTracker
 from swansongd.stores.base import ObjectStore
 
-STORE_HEALTH = "store"
-"""Under this name the clerk reports whether the store can be used."""
-_BLIND_AFTER_S = 30.0
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
 _CLAIM_FILE = "claim.json"
@@ -75,6 +71,7 @@ class Clerk:
         boot_id: of this boot of the kernel.
         post: takes what came of it.
         wall: wall clock in UTC, as text; informational.
+        health: told of what worked and what failed.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Clerk:
         *,
         boot_id: str,
         wall: Callable[[], str],
-        monotonic: Callable[[], float] = time.monotonic,
+        health: HealthTracker,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -94,9 +91,7 @@ class Clerk:
         self._post = post
         self._boot_id = boot_id
         self._wall = wall
-        self._health = HealthTracker(
-            STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=monotonic, post=post
-        )
+        self._health = health
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
         self._stop = threading.Event()
         self._idle = threading.Event()
@@ -157,7 +152,7 @@ class Clerk:
                 _log.exception("claim_fault")
                 self._health.failed(f"{type(error).__name__}: {error}")
             else:
-                self._health.ok(f"{self._store.url} answers")
+                self._health.ok()
                 self._post(GenerationClaimed(generation, newest))
                 return True
             self._hurry.wait(wait_s)
@@ -232,7 +227,7 @@ class Clerk:
             reason = f"{type(error).__name__}: {error}"
             self._post(CommitFailed(order.flush_id, reason, conflict=False))
         else:
-            self._health.ok(f"{self._store.url} answers")
+            self._health.ok()
             self._post(CommitDone(order.flush_id, manifest.ref))
 
     def _farewell(self, generation: int, data: bytes) -> None:

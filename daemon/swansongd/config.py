@@ -69,11 +69,11 @@ class SourcesConfig:
     poll_interval_s: float = _key(read.duration, default=1.0)
     gcp_preemption_notice_s: float | None = _key(read.preemption_notice, default=None)
     """None: learned when it comes."""
-    asg_hook: str | None = _key(
-        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
-    )
     asg_name: str | None = _key(
         read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"), default=None
+    )
+    asg_hook: str | None = _key(
+        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
     )
     asg_grace_s: float | None = _key(read.duration, default=None)
     """None: as ``deadline.assumed_grace_s``."""

@@ -15,7 +15,8 @@
     │   └── Exists                   create-if-absent found the name taken
     ├── NothingToRestore         7   the run has no commit that is whole
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
-    └── Stopped                  9   somebody asked for the end before it was done
+    ├── Stopped                  9   somebody asked for the end before it was done
+    └── Unready                 12   ``swansong doctor`` found a failure
 
 Each error says what happened in its message and the way out in ``hint``.
 """
@@ -100,3 +101,7 @@ class CorruptError(SwansongError):
 
 class Stopped(SwansongError):
     exit_code = 9
+
+
+class Unready(SwansongError):
+    exit_code = 12

@@ -26,8 +26,8 @@ from swansongd.restore import restore
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.retry import Retrying
 
-BUDGET_S = 600.0
-"""How long the store is asked again and again before the trainer is told that it cannot be reached."""
+BUDGET_S = 100.0
+"""How long the store is asked the same again before the trainer is told that it cannot be reached."""
 _PROGRESS_INTERVAL_S = 0.5
 
 _log = structlog.get_logger(__name__)
@@ -86,8 +86,9 @@ class Rejoin:
         reply(answer)
 
     def _answer(self, query_id: str, reply: Reply) -> Restored:
-        give_up_mono_s = time.monotonic() + BUDGET_S
-        store = Retrying(self._backend, give_up_mono_s=lambda: give_up_mono_s, stop=self._stop)
+        store = Retrying(
+            self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
+        )
         newest = commit.newest_whole_commit(store, self._keys)
         state = self._state()
         local = _newest_local(state, newest)

@@ -35,6 +35,8 @@ from swansongd.core.events import (
     Conclude,
     Event,
     Exit,
+    Flushed,
+    FlushFailed,
     Log,
     Mark,
     NoticeRaised,
@@ -57,15 +59,18 @@ from swansongd.keys import RunKeys
 from swansongd.model import Severity
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
+from swansongd.sources.base import HealthTracker
 from swansongd.sources.opening import open_deadline, open_sources
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
+from swansongd.stores import addresses
 from swansongd.stores.opening import open_store
 from swansongd.stores.retry import Retrying
+from swansongd.stores.warm import Warmer
 from swansongd.telemetry import log as logs
-from swansongd.telemetry.report import status_line, status_report
+from swansongd.telemetry.report import STORE_HEALTH, status_line, status_report
 from swansongd.telemetry.sdnotify import SystemdNotifier
 from swansongd.telemetry.timeline import Timeline
 from swansongd.trainers.channel import TrainerChannel
@@ -77,6 +82,9 @@ _TICK_URGENT_S = 0.1
 _AFTER_DEADLINE_S = 1.0
 """Small objects may still be tried this long after a deadline: it may have been a cautious one."""
 _EXIT_DRAIN_S = 2.0
+_CALL_BUDGET_S = 20.0
+"""How long one call to the store is tried again in the background before it counts as failed."""
+_STORE_BLIND_AFTER_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
@@ -114,14 +122,24 @@ class Service:
         backend = open_store(
             config.store.url, endpoint=config.store.endpoint, region=config.store.region
         )
+        addresses.remember()
+        self._warmer = Warmer(backend, stop=self._stop)
         keys = RunKeys(run)
-        data_store = Retrying(backend, give_up_mono_s=self._data_give_up, stop=self._stop)
-        small_store = Retrying(backend, give_up_mono_s=self._commit_give_up, stop=self._stop)
+        data_store, small_store = (
+            Retrying(backend, give_up_mono_s=give_up, budget_s=_CALL_BUDGET_S, stop=self._stop)
+            for give_up in (self._data_give_up, self._commit_give_up)
+        )
+        self._store_health = HealthTracker(
+            STORE_HEALTH,
+            blind_after_s=_STORE_BLIND_AFTER_S,
+            monotonic=time.monotonic,
+            post=self._post,
+        )
         self._flush = FlushEngine(
             data_store,
             keys,
             self._staging.path,
-            self._post,
+            self._post_flush,
             nonce=lambda: secrets.token_hex(4),
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
@@ -133,6 +151,7 @@ class Service:
             self._post,
             boot_id=boot_id,
             wall=_utc_now,
+            health=self._store_health,
         )
         scanner = Scanner(
             self._staging.path,
@@ -174,6 +193,8 @@ class Service:
             assumed_grace_s=config.deadline.assumed_grace_s,
             monotonic=time.monotonic,
             wall=time.time,
+            gcp_preemption_notice_s=config.sources.gcp_preemption_notice_s,
+            asg_grace_s=config.sources.asg_grace_s,
         )
         deadline_sources = open_deadline(
             config.sources.end_at,
@@ -193,6 +214,7 @@ class Service:
         self._channel.start()
         self._observer.start()
         self._clerk.start()
+        self._warmer.start()
         for source in self._sources:
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
@@ -242,6 +264,13 @@ class Service:
 
     def _post(self, event: Event) -> None:
         self._inbox.put(event)
+
+    def _post_flush(self, event: Event) -> None:
+        if isinstance(event, FlushFailed) and not event.void:
+            self._store_health.failed(event.reason)
+        elif isinstance(event, Flushed):
+            self._store_health.ok()
+        self._post(event)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGTERM:
@@ -327,6 +356,7 @@ class Service:
         if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
             self._timeline = Timeline(mark.evacuation_id, now)
             self._clerk.hurry()
+            self._warmer.now()
         entry = self._timeline.add(mark, now)
         _log.info("evacuation", id=mark.evacuation_id, **entry)
 

@@ -11,6 +11,7 @@ import pytest
 from emulators.aws_imds import TOKEN_PATH
 from emulators.process import EmulatorProcess
 from source_run import control, http
+from structlog.testing import capture_logs
 from swansongd.sources.asg import IDENTITY_PATH, LifecycleHook
 from waiting import until
 
@@ -86,9 +87,15 @@ def test_heartbeats_then_completion(imds: str, api: str) -> None:
         until(beaten, what="heartbeats")
         lifecycle.complete()
         until(lambda: COMPLETE in actions(api), what="completion")
-    said = calls(api)
-    assert [call["Action"] for call in said].count(COMPLETE) == 1
-    assert said[-1] == {
+
+        def beaten_again() -> bool:
+            lifecycle.heartbeat()
+            return actions(api)[-1] == BEAT
+
+        until(beaten_again, what="the heartbeat of a later evacuation")
+    said = [call for call in calls(api) if call["Action"] == COMPLETE]
+    assert len(said) == 1
+    assert said[0] == {
         "Action": COMPLETE,
         "Version": "2011-01-01",
         "LifecycleHookName": "swansong",
@@ -121,11 +128,17 @@ def test_heartbeats_are_rationed(imds: str, api: str) -> None:
 def test_completion_is_tried_until_it_is_answered(
     imds: str, api: str, status: int, code: str
 ) -> None:
-    """An outage, throttling and expired credentials are outlasted."""
+    """An outage, throttling and expired credentials are outlasted, and each trouble is told of once."""
     control(api, "fail", status=status, code=code, count=2)
-    with hook(imds, api) as lifecycle:
+    control(api, "fail", status=503, code="Other")
+    with capture_logs() as lines, hook(imds, api) as lifecycle:
         lifecycle.complete()
-        until(lambda: len(actions(api)) == 3, what="the third attempt")
+        until(lambda: len(actions(api)) == 4, what="the fourth attempt")
+        until(lambda: lines and lines[-1]["event"] == "lifecycle_hook", what="the good news")
+    failed = [line["reason"] for line in lines if line["event"] == "lifecycle_hook_failed"]
+    assert len(failed) == 2
+    assert code in failed[0]
+    assert "Other" in failed[1]
     assert set(actions(api)) == {COMPLETE}
 
 

@@ -58,9 +58,13 @@ def send():
     store.complete(upload, [receipts[number] for number in sorted(receipts)])
 
 
+def storm():
+    parallel(range(8), lambda _: store.check(), threads=8)
+
+
 for line in sys.stdin:
     try:
-        {"warm": store.warm, "send": send, "check": store.check}[line.strip()]()
+        {"warm": store.warm, "send": send, "storm": storm}[line.strip()]()
         print("done", flush=True)
     except StoreError as error:
         print(type(error).__name__, error, flush=True)
@@ -233,7 +237,7 @@ def test_flush_outlives_the_metadata_server(rig: Rig, life_s: float) -> None:
 def test_no_storm(rig: Rig) -> None:
     """Eight threads that begin cold fetch the credentials about once, and a warm store not at all."""
     rig.live(3600)
-    assert rig("send") == "done"
+    assert rig("storm") == "done"
     assert 1 <= rig.fetched <= 2
     before = rig.fetched
     for _ in range(5):

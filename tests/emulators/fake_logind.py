@@ -32,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from emulators.faults import ControlError, Emulator, Reply, Request, serve
 from jeepney import (
     DBusAddress,
     HeaderFields,
@@ -44,8 +45,6 @@ from jeepney import (
 from jeepney.bus import get_bus
 from jeepney.bus_messages import message_bus
 from jeepney.io.blocking import DBusConnection, prep_socket
-
-from emulators.faults import ControlError, Emulator, Reply, Request, serve
 
 NAME = "org.freedesktop.login1"
 MANAGER = DBusAddress("/org/freedesktop/login1", NAME, f"{NAME}.Manager")

@@ -104,7 +104,6 @@ def test_large_files_travel_in_parts(aws: Aws, bucket: Bucket, new_vm: Any, witn
     assert resumed["from_step"] == saved
 
 
-@pytest.mark.fault("N14")
 def test_a_withdrawn_notice_leaves_no_trace_in_training(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

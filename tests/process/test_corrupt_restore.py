@@ -15,8 +15,8 @@ CORRUPT = 8
 
 
 @pytest.fixture
-def damaged(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
-    """A run with commits at steps 20 and 40, and one bit of the newer one's data flipped."""
+def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
+    """A run with commits at steps 20 and 40; its VM is gone."""
     vm = new_vm("first", bucket.store)
     daemon = vm.start_daemon()
     for step in (20, 40):
@@ -24,13 +24,18 @@ def damaged(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
         daemon.lines.wait(event="committed", step=step)
         assert trainer.wait() == 0
     vm.power_off()
-    newest = bucket.manifests()[0]
-    shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
-    bucket.flip_bit(shard["key"])
     return bucket
 
 
-@pytest.mark.fault("G08", "O13")
+@pytest.fixture
+def damaged(two_commits: Bucket) -> Bucket:
+    """One bit of the newer one's data has flipped."""
+    newest = two_commits.manifests()[0]
+    shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
+    two_commits.flip_bit(shard["key"])
+    return two_commits
+
+
 def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
     """Exit code 8, and one finding: which commit, which object."""
     vm = new_vm("vm", damaged.store)
@@ -41,7 +46,6 @@ def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
     assert "weights.bin" in finding["problem"]
 
 
-@pytest.mark.fault("G10", "O20")
 def test_restore_steps_over_it_and_says_why(damaged: Bucket, new_vm: Any) -> None:
     """The older commit is restored; the newer one is named with its reason, and left in the bucket."""
     vm = new_vm("vm", damaged.store)
@@ -61,7 +65,6 @@ def test_restore_steps_over_it_and_says_why(damaged: Bucket, new_vm: Any) -> Non
     assert damaged.objects() == before
 
 
-@pytest.mark.fault("G10")
 def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
     damaged: Bucket, new_vm: Any, witness: str
 ) -> None:
@@ -89,3 +92,21 @@ def test_with_every_commit_damaged_nobody_starts_from_scratch(
     assert daemon.lines.wait(event="rejoin")["error"]
     assert vm.swansong("restore", "--to", str(vm.disk / "restored")).returncode == 7
     assert not (vm.disk / "restored").exists()
+
+
+@pytest.mark.fault("G08", "G10", "O20")
+@pytest.mark.parametrize("damage", ["manifest flipped", "shard deleted"])
+def test_other_damage_is_stepped_over_as_well(
+    two_commits: Bucket, new_vm: Any, damage: str
+) -> None:
+    """Whatever is wrong with a commit, verify finds it, and restore takes the next older one."""
+    if damage == "manifest flipped":
+        two_commits.flip_bit(max(two_commits.keys("run/commits/")))
+    else:
+        two_commits.delete(two_commits.manifests()[0]["shards"][-1]["key"])
+    vm = new_vm("vm", two_commits.store)
+    assert vm.swansong("verify").returncode == CORRUPT
+    answer = vm.swansong("restore", "--to", str(vm.disk / "restored"))
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("restored step 20 of run run")
+    assert "skipped generation 1 step 40" in answer.stderr

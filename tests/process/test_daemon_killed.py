@@ -22,7 +22,7 @@ from waiting import until
 pytestmark = pytest.mark.timeout(100)
 
 
-@pytest.mark.fault("T09", "H01")
+@pytest.mark.fault("T08", "T09", "H01")
 def test_killed_in_mid_flush_it_goes_on_where_it_was(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

@@ -55,7 +55,6 @@ def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
     assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(200)}
 
 
-@pytest.mark.fault("N02", "N16")
 def test_the_metadata_server_may_die_right_after_the_notice(
     gcp: Gcp, store: dict[str, str], new_vm: Any, witness: str
 ) -> None:

@@ -42,7 +42,7 @@ def test_half_a_checkpoint_is_none(aws: Aws, bucket: Bucket, new_vm: Any, witnes
     assert resumed["from_step"] == 20
 
 
-@pytest.mark.fault("T03", "T08")
+@pytest.mark.fault("T03")
 def test_a_trainer_that_comes_back_after_a_torn_save_goes_on(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

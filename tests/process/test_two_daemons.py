@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 FENCED = 4
 
 
-@pytest.mark.fault("G03", "O09")
+@pytest.mark.fault("G03")
 def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """A copy of the VM takes the run over: the first daemon leaves, its trainer is told and trains on."""
     older = new_vm("older", bucket.store)
@@ -43,7 +43,7 @@ def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -
     assert newer.commits()[0]["generation"] == 2
 
 
-@pytest.mark.fault("G03", "H04", "N13")
+@pytest.mark.fault("G03")
 def test_a_zombie_that_wakes_in_mid_flush_commits_nothing(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

@@ -7,21 +7,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
+from simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
+from swansongd.core import machine
+from swansongd.core.events import NoticeRaised
+from swansongd.core.state import Phase
+from swansongd.model import Severity, Verdict
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode knows no neighbours
-
-from world import FAULTS, MIB, RESERVE_S, World, restart_alone  # noqa: E402
-
-from swansongd.core import machine  # noqa: E402
-from swansongd.core.events import NoticeRaised  # noqa: E402
-from swansongd.core.state import Phase  # noqa: E402
-from swansongd.model import Severity, Verdict  # noqa: E402
-
-SEEDS = int(os.environ.get("SWANSONG_SEEDS", "300"))
+SEEDS = int(os.environ.get("SWANSONG_SEEDS", "80"))
 ONE_SEED = os.environ.get("SWANSONG_SEED")
 
 
@@ -71,14 +65,14 @@ def test_the_same_seed_is_the_same_run() -> None:
 @pytest.mark.fault("N17", "N12")
 def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
     """V3 and V6: after the weather has cleared, the newest usable set becomes a commit, and V7: IDLE."""
-    for seed in seeds()[:150]:
+    for seed in seeds()[:40]:
         world = World(seed, is_calm_from_s=1060.0)
         world.faults -= {"never_answers"}
         try:
             world.run(1050.0)
             world.raise_notice(30.0)
             world.run(1060.0)
-            world.trainer = None  # nothing new from here on
+            world.trainer, world.is_over = None, True  # nothing new from here on
             world.run(1060.0 + 30 + machine.OUTLIVED_S + 2000)
             state = world.state
             assert world.exit is None
@@ -92,7 +86,7 @@ def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
 def test_what_fits_by_the_formula_ends_safe() -> None:
     """V3: no faults, time enough: SAFE before the deadline, whatever the sizes and delays."""
     tried = 0
-    for seed in seeds()[:200]:
+    for seed in seeds()[:40]:
         world = World(seed)
         world.faults.clear()
         world.run(1100.0)

@@ -170,6 +170,8 @@ class World:
         self.asks: set[tuple[str, int]] = set()
         self.verdict: Conclude | None = None
         self.exit: Exit | None = None
+        self.is_over = False
+        """No trainer starts any more."""
         self.life = 0
         """Events for an earlier life of the daemon are lost."""
         self.generation: int | None = None
@@ -262,7 +264,9 @@ class World:
             if life != self.life:
                 return
             try:
-                if self.generation is None or self.chance("claim_lost", 0.5):
+                if self.chance("claim_lost", 0.5):
+                    self.generation = None  # the record of it is gone
+                if self.generation is None:
                     nonce = f"{self.random.getrandbits(64):x}"
                     claim = commit.claim_generation(self.store, KEYS, identity={}, nonce=nonce)
                     self.generation = claim.generation
@@ -328,6 +332,8 @@ class World:
 
     def _trainer_starts(self) -> None:
         """A trainer goes on from the newest commit or set, as the rejoin would have it."""
+        if self.is_over:
+            return
         steps = self.commits()
         start = max(steps).step if steps else 0
         start = max([start, *(s.id.step for s in self.staging)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -19,6 +20,7 @@ def marked(source: str) -> Iterator[str]:
             yield from (ast.literal_eval(argument) for argument in node.args)
 
 
+@cache
 def covered() -> dict[str, set[str]]:
     """Row to the files that cover it."""
     found: dict[str, set[str]] = {}

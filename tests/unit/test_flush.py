@@ -146,9 +146,13 @@ def test_markers_come_after_all_the_data_that_they_cover(flush: Flush) -> None:
     """A marker in the store says that everything else is there."""
     files = {".metadata": b"m" * 10, "0/a": b"a" * 5 * PART, "0/b": b"b", "0/c": b"c" * PART}
     seen: list[set[str]] = []
+    early = threading.Event()
 
     def before(what: str, key: str, data: memoryview) -> None:
+        if key.endswith("/0/b"):
+            early.wait(0.3)  # gives a marker that does not wait its chance to show
         if key.endswith(".metadata"):
+            early.set()
             seen.append({info.key.split("/00000/")[1] for info in flush.store.list("r/data/")})
 
     flush.before = before

@@ -13,6 +13,7 @@ from swansongd.core.events import (
     Conclude,
     Exit,
     FenceFound,
+    Flushed,
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
@@ -386,6 +387,8 @@ def test_late_words_of_an_abandoned_flush_are_ignored() -> None:
     story.wait(60)
     story.tell(FlushFailed(old.flush_id, "changed", void=True))
     story.tell(FlushProgress(old.flush_id, 10**9))
+    story.tell(Flushed(old.flush_id, ()))
+    assert not story.state.stored
     assert story.state.flight is not None
     assert story.state.flight.bytes_stored == 0
     assert not story.state.unusable
@@ -670,6 +673,7 @@ def test_newer_sets_wait_until_the_answer_is_safe() -> None:
     story.flushed()
     story.committed()
     assert story.verdicts == ["SAFE generation 2 step 5"]
+    story.wait(1)
     assert story.flushes == [5, 6], "afterwards there may be time for more"
     story.wait(60)
     assert story.verdicts == ["SAFE generation 2 step 5"], "what is safe stays safe"

@@ -36,7 +36,7 @@ candidates = st.lists(
 
 
 @given(st.floats(-1e3, 1e5), seconds, measures, st.booleans(), candidates, st.booleans())
-def test_take_only_what_fits(
+def test_take_only_what_fits(  # noqa: PLR0917 - hypothesis gives them by position
     left_s: float,
     reserve_s: float,
     measured: Measured,

@@ -8,12 +8,11 @@ import json
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -49,19 +48,6 @@ class Opened:
     """Set by SIGINT or SIGTERM; a second one ends the process at once."""
 
 
-class _PatientStore:
-    """A store of which each call is tried again for a time of its own."""
-
-    def __init__(self, store: ObjectStore, stop: threading.Event) -> None:
-        self._store = store
-        self._stop = stop
-
-    def __getattr__(self, name: str) -> Any:
-        give_up_mono_s = time.monotonic() + _CALL_BUDGET_S
-        patient = Retrying(self._store, give_up_mono_s=lambda: give_up_mono_s, stop=self._stop)
-        return getattr(patient, name)
-
-
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """Read the configuration, open the store, and turn the first signal into ``stop``.
@@ -83,7 +69,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     try:
         yield Opened(
             config=config,
-            store=cast("ObjectStore", _PatientStore(store, stop)),
+            store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
             keys=RunKeys(args.run or config.run.name),
             stop=stop,
         )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swansongd.cli import ls, notify, restore, status, verify, version
+from swansongd.cli import doctor, ls, notify, restore, status, verify, version
 from swansongd.cli.common import note
 from swansongd.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
@@ -21,6 +21,7 @@ _COMMANDS = {
     "ls": ls,
     "restore": restore,
     "verify": verify,
+    "doctor": doctor,
     "version": version,
 }
 
@@ -37,6 +38,7 @@ EXIT_CODES = {
     9: "stopped before it was done",
     10: "notify --wait: PARTIAL, an older commit stands",
     11: "notify --wait: LOST, nothing of the run is committed",
+    12: "doctor found a failure",
 }
 
 

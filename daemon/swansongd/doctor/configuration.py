@@ -127,5 +127,3 @@ def _environment(
     return [os.fsdecode(item.partition(b"=")[0]) for item in content.split(b"\0") if item], (
         f"the daemon (process {pid})"
     )
-
-

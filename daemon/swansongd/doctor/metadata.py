@@ -33,7 +33,9 @@ _GCP = "/computeMetadata/v1/instance/"
 # Three exchanges at most: an answer, a token, and whether it is the hop limit that swallows the token.
 _LIMIT_S = 3 * METADATA_TIMEOUT_S + 1
 _MEND_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
-_MEND_GCP = "curl -sS -H 'Metadata-Flavor: Google' http://169.254.169.254/computeMetadata/v1/instance/id"
+_MEND_GCP = (
+    "curl -sS -H 'Metadata-Flavor: Google' http://169.254.169.254/computeMetadata/v1/instance/id"
+)
 
 Ask = Callable[[str], Answer]
 

@@ -135,13 +135,13 @@ def judge_space(path: Path, free_bytes: int, newest_bytes: int) -> Judgement:
     free = f"{free_bytes / 1e9:.3g} GB free in {path}"
     look = f"df -h {shlex.quote(str(path))}"
     if free_bytes < newest_bytes or free_bytes < _SPEED_BYTES:
-        return failure(
-            f"{free}: not enough for one checkpoint ({newest_bytes / 1e9:.3g} GB)", look
-        )
+        return failure(f"{free}: not enough for one checkpoint ({newest_bytes / 1e9:.3g} GB)", look)
     if newest_bytes:
         found = f"{free}, the newest checkpoint has {newest_bytes / 1e9:.3g} GB"
-        return ok(found) if free_bytes >= 2 * newest_bytes else warning(
-            f"{found}: not enough for two", look
+        return (
+            ok(found)
+            if free_bytes >= 2 * newest_bytes
+            else warning(f"{found}: not enough for two", look)
         )
     if free_bytes < _FREE_BYTES_MIN:
         return warning(f"{free}, and no checkpoint yet to compare with", look)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import requests
@@ -120,9 +120,10 @@ class _Probe:
     def credentials(self) -> Judgement:
         assert isinstance(self._store, (S3Store, GcsStore))
         try:
-            return ok(f"there are some: {self._store.find_credentials()}")
+            self._store.renew_credentials()
         except StoreError as error:
             return of_error(error, _mend_credentials(self._config))
+        return ok("there are some")
 
     def reach(self) -> Judgement:
         self._store.check()
@@ -175,10 +176,18 @@ class _Probe:
         if aborts:
             return ok("incomplete multipart uploads are aborted by a rule of the bucket")
         bucket, prefix = bucket_and_prefix(self._store.url)
-        rule = (
-            '{"Rules":[{"ID":"swansong","Status":"Enabled","Filter":{"Prefix":"%s"},'
-            '"AbortIncompleteMultipartUpload":{"DaysAfterInitiation":3}}]}'
-        ) % prefix
+        rule = json.dumps(
+            {
+                "Rules": [
+                    {
+                        "ID": "swansong",
+                        "Status": "Enabled",
+                        "Filter": {"Prefix": prefix},
+                        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
+                    }
+                ]
+            }
+        )
         return warning(
             "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
             "power cost money for ever (the command replaces the rules that there are)",
@@ -243,8 +252,10 @@ def mending(config: Config, error: StoreError) -> str:
         return f"install -d -m 2770 -o swansong -g swansong-trainers {path}"
     bucket = rest.partition("/")[0]
     if isinstance(error, NotFound):
-        return f"aws s3 mb s3://{bucket}" if scheme == "s3" else (
-            f"gcloud storage buckets create gs://{bucket}"
+        return (
+            f"aws s3 mb s3://{bucket}"
+            if scheme == "s3"
+            else (f"gcloud storage buckets create gs://{bucket}")
         )
     if error.retryable:
         return f"curl -sSI {shlex.quote(_address(config))}"
@@ -279,9 +290,3 @@ def _address(config: Config) -> str:
         region = config.store.region
         return f"https://s3.{region}.amazonaws.com" if region else "https://s3.amazonaws.com"
     return "https://storage.googleapis.com" if config.store.url.startswith("gs://") else ""
-
-
-def directory_of(config: Config) -> Path | None:
-    """Directory of a ``file://`` store."""
-    parts = urlsplit(config.store.url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None

@@ -74,6 +74,7 @@ class LifecycleHook:
         self._completion_asked = False
         self._stopped = False
         self._next_beat_mono_s = 0.0
+        self._failed: tuple[str, str] | None = None
         self._client: Any = None
         self._instance_id = ""
 
@@ -101,7 +102,6 @@ class LifecycleHook:
             self._asked.notify()
 
     def _work(self) -> None:
-        self._attempt("ready", self._prepare)
         while True:
             with self._asked:
                 self._asked.wait_for(
@@ -147,10 +147,13 @@ class LifecycleHook:
         except Exception as error:
             expected = isinstance(error, (_Unavailable, MetadataUnavailable))
             reason = str(error) if expected else f"internal error: {error!r:.200}"
-            _log.warning("lifecycle_hook_failed", what=what, reason=reason)
+            if (what, reason) != self._failed:  # else it is the same trouble, still
+                self._failed = (what, reason)
+                _log.warning("lifecycle_hook_failed", what=what, reason=reason)
             return False
         else:
             _log.info("lifecycle_hook", what=what, **self._names)
+        self._failed = None
         self._backoff.reset()
         return True
 

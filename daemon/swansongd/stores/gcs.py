@@ -188,16 +188,20 @@ class GcsStore:
         self._list_page(self._prefix, page_size=1)
 
     def warm(self) -> None:
+        self.renew_credentials()
+        self.check()
+
+    def renew_credentials(self) -> None:
+        """Have a token that lasts for a while; raises Permanent where there are no credentials."""
         from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
         from google.auth.transport.requests import Request  # noqa: PLC0415
 
-        with self._errors_of("warm"):
+        with self._errors_of("credentials"):
             credentials = self._credentials()
             if not isinstance(credentials, AnonymousCredentials) and _left_s(credentials) < (
                 RENEW_BELOW_S
             ):
                 credentials.refresh(Request())
-        self.check()
 
     # ------------------------------------------------------------ requests
 

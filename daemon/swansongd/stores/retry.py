@@ -23,7 +23,9 @@ from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt, Upload
 T = TypeVar("T")
 
 _BACKOFF_S_FIRST = 0.1
-_BACKOFF_S_MAX = 5.0
+_BACKOFF_S_MAX = 2.0
+_BACKOFF_S_MAX_URGENT = 0.5
+"""While there is a deadline: the grace period must not be slept away once the store is back."""
 
 _log = structlog.get_logger(__name__)
 _random = SystemRandom()
@@ -32,13 +34,14 @@ _random = SystemRandom()
 class Retrying:
     """The same store, that repeats what failed with Transient.
 
-    Waits a random time below 0.1 s before the second attempt, and doubles that bound up to 5 s; never
-    so long that the time left is waited away.
+    Waits a random time below 0.1 s before the second attempt, and doubles that bound up to 2 s (0.5 s
+    while there is a deadline); never so long that the time left is waited away.
 
     Args:
         store: the store that does the work.
         give_up_mono_s: asked before every attempt; none begins at or after that instant.  None means
             no limit.
+        budget_s: how long one call may be tried again while ``give_up_mono_s`` says None.
         stop: once it is set nothing waits any more: the last error is raised.
         monotonic: the clock.
     """
@@ -49,6 +52,7 @@ class Retrying:
         *,
         give_up_mono_s: Callable[[], float | None],
         stop: threading.Event,
+        budget_s: float | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = store.url
@@ -56,6 +60,7 @@ class Retrying:
         self._store = store
         self._give_up_mono_s = give_up_mono_s
         self._stop = stop
+        self._budget_s = budget_s
         self._monotonic = monotonic
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -118,7 +123,7 @@ class Retrying:
         began_mono_s = self._monotonic()
         backoff_s = _BACKOFF_S_FIRST
         attempts = 0
-        if self._left_s() <= 0:
+        if self._left_s(began_mono_s) <= 0:
             raise Transient(f"{call}: no time left to begin")
         while True:
             attempts += 1
@@ -127,14 +132,17 @@ class Retrying:
             except Transient as error:
                 if attempts == 1:
                     _log.warning("store_retry", call=call, error=str(error))
-                left_s = self._left_s()
+                left_s = self._left_s(began_mono_s)
                 if left_s < _BACKOFF_S_FIRST:
                     raise
                 # Full jitter: many writers that failed together must not come back together.
                 wait_s = _random.uniform(0, min(backoff_s, left_s))
-                backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
+                is_urgent = self._give_up_mono_s() is not None
+                backoff_s = min(
+                    2 * backoff_s, _BACKOFF_S_MAX_URGENT if is_urgent else _BACKOFF_S_MAX
+                )
                 # Asked again after the wait: deadlines move, always to an earlier time.
-                if self._stop.wait(wait_s) or self._left_s() <= 0:
+                if self._stop.wait(wait_s) or self._left_s(began_mono_s) <= 0:
                     raise
             else:
                 if attempts > 1:
@@ -142,6 +150,8 @@ class Retrying:
                     _log.info("store_recovered", call=call, attempts=attempts, after_s=after_s)
                 return result
 
-    def _left_s(self) -> float:
+    def _left_s(self, began_mono_s: float) -> float:
         give_up_mono_s = self._give_up_mono_s()
+        if give_up_mono_s is None and self._budget_s is not None:
+            give_up_mono_s = began_mono_s + self._budget_s
         return math.inf if give_up_mono_s is None else give_up_mono_s - self._monotonic()

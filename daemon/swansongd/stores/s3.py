@@ -189,14 +189,31 @@ class S3Store:
         self._call("list_objects_v2", Prefix=self._prefix, MaxKeys=1)
 
     def warm(self) -> None:
+        self.renew_credentials()
+        self.check()
+
+    def renew_credentials(self) -> None:
+        """Have credentials that last for a while; raises Permanent where there are none."""
         from botocore.exceptions import BotoCoreError  # noqa: PLC0415
 
         try:
             self._client()
             self._credentials.renew()
         except (BotoCoreError, OSError, RuntimeError) as error:
-            raise _classified(error, f"warm {self.url}") from error
-        self.check()
+            raise _classified(error, f"credentials for {self.url}") from error
+
+    def aborts_incomplete_uploads(self) -> bool:
+        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor."""
+        try:
+            answer = self._call("get_bucket_lifecycle_configuration")
+        except NotFound:
+            return False
+        return any(
+            "AbortIncompleteMultipartUpload" in rule
+            and rule.get("Status") == "Enabled"
+            and self._prefix.startswith(_rule_prefix(rule))
+            for rule in answer.get("Rules", ())
+        )
 
     # ------------------------------------------------------------ the client
 
@@ -338,6 +355,11 @@ class _Holder:
 
     def load_credentials(self) -> Any:
         return self._credentials
+
+
+def _rule_prefix(rule: dict[str, Any]) -> str:
+    """Prefix of the keys that a lifecycle rule is for; an older form has it outside of the filter."""
+    return str(rule.get("Filter", rule).get("Prefix", ""))
 
 
 class _PartBody:

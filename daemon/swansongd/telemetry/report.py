@@ -6,6 +6,9 @@ from __future__ import annotations
 from swansongd.core.state import State
 from swansongd.model import Verdict
 
+STORE_HEALTH = "store"
+"""Under this name the health of the store goes beside that of the sources."""
+
 
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     """Everything that a person or a probe wants to know, as plain JSON values."""
@@ -19,7 +22,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         }
         for name, status in state.sources.items()
     }
-    store = health.pop("store", None)
+    store = health.pop(STORE_HEALTH, None)
     return {
         "generation": state.generation,
         "state": state.phase.value,

@@ -30,7 +30,7 @@ _LAUNCHERS = re.compile(
 )
 
 
-class _Refused(Exception):
+class SignalRefusal(Exception):
     """Why the signal is not sent, with the way out."""
 
 
@@ -79,10 +79,20 @@ class SignalSender:
             target=self._send, args=(request_id,), name=f"signal-{request_id}", daemon=True
         ).start()
 
+    def examine(self) -> int:
+        """Number of the process that would be signalled now; sends nothing.
+
+        Raises:
+            SignalRefusal: why it would not be.
+        """
+        pid, pidfd = self._target()
+        os.close(pidfd)
+        return pid
+
     def _send(self, request_id: str) -> None:
         try:
             pid, pidfd = self._target()
-        except _Refused as refusal:
+        except SignalRefusal as refusal:
             self._post(SignalRefused(request_id, str(refusal)))
             return
         except Exception as error:  # the decision waits for an answer, whatever happened
@@ -107,7 +117,7 @@ class SignalSender:
         try:
             pidfd = peers.open_process(pid)
         except ProcessLookupError:
-            raise _Refused(f"process {pid} is gone") from None
+            raise SignalRefusal(f"process {pid} is gone") from None
         try:
             self._check(pid)
         except BaseException:
@@ -118,18 +128,18 @@ class SignalSender:
     def _check(self, pid: int) -> None:
         uid = peers.real_uid(pid)
         if uid not in self._allowed_uids:
-            raise _Refused(
+            raise SignalRefusal(
                 f"process {pid} belongs to user id {uid}: add that user to trainer.users "
                 "if it is the trainer"
             )
         program = _program(peers.command_line(pid))
         if _LAUNCHERS.fullmatch(program):
-            raise _Refused(
+            raise SignalRefusal(
                 f"process {pid} is the launcher {program}, which would die or end the job: "
                 "let the training script write its own pid to trainer.pid_file"
             )
         if not peers.catches_signal(pid, self._number):
-            raise _Refused(
+            raise SignalRefusal(
                 f"process {pid} has no handler for {self._name} and would die of it: "
                 "install one in the training script, or use the hooks"
             )
@@ -139,23 +149,23 @@ class SignalSender:
             return self._pid_from_file(self._pid_file)
         if self._unit is not None:
             return _main_pid(self._unit)
-        raise _Refused("no process is configured: set trainer.pid_file or trainer.unit")
+        raise SignalRefusal("no process is configured: set trainer.pid_file or trainer.unit")
 
     def _pid_from_file(self, path: Path) -> int:
         try:
             # Neither a link to elsewhere nor a FIFO that never answers.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise _Refused(
+            raise SignalRefusal(
                 f"the pid file {path} cannot be opened ({error.strerror}): the training script "
                 "writes it when it starts"
             ) from None
         try:
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode):
-                raise _Refused(f"the pid file {path} is not a regular file")
+                raise SignalRefusal(f"the pid file {path} is not a regular file")
             if facts.st_uid not in self._allowed_uids or facts.st_mode & stat.S_IWOTH:
-                raise _Refused(
+                raise SignalRefusal(
                     f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
                     "must belong to one of trainer.users and be writable by nobody else"
                 )
@@ -163,7 +173,7 @@ class SignalSender:
         finally:
             os.close(fd)
         if match is None:
-            raise _Refused(f"the pid file {path} does not hold one number")
+            raise SignalRefusal(f"the pid file {path} does not hold one number")
         return int(match[1])
 
 
@@ -185,12 +195,14 @@ def _main_pid(unit: str) -> int:
             command, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=True, text=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise _Refused(f"systemctl does not tell the main process of {unit}: {error}") from None
+        raise SignalRefusal(
+            f"systemctl does not tell the main process of {unit}: {error}"
+        ) from None
     pid = 0
     with suppress(ValueError):
         pid = int(done.stdout)
     if pid <= 0:
-        raise _Refused(f"unit {unit} has no main process: is it running?")
+        raise SignalRefusal(f"unit {unit} has no main process: is it running?")
     return pid
 
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong doctor``: check the whole installation before anyone depends on it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from swansongd.cli.common import add_json, console, print_json
+from swansongd.cli.talk import Daemon
+from swansongd.doctor.checkup import check_image, check_vm
+from swansongd.doctor.findings import Finding, Level, has_failure
+from swansongd.errors import Unready
+from swansongd.telemetry.log import printable
+
+HELP = "check the whole installation, and say what mends it"
+
+_STYLES = {
+    Level.OK: "green",
+    Level.WARNING: "yellow",
+    Level.FAILURE: "bold red",
+    Level.SKIPPED: "dim",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+    parser.add_argument(
+        "--image",
+        action="store_true",
+        help="only what can be checked while an image is baked: no metadata, no bucket, no daemon",
+    )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="measure the bandwidth to the store too: sends 32 MiB for each of flush.connections",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    findings = (
+        check_image(args.config) if args.image else check_vm(args.config, _ask, speed=args.speed)
+    )
+    if args.json:
+        found = list(findings)
+        print_json([printable(asdict(finding)) for finding in found])
+        return Unready.exit_code if has_failure(found) else 0
+    out = console()
+    found = []
+    for finding in findings:  # shown as they come: some take seconds
+        if finding.level is not Level.FAILURE:
+            if not any(f.family == finding.family for f in found if f.level is not Level.FAILURE):
+                out.print(Text(finding.family, style="bold"))
+            _show(out, finding, finding.name)
+        found.append(finding)
+    failures = [finding for finding in found if finding.level is Level.FAILURE]
+    if failures:
+        out.print(Text("FAILURES", style="bold red"))
+        for finding in failures:
+            _show(out, finding, f"{finding.family}: {finding.name}")
+    out.print(Text(_summary(found)))
+    if failures:
+        raise Unready(
+            f"{len(failures)} of {len(found)} checks failed",
+            hint="Mend them, then run swansong doctor again",
+        )
+    return 0
+
+
+def _ask(socket: Path) -> dict[str, Any]:
+    with Daemon(socket) as daemon:
+        return daemon.report()
+
+
+def _show(out: Console, finding: Finding, name: str) -> None:
+    line = Text("  ").append(f"{finding.level:<8}", style=_STYLES[finding.level])
+    out.print(line.append(f" {name}: {printable(finding.found)}"), soft_wrap=True)
+    if finding.mend:
+        out.print(Text(f"           mend: {printable(finding.mend)}"), soft_wrap=True)
+
+
+def _summary(found: list[Finding]) -> str:
+    counts = {level: sum(finding.level is level for finding in found) for level in Level}
+    return ", ".join(f"{count} {level}" for level, count in counts.items())

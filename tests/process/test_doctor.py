@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong doctor`` as a process, against the emulated clouds: each fault gives its own finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket, Gcp
+from emulators.process import EmulatorProcess
+from rig import BIN, CREDENTIALS, Vm, control, environment
+
+SECRET = "a-secret-that-nobody-may-read"
+NewVm = Callable[..., Vm]
+Findings = dict[str, dict[str, str]]
+
+
+def run_doctor(
+    vm: Vm, *arguments: str, prefix: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*prefix, str(BIN / "swansong"), "--config", str(vm.config), "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=environment(**({**CREDENTIALS, "AWS_SECRET_ACCESS_KEY": SECRET} | env)),
+    )
+    assert "Traceback" not in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    return done
+
+
+def examine(vm: Vm, *arguments: str, **options: Any) -> tuple[int, Findings]:
+    """Exit code, and the findings by name."""
+    done = run_doctor(vm, "--json", *arguments, **options)
+    found = json.loads(done.stdout)
+    by_name = {finding["name"]: finding for finding in found}
+    assert len(by_name) == len(found)
+    return done.returncode, by_name
+
+
+def names(findings: Findings, level: str) -> set[str]:
+    return {name for name, finding in findings.items() if finding["level"] == level}
+
+
+def only_failure(result: tuple[int, Findings], name: str) -> dict[str, str]:
+    """The one failure that there must be."""
+    code, findings = result
+    assert names(findings, "failure") == {name}, findings
+    assert code == 12
+    assert findings[name]["mend"]
+    return findings[name]
+
+
+@pytest.fixture
+def vm(new_vm: NewVm, bucket: Bucket, aws: Aws) -> Vm:
+    """A VM on AWS where all is well; the daemon runs."""
+    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    vm.start_daemon()
+    return vm
+
+
+# ---------------------------------------------------------------- all is well
+
+
+def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> None:
+    """Exit 0; every path was asked, every kind of request made; nothing is left in the bucket."""
+    before = set(bucket.keys())
+    code, findings = examine(vm)
+    assert code == 0, findings
+    assert names(findings, "failure") == set()
+    assert names(findings, "warning") == {"lifecycle rule"}
+    assert names(findings, "ok") >= {
+        "configuration", "cloud", "environment", "IMDS token", "instance-life-cycle", "spot notice",
+        "rebalance", "Auto Scaling", "scheduled events", "event history", "clock (metadata)",
+        "credentials", "bucket", "write", "create-if-absent", "read back", "delete",
+        "multipart upload", "clock (store)", "staging", "staging rights", "file system", "free space",
+        "disk speed", "socket directory", "daemon", "trainer users", "socket",
+    }  # fmt: skip
+    assert "MB/s" in findings["disk speed"]["found"]
+    assert {key for key in bucket.keys() if "/probes/" in key} == set()
+    assert before <= set(bucket.keys())
+
+
+def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_path: Path) -> None:
+    """The same with the metadata server of Compute Engine and a bucket of GCS."""
+    with EmulatorProcess("emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
+        store = {"url": "gs://ckpt/team", "endpoint": gcs.url}
+        vm = new_vm("a", store, metadata=gcp.metadata)
+        vm.start_daemon()
+        code, findings = examine(vm)
+    assert code == 0, findings
+    assert names(findings, "warning") == set()
+    assert names(findings, "ok") >= {
+        "metadata server", "preemptible", "preempted", "maintenance-event", "upcoming-maintenance",
+        "stop-state", "create-if-absent", "read back", "delete", "multipart upload",
+    }  # fmt: skip
+    assert findings["preemptible"]["found"] == "TRUE: a Spot VM"
+
+
+def test_people_get_lines_with_failures_last(vm: Vm) -> None:
+    """By family, plain where no terminal is; what failed comes at the end, with what mends it."""
+    shutil.rmtree(vm.staging)
+    done = run_doctor(vm)
+    assert done.returncode == 12
+    lines = done.stdout.splitlines()
+    assert "\x1b" not in done.stdout
+    families = [line for line in lines if not line.startswith(" ")]
+    assert families[:4] == ["configuration", "metadata", "store", "staging"]
+    failures = lines[lines.index("FAILURES") :]
+    assert failures[1].startswith("  failure  staging: staging: staging.path ")
+    assert failures[2].startswith("           mend: install -d -m 2770 ")
+    assert lines[-1].endswith(" skipped")
+    assert not any(line.startswith("  failure") for line in lines[: lines.index("FAILURES")])
+    assert done.stderr.startswith("swansong: 1 of ")
+
+
+def test_speed_tells_what_fits_into_the_grace_period(new_vm: NewVm, tmp_path: Path) -> None:
+    """With ``--speed`` the bandwidth is measured, and no part of the upload stays behind."""
+    store = tmp_path / "store"
+    store.mkdir()
+    vm = new_vm("a", {"url": store.as_uri()}, settings={"flush": {"connections": 1}})
+    vm.start_daemon()
+    code, findings = examine(vm, "--speed")
+    assert code == 0, findings
+    assert "GB fit into the 24 s that a notice leaves" in findings["speed"]["found"]
+    left = [path for path in store.rglob("*") if path.is_file() and "generations" not in path.parts]
+    assert left == []
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def test_hop_limit_is_named(vm: Vm, aws: Aws) -> None:
+    """A token that never arrives while the service answers: the hop limit, and what raises it."""
+    control(aws.url, "invalidate-tokens")
+    control(aws.url, "fault", kind="refuse-put")
+    finding = only_failure(result := examine(vm), "IMDS token")
+    assert "hop limit" in finding["found"]
+    assert finding["mend"].endswith("--http-put-response-hop-limit 2")
+    assert result[1]["spot notice"]["level"] == "skipped"
+
+
+def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
+    """HTTP 403: the service is switched off."""
+    control(aws.url, "fault", kind="status", value=403, path="/latest/*")
+    finding = only_failure(examine(vm), "IMDS token")
+    assert finding["mend"].endswith("--http-endpoint enabled")
+
+
+@pytest.mark.fault("S18")
+def test_an_answer_without_the_flavor_is_not_the_metadata_server(
+    new_vm: NewVm, bucket: Bucket, gcp: Gcp
+) -> None:
+    """Whoever answers there is not believed."""
+    vm = new_vm("a", bucket.store, metadata=gcp.metadata)
+    vm.start_daemon()
+    control(gcp.url, "fault", kind="bare", path="/computeMetadata/v1/instance/id")
+    finding = only_failure(examine(vm), "metadata server")
+    assert "Metadata-Flavor" in finding["found"]
+
+
+def test_a_live_notice_is_a_warning(vm: Vm, aws: Aws) -> None:
+    """It is no fault of the installation."""
+    aws.notice("terminate", in_s=3000)
+    code, findings = examine(vm)
+    assert code == 0
+    assert findings["spot notice"]["level"] == "warning"
+    assert '"terminate"' in findings["spot notice"]["found"]
+
+
+# ---------------------------------------------------------------- the store
+
+
+def test_no_credentials(vm: Vm) -> None:
+    """Said as such; nothing else is asked of the store then."""
+    hidden = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"}
+    result = examine(vm, **hidden)
+    finding = only_failure(result, "credentials")
+    assert "no credentials" in finding["found"]
+    assert finding["mend"].startswith("aws ec2 associate-iam-instance-profile ")
+    for name in ("bucket", "write", "create-if-absent", "delete", "multipart upload"):
+        assert result[1][name]["level"] == "skipped"
+
+
+def test_bucket_missing(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
+    """The one finding, and the command that makes the bucket."""
+    vm = new_vm("a", {**bucket.store, "url": "s3://absent/x"}, metadata=aws.metadata)
+    with_daemon(vm)
+    assert only_failure(examine(vm), "bucket")["mend"] == "aws s3 mb s3://absent"
+
+
+@pytest.mark.fault("O14")
+def test_store_that_ignores_preconditions(vm: Vm, bucket: Bucket) -> None:
+    """A second create that goes through is a failure: two VMs could overwrite each other's commits."""
+    bucket.order("preconditions", honour=0)
+    finding = only_failure(examine(vm), "create-if-absent")
+    assert "ignores create-if-absent" in finding["found"]
+
+
+def test_no_right_to_write(vm: Vm, bucket: Bucket) -> None:
+    """A refused write is named with the permission that it wants."""
+    bucket.order("answer", status=403, code="AccessDenied", method="PUT", match="/probes/", times=9)
+    finding = only_failure(examine(vm), "write")
+    assert finding["mend"].startswith("aws iam put-role-policy ")
+
+
+@pytest.mark.fault("S21")
+def test_no_right_to_delete_is_fine(vm: Vm, bucket: Bucket) -> None:
+    """It is the recommended way; the probe that stays behind is named."""
+    bucket.order(
+        "answer", status=403, code="AccessDenied", method="DELETE", match="/run/probes/doctor"
+    )
+    code, findings = examine(vm)
+    assert code == 0
+    (left,) = [key for key in bucket.keys() if "/probes/doctor-" in key]
+    assert left in findings["delete"]["found"]
+
+
+def test_lifecycle_rule_that_may_not_be_read_is_skipped(vm: Vm, bucket: Bucket) -> None:
+    """No right to look is no finding."""
+    bucket.order("answer", status=403, code="AccessDenied", method="GET", match="?lifecycle")
+    code, findings = examine(vm)
+    assert code == 0
+    assert findings["lifecycle rule"]["level"] == "skipped"
+
+
+def test_lifecycle_rule_as_its_command_makes_it(vm: Vm, bucket: Bucket) -> None:
+    """Carried out, the rule that the warning names satisfies the check."""
+    mend = examine(vm)[1]["lifecycle rule"]["mend"]
+    rule = json.loads(mend.partition("--lifecycle-configuration ")[2].strip("'"))
+    assert "\n" not in mend
+    put_lifecycle(bucket, rule)
+    assert examine(vm)[1]["lifecycle rule"]["level"] == "ok"
+
+
+def put_lifecycle(bucket: Bucket, rules: dict[str, Any]) -> None:
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=bucket.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="emulated",
+        aws_secret_access_key="emulated",
+    )
+    client.put_bucket_lifecycle_configuration(Bucket="ckpt", LifecycleConfiguration=rules)
+    client.close()
+
+
+# ---------------------------------------------------------------- staging
+
+
+def with_daemon(vm: Vm) -> None:
+    """Something answers on the socket, though the daemon proper would not start like this."""
+    healthy = vm.disk / "other"
+    healthy.mkdir()
+    (healthy / "store").mkdir()
+    twin = Vm(healthy, {"url": (healthy / "store").as_uri()})
+    twin.config.write_text(
+        twin.config.read_text().replace(str(twin.socket), str(vm.socket)), encoding="utf-8"
+    )
+    vm.processes.append(twin.start_daemon())
+
+
+def test_staging_missing(vm: Vm) -> None:
+    """Not made, or not mounted."""
+    shutil.rmtree(vm.staging)
+    finding = only_failure(examine(vm), "staging")
+    assert str(vm.staging) in finding["mend"]
+
+
+@pytest.fixture
+def open_disk() -> Iterator[Path]:
+    """A directory that every user may enter, and everything in it."""
+    path = Path(tempfile.mkdtemp(prefix="doctor-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_staging_not_writable(open_disk: Path) -> None:
+    """Seen as the user who asks."""
+    store = open_disk / "store"
+    store.mkdir()
+    store.chmod(0o777)
+    with Vm(open_disk, {"url": store.as_uri()}) as vm:
+        vm.staging.chmod(0o555)
+        nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+        prefix = nobody if os.geteuid() == 0 else ()
+        code, findings = examine(vm, prefix=prefix)
+        vm.staging.chmod(0o755)
+    assert code == 12
+    # That user starts no daemon here.
+    assert names(findings, "failure") == {"staging rights", "daemon"}
+    assert "may not write" in findings["staging rights"]["found"]
+    assert findings["staging rights"]["mend"].startswith("chown swansong:swansong-trainers ")
+    assert findings["disk speed"]["level"] == "skipped"
+
+
+def test_staging_full(vm: Vm) -> None:
+    """Too little space for any checkpoint; its file system is named, and no speed is measured."""
+    mount = ("unshare", "--user", "--map-root-user", "--mount")
+    if subprocess.run([*mount, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs user namespaces")
+    script = f'mount -t tmpfs -o size=1m none {vm.staging} && exec "$0" "$@"'
+    result = examine(vm, prefix=(*mount, "sh", "-c", script))
+    finding = only_failure(result, "free space")
+    assert finding["mend"].startswith("df -h ")
+    assert "tmpfs" in result[1]["staging"]["found"]
+    assert result[1]["disk speed"]["level"] == "skipped"
+
+
+# ---------------------------------------------------------------- configuration, trainers, daemon
+
+
+def test_unknown_trainer_user(vm: Vm) -> None:
+    """The daemon would not start again with it."""
+    text = vm.config.read_text().replace("[trainer]", '[trainer]\nusers = ["nosuchuser"]')
+    vm.config.write_text(text)
+    finding = only_failure(examine(vm), "trainer users")
+    assert finding["mend"].startswith("useradd ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--image"]])
+def test_broken_configuration_tells_all_problems(vm: Vm, arguments: list[str]) -> None:
+    """Each one is a failure of its own; still exit 12, for image tests."""
+    vm.config.write_text('[run]\nname = "-"\n[staging]\npath = "relative"\n')
+    done = run_doctor(vm, "--json", *arguments)
+    assert done.returncode == 12
+    found = [f for f in json.loads(done.stdout) if f["name"] == "configuration"]
+    assert [finding["found"].partition(":")[0] for finding in found] == [
+        "run.name", "staging.path", "store.url",
+    ]  # fmt: skip
+    assert {finding["mend"] for finding in found} == {f"sudoedit {vm.config}"}
+
+
+def test_missing_configuration(vm: Vm) -> None:
+    """The command that mends it copies the example."""
+    vm.config.unlink()
+    done = run_doctor(vm, "--json")
+    assert done.returncode == 12
+    first = json.loads(done.stdout)[0]
+    source, _, target = first["mend"].removeprefix("install -D -m 0644 ").partition(" ")
+    assert Path(source).is_file()
+    assert target == str(vm.config)
+
+
+def test_daemon_not_running(vm: Vm) -> None:
+    """The one finding, and how to start it."""
+    assert vm.daemon is not None
+    vm.daemon.kill()
+    assert only_failure(examine(vm), "daemon")["mend"] == "systemctl start swansongd"
+
+
+def test_socket_directory_missing(vm: Vm) -> None:
+    """The daemon could not make its socket."""
+    vm.config.write_text(vm.config.read_text().replace(str(vm.socket), f"{vm.disk}/gone/s"))
+    result = examine(vm)
+    assert only_failure(result, "socket directory")["mend"] == f"install -d {vm.disk}/gone"
+    assert result[1]["daemon"]["level"] == "skipped"
+
+
+@pytest.mark.fault("S15", "S16")
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "AWS_EC2_METADATA_SERVICE_ENDPOINT"])
+def test_variables_that_redirect_the_daemon_are_a_warning(
+    new_vm: NewVm, bucket: Bucket, aws: Aws, name: str
+) -> None:
+    """Read from the environment of the daemon itself, by name only: the value holds a password."""
+    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    elsewhere = {name: f"http://user:{SECRET}@127.0.0.1:9", "AWS_EC2_METADATA_DISABLED": "true"}
+    daemon = vm.spawn([str(BIN / "swansongd"), "--config", str(vm.config)], **elsewhere)
+    daemon.lines.wait(event="started")
+    code, findings = examine(vm)
+    assert code == 0
+    assert findings["environment"]["level"] == "warning"
+    assert name in findings["environment"]["found"]
+    assert f"process {daemon.pid}" in findings["environment"]["found"]
+    assert name in findings["environment"]["mend"]
+
+
+@pytest.mark.fault("S11")
+def test_trainer_that_does_not_catch_the_signal(vm: Vm) -> None:
+    """It would die of it: the signal is refused, and doctor says so beforehand."""
+    trainer = vm.spawn(["sleep", "60"])
+    vm.pid_file.write_text(str(trainer.pid))
+    with_signal = f'[trainer]\nsignal = "SIGUSR1"\npid_file = "{vm.pid_file}"'
+    vm.config.write_text(vm.config.read_text().replace("[trainer]", with_signal))
+    assert "has no handler for SIGUSR1" in only_failure(examine(vm), "signal")["found"]
+
+
+def test_a_silent_store_is_bounded_and_isolated(vm: Vm) -> None:
+    """A store that takes the connection and never answers costs its check and no other."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        text = vm.config.read_text()
+        endpoint = next(line for line in text.splitlines() if line.startswith("endpoint"))
+        vm.config.write_text(text.replace(endpoint, f'endpoint = "{address}"'))
+        result = examine(vm)
+    finding = only_failure(result, "bucket")
+    assert finding["mend"] == f"curl -sSI {address}"
+    assert result[1]["disk speed"]["level"] == "ok"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notice by hand, by a known end, and by the host's own shutdown: the daemon as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from channel_peer import PeerProcess, RunningChannel
+from clouds import Bucket
+from emulators.process import EmulatorProcess
+from rig import Vm, control
+from swansong import protocol
+from waiting import until
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def vm(bucket: Bucket, new_vm: Any, witness: str) -> Vm:
+    """A VM that trains."""
+    made: Vm = new_vm("vm", bucket.store)
+    made.start_daemon()
+    trainer = made.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    return made
+
+
+def test_a_notice_by_hand_is_evacuated(vm: Vm, bucket: Bucket) -> None:
+    """``--wait`` ends with the verdict; a checkpoint newer than the notice is committed."""
+    done = vm.swansong("notify", "--in", "30s", "--reason", "EventBridge", "--wait", "--json")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["verdict"] == "SAFE"
+    assert shown["last_commit"]["step"] >= 5
+    (notice,) = shown["notices"]
+    assert (notice["source"], notice["severity"]) == ("manual", "imminent")
+    assert vm.daemon is not None
+    said = vm.daemon.lines.wait(event="notice", source="manual")
+    assert (said["detail"], said["deadline_quality"]) == ("EventBridge", "stated")
+    (manifest,) = bucket.manifests()
+    assert manifest["kind"] == "emergency"
+
+
+def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
+    """The source says that it was a rehearsal; the second one is evacuated as well."""
+    for count in (1, 2):
+        done = vm.swansong("notify", "--in", "30", "--drill", "--wait")
+        assert (done.returncode, done.stdout[:5]) == (0, "SAFE:"), done.stderr
+        assert vm.daemon is not None
+        assert len(vm.daemon.lines.all(event="notice", source="drill", kind="drill")) == count
+        assert vm.swansong("notify", "--withdraw").returncode == 0
+
+
+def test_a_withdrawn_notice_lets_training_go_on(vm: Vm) -> None:
+    """The state is that before the notice, and whoever waits for the verdict is told so."""
+    assert vm.daemon is not None
+    assert vm.trainer is not None
+    vm.trainer.kill(signal.SIGSTOP)  # so that there is no verdict yet
+    waiting = vm.spawn(
+        [str(Path(sys.executable).with_name("swansong")), "--config", str(vm.config),
+         "notify", "--in", "60s", "--wait"],
+    )  # fmt: skip
+    vm.daemon.lines.wait(event="notice", source="manual")
+    done = vm.swansong("notify", "--withdraw", "--reason", "false alarm", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["notices"] == []
+    vm.daemon.lines.wait(event="notice_withdrawn", source="manual", reason="false alarm")
+    assert waiting.wait() == 9
+    vm.trainer.kill(signal.SIGCONT)
+    assert vm.status()["state"] == "IDLE"
+
+
+def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
+    """With nothing staged and nothing committed the verdict is LOST, exit code 11."""
+    vm = new_vm("vm", bucket.store)
+    vm.start_daemon()
+    until(lambda: vm.status()["generation"] is not None)
+    done = vm.swansong("notify", "--in", "20s", "--wait")
+    assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
+
+
+def test_without_waiting_it_returns_at_once(vm: Vm) -> None:
+    """Exit code 0 and the state; the notice is in the daemon's status when the command returns."""
+    done = vm.swansong("notify", "--in", "45s")
+    assert done.returncode == 0, done.stderr
+    assert vm.status()["notices"][0]["source"] == "manual"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--in", "soon"], ["--in", "0"], ["--in", "5s", "--withdraw"]]
+)
+def test_a_wrong_command_line_is_refused(bucket: Bucket, new_vm: Any, arguments: list[str]) -> None:
+    """Exit code 2, before anybody is told anything."""
+    assert new_vm("vm", bucket.store).swansong("notify", *arguments).returncode == 2
+
+
+def test_without_a_daemon_nobody_took_note(bucket: Bucket, new_vm: Any) -> None:
+    """Exit code 3 and one line."""
+    done = new_vm("vm", bucket.store).swansong("notify", "--in", "5s")
+    assert done.returncode == 3
+    assert done.stderr.startswith("swansong: no daemon answers at ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user, which only root can")
+@pytest.mark.parametrize("kind", ["notify", "notify_withdrawn"])
+def test_trainers_may_not_give_notice(kind: str) -> None:
+    """A user that may speak on the socket is refused all the same; root is not."""
+    answered: list[protocol.Message] = []
+    uid = 65534
+    script = f's.connect(path); say(type="{kind}", nonce="n", seconds_left=9); show(hear())'
+    with RunningChannel(
+        allowed_uids=frozenset({0, uid}), answer=lambda message, _: answered.append(message)
+    ) as running:
+        running.path.chmod(0o666)
+        with PeerProcess(running.path, script, uid=uid, gid=uid) as peer:
+            said = peer.line()
+        assert json.loads(said)["type"] == "refused"
+        assert "only root" in said
+        assert answered == []
+        with running.connect() as client:
+            client.say(protocol.Notify(nonce="n", seconds_left=9.0))
+            until(lambda: answered)
+
+
+def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """Scheduled from the start, imminent with the lead: the last checkpoint is taken in time."""
+    end = datetime.now(UTC) + timedelta(seconds=24)
+    settings = {"sources": {"end_at": end.isoformat(), "end_lead": "20s"}}
+    vm = new_vm("vm", bucket.store, settings=settings)
+    daemon = vm.start_daemon()
+    notice = daemon.lines.wait(event="notice", source="deadline")
+    assert (notice["kind"], notice["severity"]) == ("capacity-end", "scheduled")
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=1)
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+
+
+@pytest.mark.fault("H03", "N15")
+def test_a_shutdown_of_the_host_waits_for_the_commit(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The delay lock is held until the verdict and released with it; a second shutdown waits again."""
+    with EmulatorProcess("emulators.fake_logind") as fake:
+        bus = control(fake.url, "state")["bus"]
+        vm = new_vm("vm", bucket.store, settings={"sources": {"system_bus": bus}})
+        daemon = vm.start_daemon()
+        trainer = vm.start_trainer(script=witness)
+        trainer.lines.wait(step=5)
+        until(lambda: control(fake.url, "state")["locks"] == 1)
+
+        control(fake.url, "shutdown", type="poweroff")
+        notice = daemon.lines.wait(event="notice", source="logind")
+        assert notice["severity"] == "shutting_down"
+        verdict = daemon.lines.wait(event="verdict")
+        assert verdict["verdict"] == "SAFE"
+        until(lambda: control(fake.url, "state")["shutdown"] == "gone", timeout_s=10)
+        (manifest,) = bucket.manifests()
+        assert (manifest["kind"], manifest["step"]) == ("emergency", verdict["step"])
+
+        control(fake.url, "cancel")
+        daemon.lines.wait(event="notice_withdrawn", source="logind")
+        until(lambda: control(fake.url, "state")["locks"] == 1)
+        trainer.lines.wait(step=verdict["step"] + 5)
+
+        control(fake.url, "shutdown")
+        until(lambda: len(daemon.lines.all(event="verdict")) == 2)
+        until(lambda: control(fake.url, "state")["shutdown"] == "gone", timeout_s=10)
+        daemon.kill(signal.SIGTERM)
+        assert daemon.wait() == 0
