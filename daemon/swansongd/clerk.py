@@ -114,6 +114,10 @@ class Clerk:
         """Leave the farewell object of an evacuation."""
         self._jobs.put(lambda: self._farewell(generation, data))
 
+    def check_fence(self, generation: int) -> None:
+        """Look whether a newer generation is claimed; posts FenceFound if so."""
+        self._jobs.put(lambda: self._check_fence(generation))
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until what was ordered so far is done; False when it was not in time."""
         done = threading.Event()
@@ -229,6 +233,14 @@ class Clerk:
         else:
             self._health.ok()
             self._post(CommitDone(order.flush_id, manifest.ref))
+
+    def _check_fence(self, generation: int) -> None:
+        try:
+            commit.ensure_not_fenced(self._store, self._keys, generation)
+        except FencedError as error:
+            self._post(FenceFound(error.newer))
+        except StoreError as error:  # the next commit looks again
+            self._health.failed(error.line())
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

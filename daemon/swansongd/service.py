@@ -31,6 +31,7 @@ from swansongd.core.events import (
     Action,
     AskTrainers,
     CancelFlush,
+    CheckFence,
     CommitManifest,
     Conclude,
     Event,
@@ -51,6 +52,7 @@ from swansongd.core.events import (
     TellFenced,
     Tick,
     WithdrawRequest,
+    WokeUp,
 )
 from swansongd.core.state import Settings, State
 from swansongd.errors import ConfigError, StagingError
@@ -81,6 +83,7 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _AFTER_DEADLINE_S = 1.0
 """Small objects may still be tried this long after a deadline: it may have been a cautious one."""
+_SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
 _CALL_BUDGET_S = 20.0
 """How long one call to the store is tried again in the background before it counts as failed."""
@@ -104,6 +107,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._born_mono_s = time.monotonic()
+        self._asleep_s = _asleep_s()
         self._inbox: queue.Queue[Event] = queue.Queue(_INBOX_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -249,14 +253,21 @@ class Service:
         while self._signals:
             self._on_signal(self._signals.popleft())
         now = time.monotonic()
-        self._state, actions = machine.step(self._state, event, now)
-        for action in actions:
-            self._carry_out(action, now)
+        slept_s = _asleep_s() - self._asleep_s
+        if slept_s > _SLEEP_NOTED_S:
+            self._asleep_s += slept_s
+            self._step(WokeUp(slept_s), now)
+        self._step(event, now)
         if self._state.evacuation is not None and self._state.evacuation.verdict is not None:
             self._logind.release()
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
         self._notifier.status(status_line(self._state, now))
+
+    def _step(self, event: Event, now: float) -> None:
+        self._state, actions = machine.step(self._state, event, now)
+        for action in actions:
+            self._carry_out(action, now)
 
     def _tick_s(self) -> float:
         tick_s = _TICK_S if self._state.evacuation is None else _TICK_URGENT_S
@@ -294,7 +305,7 @@ class Service:
 
     def _data_give_up(self) -> float | None:
         evacuation = self._state.evacuation
-        if evacuation is None:
+        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
             return None
         return evacuation.deadline_mono_s - self._config.deadline.reserve_s
 
@@ -311,6 +322,7 @@ class Service:
                     id=action.request_id,
                     reason=action.reason,
                     seconds_left=round(action.deadline_mono_s - now, 3),
+                    urgency="emergency" if action.is_urgent else "drain",
                 )
                 self._channel.send(action.connections, request)
             case SendTarget():
@@ -333,6 +345,9 @@ class Service:
                 self._flush.cancel(flush_id)
             case CommitManifest():
                 self._clerk.commit(action)
+            case CheckFence():
+                if self._state.generation is not None:
+                    self._clerk.check_fence(self._state.generation)
             case Rescan():
                 self._observer.rescan()
             case Prune(directories):
@@ -436,6 +451,11 @@ def _uids(users: tuple[str | int, ...]) -> frozenset[int]:
     if problems:
         raise ConfigError(problems)
     return frozenset(uids)
+
+
+def _asleep_s() -> float:
+    """How long this VM has been suspended since it booted."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 
 def _utc_now() -> str:

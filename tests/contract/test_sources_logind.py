@@ -220,12 +220,28 @@ def test_a_host_without_logind_has_no_such_source(
     assert run.notices == []
 
 
-def test_a_bus_that_never_answers_is_unknown(tmp_path: Path) -> None:
-    """What accepts and stays silent is degraded at once, then blind; never ok, never a hang."""
+@pytest.mark.parametrize("greets", [False, True])
+def test_a_bus_that_never_answers_is_unknown(tmp_path: Path, greets: bool) -> None:
+    """What accepts, and perhaps lets us in, and then stays silent is degraded, then blind; no hang."""
     now = [0.0]
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "bus"))
-        silent.listen()
+    peers = []
+    with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                peers.append(peer)
+                if greets:
+                    for answer in (b"OK 0123456789abcdef0123456789abcdef", b"AGREE_UNIX_FD"):
+                        while not peer.recv(100).endswith(b"\r\n"):
+                            pass
+                        peer.sendall(answer + b"\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
         bus = f"unix:path={tmp_path}/bus"
         with SourceRun(source(bus=bus, monotonic=lambda: now[0])) as run:
             until(lambda: run.is_now(Health.DEGRADED))
@@ -234,6 +250,10 @@ def test_a_bus_that_never_answers_is_unknown(tmp_path: Path) -> None:
             assert "does not answer" in run.statuses[-1].reason
         with pytest.raises(LogindError):
             logind.read_inhibit_delay_max_s(bus)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    for peer in peers:
+        peer.close()
 
 
 def test_a_bus_that_speaks_something_else_is_no_crash(tmp_path: Path) -> None:
@@ -331,4 +351,5 @@ def test_sigterm_without_logind_is_judged_by_systemd(tmp_path: Path) -> None:
     assert host.is_host_stopping(bus, **stand_in(tmp_path, "stopping")) is True
     nowhere = {"systemd_directory": tmp_path, "systemctl": str(tmp_path / "nowhere")}
     assert host.is_host_stopping(bus, **nowhere) is True
-    assert host.is_host_stopping(bus, systemd_directory=tmp_path / "none") is True
+    elsewhere = stand_in(tmp_path, "running") | {"systemd_directory": tmp_path / "none"}
+    assert host.is_host_stopping(bus, **elsewhere) is True

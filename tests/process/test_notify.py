@@ -55,7 +55,11 @@ def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
         assert (done.returncode, done.stdout[:5]) == (0, "SAFE:"), done.stderr
         assert vm.daemon is not None
         assert len(vm.daemon.lines.all(event="notice", source="drill", kind="drill")) == count
-        assert vm.swansong("notify", "--withdraw").returncode == 0
+        if count == 1:
+            assert vm.swansong("notify", "--withdraw").returncode == 0
+    assert vm.swansong("notify", "--in", "30", "--drill").returncode == 0
+    vm.daemon.lines.wait(event="notice", source="drill")
+    until(lambda: len(vm.daemon.lines.all(event="notice", source="drill")) == 3)
 
 
 def test_a_withdrawn_notice_lets_training_go_on(vm: Vm) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -441,7 +442,8 @@ class World:
         if order.generation != self.generation:
             raise Broken(f"I4: a flush under generation {order.generation}")
         evacuation = self.state.evacuation
-        if evacuation is not None and self.now > evacuation.deadline_mono_s - RESERVE_S:
+        left_s = math.inf if evacuation is None else evacuation.deadline_mono_s - self.now
+        if 0 < left_s < RESERVE_S:
             raise Broken("V4: data is sent in the reserve")
         self._flush_id = order.flush_id
         began, life = self.now, self.life

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from story import MIB, Story, a_notice, a_set
-from swansongd.core import machine
+from swansongd.core import absorb, advance, turn
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
+    CheckFence,
     CommitManifest,
     Conclude,
     Exit,
@@ -27,9 +30,10 @@ from swansongd.core.events import (
     Tick,
     TrainerSealed,
     WithdrawRequest,
+    WokeUp,
 )
 from swansongd.core.state import Phase
-from swansongd.model import CommitRef, Health, Severity, SourceStatus, Verdict
+from swansongd.model import CommitRef, DeadlineQuality, Health, Severity, SourceStatus, Verdict
 
 
 def test_notice_to_safe() -> None:
@@ -81,17 +85,171 @@ def test_a_restarted_daemon_asks_under_the_same_id() -> None:
 
 
 @pytest.mark.fault("N14")
-def test_advisory_arms_and_disturbs_nobody() -> None:
-    """An advisory notice asks no trainer and opens no evacuation; replication goes on."""
+def test_advisory_takes_one_checkpoint_more_and_stops_nobody() -> None:
+    """Word that may not come true: a checkpoint without urgency, no verdict, and then just watching."""
     story = Story()
-    story.join()
-    story.notice(source="aws.rebalance", severity=Severity.ADVISORY)
+    story.join(step=9)
+    story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     assert story.state.phase is Phase.ARMED
-    story.seal(10)
-    assert story.flushes == [10]
-    assert not story.all(AskTrainers)
+    assert not story.last(AskTrainers).is_urgent
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    assert story.state.phase is Phase.ARMED
+    assert story.state.evacuation is None
+    assert story.state.last_commit == CommitRef(2, 10)
+    story.wait(60)
+    assert len(story.all(AskTrainers)) == 1, "once for each notice"
+    assert not story.verdicts
     story.withdraw("aws.rebalance")
     assert story.state.phase is Phase.IDLE
+
+
+@pytest.mark.fault("N14")
+def test_a_storm_of_advisories_costs_one_checkpoint() -> None:
+    """However many different advisories come, trainers are asked once in ten minutes at most."""
+    story = Story()
+    story.join()
+    for number in range(20):
+        story.notice(
+            source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600, identity=f"r{number}"
+        )
+        story.store_all()
+        story.wait(5)
+        if number == 0:
+            story.accept(0)
+            story.answer(1)
+    assert len(story.all(AskTrainers)) == 1
+
+
+@pytest.mark.fault("N14")
+def test_a_real_notice_overtakes_a_precaution() -> None:
+    """The request of the precaution is withdrawn, and the urgent one takes its place."""
+    story = Story()
+    story.join(step=9)
+    story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
+    story.notice(source="aws.spot", in_s=120)
+    assert story.last(WithdrawRequest)
+    assert story.last(AskTrainers).is_urgent
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 10"]
+
+
+@pytest.mark.fault("N18")
+def test_a_scheduled_end_is_evacuated_when_it_comes_near() -> None:
+    """An hour ahead a precaution, two minutes ahead the real thing."""
+    story = Story()
+    story.join(step=9)
+    story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
+    assert not story.last(AskTrainers).is_urgent
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    story.wait(3600 - 125)
+    assert story.state.phase is Phase.ARMED
+    story.wait(10)
+    assert story.state.phase is Phase.CHECKPOINTING
+    assert story.last(AskTrainers).is_urgent
+
+
+@pytest.mark.fault("N18")
+def test_a_slow_save_is_begun_earlier() -> None:
+    """A scheduled end leaves as much time as twice the save takes, if that is more."""
+    story = Story()
+    story.join(step=9, save_s=200.0)
+    story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    story.join(connection=2, step=11, save_s=200.0)
+    story.wait(3600 - 410)
+    assert not story.last(AskTrainers).is_urgent
+    story.wait(10)
+    assert story.last(AskTrainers).is_urgent
+
+
+def test_what_a_source_had_to_assume_it_may_learn() -> None:
+    """A later deadline is believed once: learned instead of assumed, while logind would have spoken."""
+    for logind, expected_s in ((Health.OK, 115), (Health.BLIND, 25)):
+        story = Story()
+        story.tell(
+            SourceChanged(
+                SourceStatus(source="logind", health=logind, reason="", since_mono_s=story.now)
+            )
+        )
+        began = story.now
+        first = replace(
+            a_notice("gcp.preempted", deadline_mono_s=began + 25),
+            deadline_quality=DeadlineQuality.ASSUMED,
+        )
+        story.tell(NoticeRaised(first))
+        story.wait(15)
+        learned = replace(
+            first, deadline_mono_s=began + 115, deadline_quality=DeadlineQuality.DERIVED
+        )
+        story.tell(NoticeRaised(learned))
+        assert story.state.evacuation is not None
+        assert story.state.evacuation.deadline_mono_s == began + expected_s
+        story.tell(NoticeRaised(replace(learned, deadline_mono_s=began + 500)))
+        assert story.state.evacuation.deadline_mono_s == began + expected_s
+
+
+@pytest.mark.fault("H05", "N17")
+def test_a_vm_that_slept_looks_whether_it_was_overtaken() -> None:
+    """The monotonic clock stood still meanwhile, and another VM may have taken the run."""
+    story = Story()
+    story.tell(WokeUp(3600.0))
+    assert story.last(CheckFence)
+    story.tell(FenceFound(9))
+    assert story.last(Exit).code == turn.EXIT_FENCED
+
+
+@pytest.mark.fault("N17")
+def test_a_deadline_that_was_too_early_takes_nothing_back() -> None:
+    """SAFE stays SAFE when the VM outlives its deadline, and what is sealed then is still stored."""
+    story = Story(reserve_s=5)
+    story.join(step=9)
+    story.notice(in_s=25)
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    story.wait(21)
+    story.seal(20)
+    assert story.flushes == [10], "the reserve is not for data"
+    story.wait(6)
+    assert story.flushes == [10, 20], "and what comes after the deadline is won"
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 10", "SAFE generation 2 step 20"]
+
+
+def test_another_notice_after_the_verdict_is_acted_on() -> None:
+    """A drill that ended SAFE does not make a reclaim that comes after it go unheard."""
+    story = Story()
+    story.join(step=9)
+    story.notice(source="manual", in_s=300)
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    story.progress(40)
+    story.notice(source="aws.spot", in_s=120)
+    assert len(story.all(AskTrainers)) == 2
+    story.accept(40)
+    story.answer(41, "two")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 10", "SAFE generation 2 step 41"]
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s < story.now + 121
+
+
+def test_a_signalled_save_is_measured() -> None:
+    """The next plan knows how long a trainer without hooks takes from signal to settled."""
+    story = Story(signals_trainer=True)
+    story.notice(in_s=120)
+    story.wait(7)
+    story.seal(10, framework="checkpoint-n")
+    assert story.state.measured.save_s == 7
 
 
 def test_withdrawn_notice_lets_training_go_on() -> None:
@@ -150,15 +308,15 @@ def test_a_notice_may_become_more_severe() -> None:
     story = Story()
     story.join()
     story.notice(in_s=60, identity="m", severity=Severity.ADVISORY)
-    assert not story.all(AskTrainers)
+    assert not story.last(AskTrainers).is_urgent
     story.notice(in_s=60, identity="m", severity=Severity.IMMINENT)
-    assert story.all(AskTrainers)
+    assert story.last(AskTrainers).is_urgent
 
 
 def test_the_most_severe_notice_names_the_evacuation() -> None:
     """Of several live notices the most severe is the reason given to the trainer."""
     story = Story()
-    story.notice(source="deadline", in_s=50, severity=Severity.SCHEDULED)
+    story.notice(source="deadline", in_s=500, severity=Severity.SCHEDULED)
     story.notice(source="gcp.preempted", in_s=90, severity=Severity.IMMINENT)
     assert story.state.evacuation is not None
     assert story.state.evacuation.reason.startswith("gcp.preempted")
@@ -373,7 +531,7 @@ def test_a_failing_store_is_asked_again_later_and_sooner_in_an_emergency() -> No
     story.notice()
     assert story.state.flight is not None, "what failed a minute ago is tried at once"
     story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
-    story.wait(machine.RETRY_URGENT_S)
+    story.wait(absorb.RETRY_URGENT_S)
     assert story.state.flight is not None
 
 
@@ -460,7 +618,7 @@ def test_fenced_means_out() -> None:
     actions = story.tell(FenceFound(7))
     assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "TellFenced", "Exit"]
     assert story.last(TellFenced).generation == 7
-    assert story.last(Exit).code == machine.EXIT_FENCED
+    assert story.last(Exit).code == turn.EXIT_FENCED
     assert story.state.phase is Phase.FENCED
     story.seal(11)
     assert story.wait(10) == []
@@ -505,7 +663,7 @@ def test_a_vm_that_outlives_its_deadline_goes_back_to_watching() -> None:
     raised = story.notice(in_s=30, identity="a")
     story.wait(30)
     assert story.verdicts == ["LOST None"]
-    story.wait(machine.OUTLIVED_S + 0.1)
+    story.wait(advance.OUTLIVED_S + 0.1)
     assert story.state.phase is Phase.IDLE
     assert story.all(WithdrawRequest)
     story.tell(NoticeRaised(raised))
@@ -522,7 +680,7 @@ def test_outliving_one_notice_does_not_silence_the_next() -> None:
     story.join(step=5)
     story.notice(in_s=30, source="drill")
     story.notice(in_s=300, source="aws.spot")
-    story.wait(30 + machine.OUTLIVED_S + 1)
+    story.wait(30 + advance.OUTLIVED_S + 1)
     story.wait(1)
     assert story.state.evacuation is not None
     assert story.state.evacuation.reason.startswith("aws.spot")
@@ -545,13 +703,13 @@ def test_sigterm_of_a_dying_host_ends_with_the_verdict() -> None:
     """The daemon leaves as soon as the verdict is known, and not before."""
     story = Story()
     story.join(step=4)
-    story.notice(in_s=60, source=machine.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.accept(4)
     story.answer(5)
     assert not story.all(Exit)
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
-    assert story.last(Exit).code == machine.EXIT_STOPPED
+    assert story.last(Exit).code == turn.EXIT_STOPPED
     assert story.state.is_leaving
 
 
@@ -565,7 +723,7 @@ def test_sigterm_after_the_verdict_ends_at_once() -> None:
     story.answer(5)
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
-    story.notice(in_s=60, source=machine.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     assert story.all(Exit)
     assert len(story.verdicts) == 1
 
@@ -573,7 +731,7 @@ def test_sigterm_after_the_verdict_ends_at_once() -> None:
 def test_no_verdict_before_staging_was_looked_at() -> None:
     """A daemon restarted into a shutdown does not leave before it has seen what lies there."""
     story = Story(claimed=False, staged=[a_set(20)])
-    story.notice(in_s=60, source=machine.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.tell(GenerationClaimed(2, CommitRef(2, 10)))
     story.wait(1)
     assert not story.verdicts
@@ -618,7 +776,7 @@ def test_a_deadline_that_has_passed() -> None:
     story.notice(in_s=-1)
     assert not story.all(AskTrainers)
     assert story.verdicts == ["LOST None"]
-    story.wait(machine.OUTLIVED_S)
+    story.wait(advance.OUTLIVED_S)
     assert story.state.phase is Phase.IDLE
 
 

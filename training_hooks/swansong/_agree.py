@@ -87,6 +87,14 @@ class CheckpointRequest:
     urgency: str
 
 
+@dataclass(frozen=True)
+class Due:
+    """A checkpoint that is to be written now."""
+
+    kind: str
+    request_id: str = ""
+
+
 @dataclass
 class _Order:
     request: CheckpointRequest
@@ -95,6 +103,12 @@ class _Order:
     target: int | None = None
     gave_up_at: int | None = None
     """Boundary that the rank has passed without knowing the target."""
+
+    @property
+    def due(self) -> Due:
+        """What is asked for.  A drain is a precaution: nothing has to stop for it, or to hurry."""
+        is_drain = self.request.urgency == "drain"
+        return Due("periodic" if is_drain else "emergency", self.request.id)
 
     @property
     def answer(self) -> Accepted | Declined:
@@ -106,14 +120,6 @@ class _Order:
         if self.gave_up_at is None:
             return self.accepted
         return Declined(self.request.id, "the ranks' common step did not come in time")
-
-
-@dataclass(frozen=True)
-class Due:
-    """A checkpoint that is to be written now."""
-
-    kind: str
-    request_id: str = ""
 
 
 @dataclass
@@ -223,7 +229,7 @@ class Agreement:
         with self._changed:
             if self._order is None or self.world_size > 1 or self._order.gave_up_at is not None:
                 return None
-            return Due("emergency", self._order.request.id)
+            return self._order.due
 
     def _decide_order(self, step: int) -> Due | None:
         order = self._order
@@ -252,7 +258,7 @@ class Agreement:
         ):
             self._answer(Failed(order.request.id, step, f"step {order.target} had passed already"))
             return None
-        return Due("emergency", order.request.id)
+        return order.due
 
     def done(self, due: Due, step: int, answer: Sealed | Failed | Declined | None) -> None:
         """A checkpoint was written, or failed.  ``answer`` goes to the daemon, now and when it asks again.

@@ -87,5 +87,5 @@ def _show(out: Console, finding: Finding, name: str) -> None:
 
 
 def _summary(found: list[Finding]) -> str:
-    counts = {level: sum(finding.level is level for finding in found) for level in Level}
-    return ", ".join(f"{count} {level}" for level, count in counts.items())
+    counts = [(level, sum(finding.level is level for finding in found)) for level in Level]
+    return ", ".join(f"{level} {count}" for level, count in counts)

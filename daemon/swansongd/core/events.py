@@ -182,6 +182,13 @@ class FenceFound:
 
 
 @dataclass(frozen=True, slots=True)
+class WokeUp:
+    """The VM was suspended for so long; the monotonic clock did not run meanwhile."""
+
+    slept_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """An operator stops or restarts the daemon: end quickly, disturb nobody."""
 
@@ -198,7 +205,7 @@ Event = (
     | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerSealed | TrainerFailed
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
-    | CommitDone | CommitFailed | FenceFound | StopRequested | Tick
+    | CommitDone | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 
@@ -213,6 +220,8 @@ class AskTrainers:
     reason: str
     deadline_mono_s: float
     connections: tuple[int, ...]
+    is_urgent: bool = True
+    """False for a precaution: nobody stops training for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +278,11 @@ class CommitManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckFence:
+    """Look whether a newer generation has been claimed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rescan:
     """Walk over staging now."""
 
@@ -318,5 +332,6 @@ class Exit:
 
 Action = (
     AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced
-    | StartFlush | CancelFlush | CommitManifest | Rescan | Prune | Mark | Conclude | Log | Exit
+    | StartFlush | CancelFlush | CommitManifest | CheckFence | Rescan
+    | Prune | Mark | Conclude | Log | Exit
 )  # fmt: skip

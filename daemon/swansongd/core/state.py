@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swansongd.core.planner import Candidate, Measured, Plan
+from swansongd.core.planner import Candidate, Measured, Plan, take_s
 from swansongd.model import (
     CheckpointId,
     CommitRef,
@@ -19,6 +19,9 @@ from swansongd.model import (
     TrainerView,
     Verdict,
 )
+
+SCHEDULED_LEAD_S = 120.0
+"""An end that is scheduled is evacuated from so long before it, or earlier if that takes longer."""
 
 
 class Phase(StrEnum):
@@ -71,6 +74,7 @@ class Ask:
 
     request_id: str
     by_signal: bool
+    asked_mono_s: float
     agree_by_mono_s: float
     known: frozenset[CheckpointId]
     """Sets that were sealed before the request: none of them answers it."""
@@ -99,8 +103,12 @@ class Evacuation:
     reason: str
     opened_mono_s: float
     deadline_mono_s: float
-    """Only ever moves earlier."""
+    """Only ever moves earlier, but for what a source had to assume and has learned."""
     plan: Plan
+    is_precaution: bool = False
+    """Because of word that may not come true, or not for long: a checkpoint more, and no verdict."""
+    identities: frozenset[str] = frozenset()
+    """Of the notices that it answers."""
     newest: CheckpointId | None = None
     """Newest sealed set that was seen since, or at, the opening, whatever became of it."""
     ask: Ask | None = None
@@ -116,6 +124,10 @@ class State:
     """Live notices by their source."""
     concluded: tuple[str, ...] = ()
     """Identities of notices that the VM has outlived; they start nothing any more."""
+    prepared: tuple[str, ...] = ()
+    """Identities of notices for which a precaution was taken, or was not worth it."""
+    precaution_mono_s: float | None = None
+    """When the last one was."""
     trainers: tuple[TrainerView, ...] = ()
     generation: int | None = None
     fenced_by: int | None = None
@@ -141,6 +153,8 @@ class State:
     failures: int = 0
     flushes: int = 0
     bandwidth_bytes_per_s: float | None = None
+    signal_save_s: float | None = None
+    """From the last signal to the sealed set that it led to, settling included."""
     evacuation: Evacuation | None = None
     opened: tuple[str, ...] = ()
     """Notices, by the id that they give, for which evacuations were opened so far."""
@@ -152,7 +166,7 @@ class State:
         if self.fenced_by is not None:
             return Phase.FENCED
         evacuation = self.evacuation
-        if evacuation is None:
+        if evacuation is None or evacuation.is_precaution:
             is_armed = any(n.identity not in self.concluded for n in self.notices.values())
             return Phase.ARMED if is_armed else Phase.IDLE
         if evacuation.ask is not None and evacuation.ask.is_waiting and evacuation.verdict is None:
@@ -214,6 +228,8 @@ class State:
     def measured(self) -> Measured:
         """The slowest rank decides how long a save takes; the newest set tells how large one is."""
         save_s = [t.save_s for t in self.trainers if t.save_s is not None]
+        if not self.trainers and self.signal_save_s is not None:
+            save_s = [self.signal_save_s]
         newest = max((s for s in self.staged), key=lambda s: s.id, default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
         return Measured(
@@ -222,12 +238,21 @@ class State:
             save_bytes=newest.size_bytes if newest else (sum(reported) if reported else None),
         )
 
-    @property
-    def urgent_notices(self) -> tuple[Notice, ...]:
-        """Live notices that call for an evacuation: the most severe first, of equals the earliest."""
+    def urgent_notices(self, now_mono_s: float) -> tuple[Notice, ...]:
+        """Live notices that call for an evacuation: the most severe first, of equals the earliest.
+
+        One that is scheduled calls for it when its time comes near.
+        """
+        lead_s = max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
+
+        def is_urgent(notice: Notice) -> bool:
+            if notice.severity is Severity.SCHEDULED:
+                return notice.deadline_mono_s - now_mono_s <= lead_s
+            return notice.severity >= Severity.IMMINENT
+
         live = (
             notice
             for notice in self.notices.values()
-            if notice.severity >= Severity.IMMINENT and notice.identity not in self.concluded
+            if notice.identity not in self.concluded and is_urgent(notice)
         )
         return tuple(sorted(live, key=lambda n: (-n.severity, n.deadline_mono_s)))

@@ -106,7 +106,9 @@ class DeadlineSource:
         before = self._posted
         if before is not None and before.identity == notice.identity:
             later_s = notice.deadline_mono_s - before.deadline_mono_s
-            if left_s <= 0 or (notice.severity == before.severity and abs(later_s) < JUMP_S):
+            # Past its end the VM lives on borrowed time: the deadline stays where it was.
+            stays = left_s <= 0 or abs(later_s) < JUMP_S
+            if stays and notice.severity == before.severity:
                 return
             if later_s >= JUMP_S:
                 # Deadlines only move earlier; a clock that was set back takes the notice back.

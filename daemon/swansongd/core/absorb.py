@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first half of a turn: writes down what an event says, and orders no more than its own echo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from swansong import protocol
+
+from swansongd.core import planner
+from swansongd.core.events import (
+    AskTrainers,
+    CancelFlush,
+    CheckFence,
+    CommitDone,
+    CommitFailed,
+    Event,
+    Exit,
+    FenceFound,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    GenerationClaimed,
+    NoticeRaised,
+    NoticeWithdrawn,
+    Prune,
+    Rescan,
+    Scanned,
+    SendTarget,
+    SignalledExited,
+    SignalRefused,
+    SignalSent,
+    SourceChanged,
+    StopRequested,
+    TellCommitted,
+    Tick,
+    TrainerAccepted,
+    TrainerFailed,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+    TrainerSealed,
+    WokeUp,
+)
+from swansongd.core.state import Ask, State, Stored
+from swansongd.core.turn import EXIT_STOPPED, HOST_SOURCE, LOGIND_SOURCE, Turn
+from swansongd.model import (
+    CheckpointId,
+    CommitRef,
+    DeadlineQuality,
+    Health,
+    Notice,
+    Staged,
+)
+
+SAMPLE_S = 1.0
+"""So often the speed of a flush under way goes into the bandwidth."""
+RETRY_S_MAX = 30.0
+RETRY_URGENT_S = 0.5
+
+
+def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for each event
+    state = turn.state
+    match event:
+        case NoticeRaised(notice):
+            _notice_raised(turn, notice)
+        case NoticeWithdrawn(source, reason):
+            if source in state.notices:
+                kept = {name: n for name, n in state.notices.items() if name != source}
+                # Should it come back under the same identity, then it is news.
+                gone = state.notices[source].identity
+                turn.set(notices=kept, concluded=tuple(i for i in state.concluded if i != gone))
+                turn.log("warning", "notice_withdrawn", source=source, reason=reason)
+        case SourceChanged(status):
+            turn.set(sources={**state.sources, status.source: status})
+            level = "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning"
+            turn.log(
+                level,
+                "health",
+                source=status.source,
+                health=status.health.value,
+                reason=status.reason,
+            )
+        case TrainerJoined(trainer):
+            others = tuple(t for t in state.trainers if t.pid != trainer.pid)
+            turn.set(trainers=(*others, trainer))
+            if state.last_commit is not None:  # made while it was away, perhaps
+                turn.do(TellCommitted(state.last_commit))
+            _ask_late(turn, trainer.connection, trainer.rank)
+        case TrainerLeft():
+            _trainer_left(turn, event)
+        case TrainerProgress():
+            _trainer_progress(turn, event)
+        case TrainerAccepted(connection, request_id, at_step):
+            _trainer_accepted(turn, connection, request_id, at_step)
+        case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
+            if turn.ask_if_waiting(request_id):
+                turn.set_ask(claimed_step=at_step)
+            _trainer_progress(
+                turn,
+                TrainerProgress(event.connection, at_step, save_s=save_s, save_bytes=size_bytes),
+            )
+            turn.do(Rescan())
+        case TrainerFailed(_, request_id, reason):
+            if turn.ask_if_waiting(request_id):
+                turn.fail_ask(reason)
+        case SignalSent(request_id, pid):
+            if turn.ask_if_waiting(request_id):
+                turn.mark("accepted", pid=pid)
+        case SignalRefused(request_id, reason):
+            if turn.ask_if_waiting(request_id):
+                turn.fail_ask(reason)
+        case SignalledExited(request_id, _):
+            if turn.ask_if_waiting(request_id):
+                turn.set_ask(lost_mono_s=turn.now)
+                turn.do(Rescan())
+        case Scanned():
+            _scanned(turn, event)
+        case GenerationClaimed(generation, newest):
+            inherited = frozenset(staged.id for staged in state.staged)
+            turn.set(generation=generation, last_commit=newest, inherited=inherited)
+            if newest is not None:
+                turn.do(TellCommitted(newest))
+        case FlushProgress(flush_id, bytes_stored):
+            if state.flight is not None and state.flight.flush_id == flush_id:
+                turn.set(flight=replace(state.flight, bytes_stored=bytes_stored))
+                if turn.now - state.flight.sampled_mono_s >= SAMPLE_S:
+                    _sample_bandwidth(turn)
+        case Flushed():
+            _flushed(turn, event)
+        case FlushFailed():
+            _flush_failed(turn, event)
+        case CommitDone(flush_id, ref):
+            _commit_done(turn, flush_id, ref)
+        case CommitFailed():
+            _commit_failed(turn, event)
+        case FenceFound(generation):
+            if state.fenced_by is None:
+                turn.set(fenced_by=generation)
+        case WokeUp(slept_s):
+            turn.log("warning", "woke_up", slept_s=round(slept_s, 1))
+            turn.do(CheckFence())  # another VM may have taken the run over meanwhile
+        case StopRequested(reason):
+            turn.set(is_leaving=True)
+            turn.do(Exit(EXIT_STOPPED, reason))
+        case Tick():
+            pass
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _notice_raised(turn: Turn, notice: Notice) -> None:
+    known = turn.state.notices.get(notice.source)
+    if known is not None and known.identity == notice.identity:
+        # Seen before: it may come nearer or become more severe, and never recedes, unless the source
+        # has learned what it had to assume.
+        nearest = min(known.deadline_mono_s, notice.deadline_mono_s)
+        is_learned = _is_learned(turn.state, known, notice)
+        notice = replace(
+            notice,
+            severity=max(known.severity, notice.severity),
+            deadline_mono_s=notice.deadline_mono_s if is_learned else nearest,
+            deadline_quality=notice.deadline_quality if is_learned else known.deadline_quality,
+        )
+        if is_learned and turn.state.evacuation is not None:
+            turn.set(notices={**turn.state.notices, notice.source: notice})
+            urgent = turn.state.urgent_notices(turn.now)
+            turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in urgent))
+            turn.mark("deadline_learned", seconds_left=round(turn.left_s, 2), source=notice.source)
+    elif notice.identity not in turn.state.concluded:
+        turn.log(
+            "warning",
+            "notice",
+            source=notice.source,
+            kind=notice.kind,
+            severity=notice.severity.name.lower(),
+            seconds_left=round(notice.deadline_mono_s - turn.now, 2),
+            deadline_quality=notice.deadline_quality.value,
+            detail=notice.detail,
+        )
+    turn.set(notices={**turn.state.notices, notice.source: notice})
+
+
+def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
+    """Whether a later deadline is to be believed.
+
+    Compute Engine does not tell how long before the soft-off its notice comes.  When the soft-off has
+    not come after a while the long notice applies; that proves something only while logind would have
+    told us of it.
+    """
+    logind = state.sources.get(LOGIND_SOURCE)
+    return (
+        known.deadline_quality is DeadlineQuality.ASSUMED
+        and notice.deadline_quality is DeadlineQuality.DERIVED
+        and notice.deadline_mono_s > known.deadline_mono_s
+        and logind is not None
+        and logind.health is Health.OK
+        and not state.notices.keys() & {LOGIND_SOURCE, HOST_SOURCE}
+    )
+
+
+def _trainer_left(turn: Turn, event: TrainerLeft) -> None:
+    state = turn.state
+    gone = next((t for t in state.trainers if t.connection == event.connection), None)
+    if gone is None:
+        return
+    others = tuple(t for t in state.trainers if t.connection != event.connection)
+    if not event.exited:
+        turn.set(trainers=(*others, replace(gone, is_connected=False)))
+        return
+    turn.set(trainers=others)
+    ask = state.evacuation.ask if state.evacuation else None
+    if ask is not None and ask.is_waiting and gone.rank in ask.ranks:
+        # It may have sealed with its last breath: a scan that begins now will tell.
+        turn.set_ask(lost_mono_s=turn.now)
+        turn.do(Rescan())
+
+
+def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
+    def updated() -> object:
+        for trainer in turn.state.trainers:
+            if trainer.connection != event.connection:
+                yield trainer
+            else:
+                yield replace(
+                    trainer,
+                    step=max(trainer.step, event.step),
+                    save_s=trainer.save_s if event.save_s is None else event.save_s,
+                    save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
+                    reported_mono_s=turn.now,
+                )
+
+    turn.set(trainers=tuple(updated()))  # type: ignore[arg-type]
+
+
+def _trainer_accepted(turn: Turn, connection: int, request_id: str, at_step: int) -> None:
+    trainer = next((t for t in turn.state.trainers if t.connection == connection), None)
+    ask = turn.ask_if_waiting(request_id)
+    if trainer is None or ask is None:
+        return
+    if ask.target is not None:  # a rank that reconnected: the decision stands
+        turn.do(SendTarget(request_id, ask.target, (connection,)))
+    elif trainer.rank in ask.ranks:
+        if trainer.rank not in ask.accepted:
+            turn.mark("accepted", rank=trainer.rank, step=at_step)
+        turn.set_ask(accepted={**ask.accepted, trainer.rank: at_step})
+
+
+def _ask_late(turn: Turn, connection: int, rank: int) -> None:
+    """A rank came (back) while a request is out: it is asked like the others."""
+    evacuation = turn.state.evacuation
+    if evacuation is None or evacuation.ask is None or evacuation.ask.by_signal:
+        return
+    ask = evacuation.ask
+    if ask.is_waiting and (ask.target is None or rank in ask.ranks):
+        turn.set_ask(ranks=ask.ranks | {rank})
+        turn.do(
+            AskTrainers(
+                ask.request_id, evacuation.reason, evacuation.deadline_mono_s, (connection,)
+            )
+        )
+
+
+def _scanned(turn: Turn, event: Scanned) -> None:
+    before = {staged.id for staged in turn.state.staged}
+    for directory, reason in event.rejected:
+        if (directory, reason) not in turn.state.rejected:
+            turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
+    turn.set(staged=event.staged, pending=event.pending, rejected=frozenset(event.rejected))
+    for staged in event.staged:
+        if staged.id not in before:
+            turn.log(
+                "info",
+                "sealed_set_found",
+                step=staged.id.step,
+                directory=staged.directory,
+                size_bytes=staged.size_bytes,
+                kind=staged.kind.value,
+            )
+    present = frozenset(staged.id for staged in event.staged)
+    turn.set(unusable=turn.state.unusable & present)
+    if turn.state.scanned_mono_s is None:
+        _first_look(turn, present)
+    turn.set(scanned_mono_s=event.started_mono_s)
+    if turn.state.evacuation is not None:
+        seen = (turn.state.evacuation.newest, *present)
+        turn.set_evacuation(newest=max((i for i in seen if i is not None), default=None))
+    flight = turn.state.flight
+    if flight is not None and flight.staged.id not in present:
+        turn.do(CancelFlush(flight.flush_id))
+        turn.set(flight=None)
+    ask = turn.state.evacuation.ask if turn.state.evacuation else None
+    if ask is None or not ask.is_waiting:
+        return
+    answer = next((s for s in event.staged if _answers(s, ask)), None)
+    bad = next((r for r in event.rejected if _is_claimed(r[0], ask)), None)
+    last = turn.state.last_commit
+    if answer is not None:
+        turn.set_ask(sealed=answer.id)
+        if ask.by_signal:
+            turn.set(signal_save_s=turn.now - ask.asked_mono_s)
+        turn.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+    elif (
+        ask.claimed_step is not None
+        and last is not None
+        and last.generation == turn.state.generation
+        and last.step >= ask.claimed_step
+    ):  # committed and pruned before this daemon was restarted
+        turn.set_ask(sealed=CheckpointId(ask.claimed_step, ""))
+    elif bad is not None:
+        turn.fail_ask(f"what the trainer sealed is not sound: {bad[1]}")
+    elif (
+        ask.lost_mono_s is not None
+        and event.started_mono_s >= ask.lost_mono_s
+        and not (ask.by_signal and event.pending)  # its last files may still have to settle
+    ):
+        turn.fail_ask("the trainer's process ended before it had sealed a checkpoint")
+
+
+def _first_look(turn: Turn, present: frozenset[CheckpointId]) -> None:
+    """What lies in staging at the start is old, although a claim or a notice came before the scan."""
+    if turn.state.generation is not None:
+        turn.set(inherited=turn.state.inherited | present)
+    evacuation = turn.state.evacuation
+    if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
+        turn.set_ask(known=present)
+
+
+def _answers(staged: Staged, ask: Ask) -> bool:
+    if ask.by_signal:
+        return staged.id not in ask.known
+    # A set that was there already, of the very step that the trainer is at, is as good as a new one.
+    return staged.request_id == ask.request_id or (
+        staged.framework == "swansong" and staged.id.step == ask.claimed_step
+    )
+
+
+def _is_claimed(directory: str, ask: Ask) -> bool:
+    """Whether this is the set that the trainer says answers the request."""
+    name = protocol.parse_sealed_name(directory)
+    return name is not None and name[0] == ask.claimed_step
+
+
+def _flushed(turn: Turn, event: Flushed) -> None:
+    flight = turn.state.flight
+    if flight is None or flight.flush_id != event.flush_id:
+        return
+    size_bytes = flight.staged.size_bytes
+    turn.set(flight=replace(flight, bytes_stored=size_bytes))
+    _sample_bandwidth(turn)
+    turn.set(
+        flight=None,
+        failures=0,
+        stored=(
+            *turn.state.stored,
+            Stored(
+                flush_id=event.flush_id, staged=flight.staged, shards=event.shards, is_asked=False
+            ),
+        ),
+    )
+    turn.mark("flushed", step=flight.staged.id.step, size_bytes=size_bytes)
+
+
+def _sample_bandwidth(turn: Turn) -> None:
+    """Learn from what the flush has moved since the last sample, if that is enough to tell."""
+    flight = turn.state.flight
+    assert flight is not None
+    size_bytes = flight.bytes_stored - flight.sampled_bytes
+    if size_bytes < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
+        return
+    turn.set(
+        bandwidth_bytes_per_s=planner.updated_bandwidth(
+            turn.state.bandwidth_bytes_per_s, size_bytes, turn.now - flight.sampled_mono_s
+        ),
+        flight=replace(flight, sampled_mono_s=turn.now, sampled_bytes=flight.bytes_stored),
+    )
+
+
+def _flush_failed(turn: Turn, event: FlushFailed) -> None:
+    flight = turn.state.flight
+    if flight is None or flight.flush_id != event.flush_id:
+        return
+    turn.set(flight=None)
+    turn.log(
+        "error", "flush_failed", step=flight.staged.id.step, reason=event.reason, void=event.void
+    )
+    if event.void:
+        turn.set(unusable=turn.state.unusable | {flight.staged.id})
+    else:
+        _back_off(turn)
+
+
+def _commit_done(turn: Turn, flush_id: str, ref: CommitRef) -> None:
+    done = next((item for item in turn.state.stored if item.flush_id == flush_id), None)
+    newest = turn.state.last_commit
+    turn.set(
+        stored=tuple(item for item in turn.state.stored if item.flush_id != flush_id), failures=0
+    )
+    if newest is None or ref > newest:
+        turn.set(last_commit=ref, last_commit_mono_s=turn.now)
+    turn.mark("committed", generation=ref.generation, step=ref.step)
+    turn.log(
+        "info",
+        "committed",
+        generation=ref.generation,
+        step=ref.step,
+        size_bytes=done.staged.size_bytes if done else None,
+    )
+    turn.do(TellCommitted(ref))
+    # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
+    dispensable = tuple(
+        staged.directory
+        for staged in turn.state.staged
+        if staged.framework == "swansong"
+        and staged.id.step < ref.step
+        and (done is None or staged.id < done.staged.id)
+    )
+    if dispensable:
+        turn.do(Prune(dispensable))
+
+
+def _commit_failed(turn: Turn, event: CommitFailed) -> None:
+    failed = next((item for item in turn.state.stored if item.flush_id == event.flush_id), None)
+    if failed is None:
+        return
+    turn.log("error", "commit_failed", step=failed.staged.id.step, reason=event.reason)
+    others = tuple(item for item in turn.state.stored if item.flush_id != event.flush_id)
+    if event.conflict:
+        turn.set(stored=others, unusable=turn.state.unusable | {failed.staged.id})
+    else:
+        turn.set(stored=(*others, replace(failed, is_asked=False)))
+        _back_off(turn)
+
+
+def _back_off(turn: Turn) -> None:
+    """Try again later; at once, nearly, when the end is near."""
+    failures = turn.state.failures + 1
+    wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10) / 2)
+    if turn.state.evacuation is not None:
+        wait_s = RETRY_URGENT_S
+    turn.set(failures=failures, retry_mono_s=turn.now + wait_s)

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second half of a turn: orders whatever is missing between how the world is and how it should be."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+
+from swansongd.core import planner
+from swansongd.core.events import (
+    AskTrainers,
+    CancelFlush,
+    CommitManifest,
+    Conclude,
+    Exit,
+    Rescan,
+    SendTarget,
+    SignalTrainer,
+    StartFlush,
+    TellFenced,
+    WithdrawRequest,
+)
+from swansongd.core.planner import Plan, PlanKind
+from swansongd.core.state import Ask, Evacuation, Flight, State
+from swansongd.core.turn import EXIT_FENCED, EXIT_STOPPED, HOST_SOURCE, Turn
+from swansongd.model import (
+    CheckpointId,
+    Notice,
+    Verdict,
+)
+
+AGREEMENT_LIMIT_S = 5.0
+"""Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
+PRECAUTION_EVERY_S = 600.0
+"""Advisory notices can come in storms; so often at most one costs a checkpoint."""
+OUTLIVED_S = 10.0
+"""A VM that still runs this long after its deadline was not taken: go back to watching."""
+CONCLUDED_MAX = 64
+_MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
+
+
+def evacuation_id(notice: Notice) -> str:
+    """The same for the same notice after a restart of the daemon; also the id of its request."""
+    return hashlib.sha256(notice.identity.encode()).hexdigest()[:12]
+
+
+def advance(turn: Turn) -> None:
+    if turn.state.is_leaving:
+        return
+    if turn.state.fenced_by is not None:
+        _leave_fenced(turn, turn.state.fenced_by)
+        return
+    _steer_evacuation(turn)
+    _steer_request(turn)
+    _steer_flush(turn)
+    _steer_commit(turn)
+    _steer_verdict(turn)
+
+
+def _leave_fenced(turn: Turn, generation: int) -> None:
+    if turn.state.flight is not None:
+        turn.do(CancelFlush(turn.state.flight.flush_id))
+    turn.log("error", "fenced", generation=turn.state.generation, newer_generation=generation)
+    turn.do(TellFenced(generation))
+    turn.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
+    turn.set(is_leaving=True, flight=None)
+
+
+def _steer_evacuation(turn: Turn) -> None:
+    """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
+    live = turn.state.urgent_notices(turn.now)
+    evacuation = turn.state.evacuation
+    if evacuation is not None and evacuation.is_precaution and live:
+        _withdraw(turn, evacuation, "the end is near now")
+        evacuation = None
+    if not live:
+        if evacuation is not None and not evacuation.is_precaution:
+            _withdraw(turn, evacuation, "every notice was withdrawn")
+        _steer_precaution(turn)
+        return
+    deadline = min(n.deadline_mono_s for n in live)
+    news = [n for n in live if evacuation is not None and n.identity not in evacuation.identities]
+    if evacuation is None:
+        _open(turn, live[0], deadline)
+    elif evacuation.verdict is not None and any(n.source != HOST_SOURCE for n in news):
+        # Training went on since the verdict: what is new by now is worth another checkpoint.
+        _open(turn, news[0], deadline)
+    elif deadline < evacuation.deadline_mono_s:
+        turn.set_evacuation(deadline_mono_s=deadline)
+        turn.mark("deadline_moved", seconds_left=round(turn.left_s, 2), source=live[0].source)
+    elif turn.now > evacuation.deadline_mono_s + OUTLIVED_S:
+        turn.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
+        # A notice whose own time is still to come opens the next evacuation.
+        identities = tuple(n.identity for n in live if turn.now > n.deadline_mono_s + OUTLIVED_S)
+        turn.set(concluded=(*turn.state.concluded, *identities)[-CONCLUDED_MAX:])
+        _withdraw(turn, evacuation, "the VM has outlived its deadline")
+        return
+    turn.set_evacuation(identities=frozenset(n.identity for n in live))
+
+
+def _steer_precaution(turn: Turn) -> None:
+    """Word that may not come true, or not for long: one checkpoint more, and nobody stops for it."""
+    state = turn.state
+    early = [n for n in state.notices.values() if n.identity not in state.concluded]
+    if state.evacuation is not None:
+        if not early:
+            _withdraw(turn, state.evacuation, "every notice was withdrawn")
+        return
+    for notice in early:
+        if notice.identity in state.prepared or not state.connected:
+            continue
+        turn.set(prepared=(*state.prepared, notice.identity)[-CONCLUDED_MAX:])
+        last = state.precaution_mono_s
+        if last is not None and turn.now - last < PRECAUTION_EVERY_S:
+            turn.log(
+                "info", "precaution_skipped", source=notice.source, reason="one was just taken"
+            )
+            continue
+        turn.set(precaution_mono_s=turn.now)
+        _open(turn, notice, notice.deadline_mono_s, is_precaution=True)
+        return
+
+
+def _precaution_done(turn: Turn, evacuation: Evacuation, reason: str) -> None:
+    turn.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
+    turn.set(evacuation=None)
+
+
+def _open(
+    turn: Turn, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
+) -> None:
+    plan = _plan(turn, left_s=deadline_mono_s - turn.now)
+    # Its own id when the same notice is acted on again: the old answer must not do for the new request.
+    id_ = evacuation_id(notice)
+    again = turn.state.opened.count(id_)
+    turn.set(opened=(*turn.state.opened, id_)[-CONCLUDED_MAX:])
+    evacuation = Evacuation(
+        id=f"{id_}-{again}" if again else id_,
+        reason=f"{notice.source}: {notice.kind}",
+        opened_mono_s=turn.now,
+        deadline_mono_s=deadline_mono_s,
+        plan=plan,
+        is_precaution=is_precaution,
+        identities=frozenset({notice.identity}),
+        newest=max((staged.id for staged in turn.state.staged), default=None),
+    )
+    # What failed a minute ago is worth another try now.
+    turn.set(evacuation=evacuation, retry_mono_s=turn.now)
+    turn.mark(
+        "precaution" if is_precaution else "notice",
+        source=notice.source,
+        kind=notice.kind,
+        seconds_left=round(turn.left_s, 2),
+        plan=plan.kind.value,
+        why=plan.reason,
+    )
+    turn.do(Rescan())
+    if plan.kind is PlanKind.TAKE:
+        _ask(turn)
+
+
+def _plan(turn: Turn, *, left_s: float) -> Plan:
+    state = turn.state
+    return planner.decide(
+        left_s=left_s,
+        reserve_s=state.settings.reserve_s,
+        measured=state.measured,
+        has_trainer=bool(state.connected) or state.settings.signals_trainer,
+        candidates=state.candidates,
+        is_committing=bool(state.stored),
+    )
+
+
+def _ask(turn: Turn) -> None:
+    """Over the socket if anyone is there; the signal is for trainers without our hooks."""
+    evacuation = turn.state.evacuation
+    assert evacuation is not None
+    connected = turn.state.connected
+    by_signal = not connected
+    ask = Ask(
+        request_id=evacuation.id,
+        by_signal=by_signal,
+        asked_mono_s=turn.now,
+        agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
+        known=frozenset(staged.id for staged in turn.state.staged),
+        ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
+    )
+    turn.set_evacuation(ask=ask)
+    if by_signal:
+        turn.mark("signal")
+        turn.do(SignalTrainer(ask.request_id))
+    else:
+        turn.mark("request", ranks=len(connected))
+        turn.do(
+            AskTrainers(
+                ask.request_id,
+                evacuation.reason,
+                evacuation.deadline_mono_s,
+                tuple(t.connection for t in connected),
+                is_urgent=not evacuation.is_precaution,
+            )
+        )
+
+
+def _withdraw(turn: Turn, evacuation: Evacuation, reason: str) -> None:
+    turn.mark("withdrawn", reason=reason)
+    if evacuation.ask is not None:
+        turn.do(WithdrawRequest(evacuation.ask.request_id, reason))
+    turn.set(evacuation=None)
+
+
+def _steer_request(turn: Turn) -> None:
+    """Bring the ranks to one step, and know when it is too late to wait for them."""
+    evacuation = turn.state.evacuation
+    if evacuation is not None and evacuation.ask is None and turn.state.connected:
+        # A trainer that came after the notice, or came back after a restart of the daemon.
+        plan = _plan(turn, left_s=turn.left_s)
+        if plan.kind is PlanKind.TAKE:
+            turn.set_evacuation(plan=plan, verdict=None)
+            _ask(turn)
+            turn.do(Rescan())
+        evacuation = turn.state.evacuation
+    if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
+        return
+    ask = evacuation.ask
+    if not ask.by_signal and ask.target is None:
+        # After a restart the ranks come back one by one: a step that all can reach needs all of them.
+        expected = max(len(ask.ranks), turn.state.local_world_size)
+        if len(ask.accepted) >= expected:
+            # Ranks stand still between accepting and the target, so max + 1 lies ahead of them all.
+            target = max(ask.accepted.values()) + 1
+            turn.set_ask(target=target)
+            turn.mark("target", step=target)
+            connections = tuple(t.connection for t in turn.state.connected if t.rank in ask.ranks)
+            turn.do(SendTarget(ask.request_id, target, connections))
+        elif expected > 1 and turn.now >= ask.agree_by_mono_s:
+            missing = sorted(ask.ranks - ask.accepted.keys())
+            absent = expected - len(ask.ranks)
+            turn.fail_ask(
+                f"ranks {missing} did not answer in time"
+                + (f", and {absent} of {expected} never came" if absent else ""),
+            )
+            return
+    measured = turn.state.measured
+    flush_s = planner.seconds_to_store(measured.save_bytes or 0, measured.bandwidth_bytes_per_s)
+    if turn.left_s < turn.state.settings.reserve_s + flush_s:
+        turn.fail_ask("no time is left to flush what the trainer has not sealed yet")
+
+
+def _steer_flush(turn: Turn) -> None:
+    """Have the right set in flight."""
+    state = turn.state
+    if state.generation is None or turn.now < state.retry_mono_s:
+        return
+    flight = state.flight
+    if flight is not None and state.evacuation is None:
+        return  # in the background what is begun is finished first
+    candidates = state.candidates
+    if state.evacuation is not None:
+        data_left_s = turn.left_s - state.settings.reserve_s
+        if turn.left_s > 0 >= data_left_s:
+            _spare_the_reserve(turn)
+            return
+        if turn.left_s <= 0:  # outlived, so far: whatever still gets through is won
+            data_left_s = math.inf
+        answer = state.answer
+        if answer is not None and state.evacuation.verdict is None:
+            # A trainer that trains on may seal newer ones: they wait until this one is safe.
+            candidates = tuple(c for c in candidates if c.id <= answer)
+        wanted = planner.choose(
+            candidates,
+            left_s=data_left_s,
+            bandwidth_bytes_per_s=state.bandwidth_bytes_per_s,
+        )
+    else:
+        wanted = max((candidate.id for candidate in candidates), default=None)
+    if wanted is None or (flight is not None and flight.staged.id == wanted):
+        return
+    _start_flush(turn, wanted)
+
+
+def _spare_the_reserve(turn: Turn) -> None:
+    """From here to the deadline the wire belongs to the manifest."""
+    flight = turn.state.flight
+    if flight is not None:
+        turn.mark("flush_stopped", step=flight.staged.id.step, bytes_stored=flight.bytes_stored)
+        turn.do(CancelFlush(flight.flush_id))
+        turn.set(flight=None)
+
+
+def _start_flush(turn: Turn, wanted: CheckpointId) -> None:
+    state = turn.state
+    assert state.generation is not None
+    staged = next(item for item in state.staged if item.id == wanted)
+    flush_id = f"{wanted}.{state.flushes + 1}"
+    turn.set(
+        flushes=state.flushes + 1,
+        flight=Flight(
+            flush_id=flush_id,
+            staged=staged,
+            started_mono_s=turn.now,
+            sampled_mono_s=turn.now,
+        ),
+    )
+    turn.mark("flush", step=wanted.step, size_bytes=staged.size_bytes)
+    turn.do(StartFlush(flush_id, staged, state.generation))
+
+
+def _steer_commit(turn: Turn) -> None:
+    state = turn.state
+    if turn.now < state.retry_mono_s:
+        return
+    for item in state.stored:
+        if not item.is_asked:
+            asked = replace(item, is_asked=True)
+            turn.set(stored=tuple(asked if i is item else i for i in turn.state.stored))
+            assert state.generation is not None
+            turn.do(
+                CommitManifest(
+                    item.flush_id, item.staged, item.shards, state.generation, state.last_commit
+                )
+            )
+
+
+def _steer_verdict(turn: Turn) -> None:
+    """Say how the evacuation ended, as soon as that is known; say it again if it got better."""
+    state = turn.state
+    evacuation = state.evacuation
+    if evacuation is None:
+        return
+    ask = evacuation.ask
+    is_waiting = ask is not None and ask.is_waiting
+    has_looked = (
+        state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
+    )
+    is_answered = state.answer is not None and state.is_covered(state.answer)
+    is_busy = not is_answered and (
+        not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
+    )
+    out_of_time = turn.left_s <= 0
+    if (is_waiting or is_busy) and not out_of_time:
+        return
+    verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
+    before = evacuation.verdict
+    is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
+    is_news = verdict is not before or state.last_commit != evacuation.verdict_commit
+    if evacuation.is_precaution:
+        _precaution_done(turn, evacuation, reason)
+        return
+    if is_news and not is_worse:
+        turn.set_evacuation(verdict=verdict, verdict_commit=state.last_commit)
+        turn.do(Conclude(evacuation.id, verdict, reason, state.last_commit, round(turn.left_s, 2)))
+    if HOST_SOURCE in state.notices:
+        turn.set(is_leaving=True)
+        turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+
+
+def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
+    evacuation = state.evacuation
+    assert evacuation is not None
+    if state.last_commit is None:
+        if out_of_time:
+            return Verdict.LOST, "the time ran out before anything was committed"
+        if evacuation.ask is not None and evacuation.ask.failure:
+            return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
+        return Verdict.LOST, "nothing was staged, so nothing is committed"
+    stands = f"{state.last_commit} stands"
+    if state.answer is not None and state.is_covered(state.answer):
+        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
+    if out_of_time:
+        return Verdict.PARTIAL, f"the time ran out; {stands}"
+    ask = evacuation.ask
+    if ask is not None and ask.failure:
+        return Verdict.PARTIAL, f"{ask.failure}; {stands}"
+    if evacuation.newest is not None and not state.is_covered(evacuation.newest):
+        return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
+    ahead = max((trainer.step for trainer in state.trainers), default=-1)
+    if ask is None and ahead > state.last_commit.step:
+        return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
+    return Verdict.SAFE, f"the newest sealed state is committed: {state.last_commit}"
