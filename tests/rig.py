@@ -173,10 +173,10 @@ class Vm:
         self.daemon: Process | None = None
         self.trainer: Process | None = None
 
-    def start_daemon(self, *, ready: bool = True) -> Process:
+    def start_daemon(self, *, ready: bool = True, **env: str) -> Process:
         """Start ``swansongd``; with ``ready``, wait until it says that it runs."""
         command = [str(BIN / "swansongd"), "--config", str(self.config)]
-        self.daemon = self.spawn(command, **CREDENTIALS)
+        self.daemon = self.spawn(command, **{**CREDENTIALS, **env})
         if ready:
             self.daemon.lines.wait(event="started")
         return self.daemon

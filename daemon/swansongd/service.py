@@ -58,10 +58,13 @@ from swansongd.core.state import Settings, State
 from swansongd.errors import ConfigError, StagingError
 from swansongd.flush import FlushEngine
 from swansongd.keys import RunKeys
-from swansongd.model import Severity
+from swansongd.model import Severity, Verdict
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
+from swansongd.sources.asg import LifecycleHook
+from swansongd.sources.aws_events import AwsAsgSource
 from swansongd.sources.base import HealthTracker
+from swansongd.sources.metadata import DEFAULT_URL
 from swansongd.sources.opening import open_deadline, open_sources
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
@@ -209,6 +212,13 @@ class Service:
             monotonic=time.monotonic,
             wall=time.time,
         )
+        self._asg_hook = None
+        if config.sources.asg_hook is not None and config.sources.asg_name is not None:
+            self._asg_hook = LifecycleHook(
+                hook=config.sources.asg_hook,
+                group=config.sources.asg_name,
+                metadata_url=config.sources.metadata_url or DEFAULT_URL,
+            )
         self._sources = [*cloud_sources, *deadline_sources, self._logind]
 
     def run(self) -> int:
@@ -219,6 +229,8 @@ class Service:
         self._observer.start()
         self._clerk.start()
         self._warmer.start()
+        if self._asg_hook is not None:
+            self._asg_hook.start()
         for source in self._sources:
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
@@ -258,11 +270,20 @@ class Service:
             self._asleep_s += slept_s
             self._step(WokeUp(slept_s), now)
         self._step(event, now)
-        if self._state.evacuation is not None and self._state.evacuation.verdict is not None:
-            self._logind.release()
+        self._hold_or_release()
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
         self._notifier.status(status_line(self._state, now))
+
+    def _hold_or_release(self) -> None:
+        """Ask for time while there is work, and let go of the VM once there is a verdict."""
+        evacuation = self._state.evacuation
+        if evacuation is None:
+            return
+        if evacuation.verdict is not None:
+            self._logind.release()
+        elif self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
+            self._asg_hook.heartbeat()
 
     def _step(self, event: Event, now: float) -> None:
         self._state, actions = machine.step(self._state, event, now)
@@ -386,6 +407,9 @@ class Service:
             step=commit.step if commit else None,
             slack_s=conclusion.slack_s,
         )
+        is_awaited = AwsAsgSource.name in self._state.notices
+        if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
+            self._asg_hook.complete()
         generation = self._state.generation
         farewell = self._timeline.farewell(
             conclusion, run=self._config.run.name, generation=generation, written=_utc_now()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else the clouds say, and how little they have to say: the daemon as a whole, as a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket, Gcp
+from emulators.process import EmulatorProcess
+from rig import control
+from waiting import until
+
+pytestmark = pytest.mark.timeout(60)
+SCALING = ("emulators.autoscaling", "--group", "trainers", "--hook", "swansong")
+
+
+@pytest.fixture
+def own_imds() -> Iterator[EmulatorProcess]:
+    """A metadata service that a test may kill."""
+    with EmulatorProcess("emulators.aws_imds", "--port", "0") as emulator:
+        yield emulator
+
+
+@pytest.mark.fault("N14")
+def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """It may never come true: one checkpoint more is committed, there is no verdict, training goes on."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    control(aws.url, "rebalance")
+    daemon.lines.wait(event="precaution_done")
+    (commit,) = vm.commits()
+    assert commit["kind"] == "periodic"
+    assert vm.status()["state"] == "ARMED"
+    trainer.lines.wait(step=commit["step"] + 5)
+
+    aws.notice()
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+    assert vm.commits()[0]["step"] > commit["step"]
+    control(aws.url, "quiet")
+
+
+@pytest.mark.fault("N18")
+def test_maintenance_in_an_hour_is_not_maintenance_now(
+    gcp: Gcp, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """An hour ahead a checkpoint is enough; the real thing comes when the hour is nearly over."""
+    vm = new_vm("vm", bucket.store, metadata=gcp.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    until(
+        lambda: control(gcp.url, "maintenance", value="TERMINATE_ON_HOST_MAINTENANCE")["shown"],
+        what="the source to have read the key",
+    )
+    notice = daemon.lines.wait(event="notice", source="gcp.maintenance")
+    assert notice["severity"] == "scheduled"
+    assert notice["seconds_left"] > 3500
+    daemon.lines.wait(event="precaution_done")
+    assert vm.status()["state"] == "ARMED"
+    control(gcp.url, "maintenance", value="NONE")
+    daemon.lines.wait(event="notice_withdrawn", source="gcp.maintenance")
+    assert vm.status()["state"] == "IDLE"
+
+
+def test_scale_in_waits_until_the_run_is_safe(
+    own_imds: EmulatorProcess, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The group's hook hears heartbeats while the evacuation goes on, and its completion after SAFE."""
+    document = control(own_imds.url, "requests")  # the emulator answers
+    assert document is not None
+    with EmulatorProcess(*SCALING, "--port", "0", "--instance", "i-0123456789abcdef0") as scaling:
+        vm = new_vm(
+            "vm",
+            bucket.store,
+            metadata=("aws", own_imds.url),
+            settings={"sources": {"asg_name": "trainers", "asg_hook": "swansong"}},
+        )
+        daemon = vm.start_daemon(AWS_ENDPOINT_URL_AUTO_SCALING=scaling.url)
+        vm.start_trainer(script=witness).lines.wait(step=5)
+        bucket.order("outage", seconds=2)
+        control(own_imds.url, "set", path="autoscaling/target-lifecycle-state", value="Terminated")
+        verdict = daemon.lines.wait(event="verdict")
+        assert verdict["verdict"] == "SAFE"
+
+        def actions() -> list[str]:
+            return [call["Action"] for call in _calls(scaling.url)]
+
+        until(lambda: "CompleteLifecycleAction" in actions(), what="the completion")
+        assert actions()[0] == "RecordLifecycleActionHeartbeat"
+
+
+@pytest.mark.fault("N02", "O05")
+def test_metadata_and_credentials_may_die_two_seconds_after_the_notice(
+    own_imds: EmulatorProcess, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The VM's own credentials were fetched in time; the flush, seconds later, needs nobody but the store."""
+    vm = new_vm("vm", bucket.store, metadata=("aws", own_imds.url))
+    daemon = vm.start_daemon(
+        AWS_ACCESS_KEY_ID="",
+        AWS_SECRET_ACCESS_KEY="",
+        AWS_EC2_METADATA_DISABLED="false",
+        AWS_EC2_METADATA_SERVICE_ENDPOINT=own_imds.url,
+        AWS_SHARED_CREDENTIALS_FILE="/nonexistent",
+        AWS_CONFIG_FILE="/nonexistent",
+    )
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    fetched = control(own_imds.url, "requests")
+    assert any("security-credentials" in request for request in fetched), fetched
+    control(own_imds.url, "notice", action="terminate", in_s=40)
+    control(own_imds.url, "dead", after_s=2)
+    bucket.order("outage", seconds=4)
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert 40 - verdict["slack_s"] > 3, "the flush came after the death"
+    daemon.lines.wait(event="health", source="aws.spot", health="degraded")
+
+
+def _calls(url: str) -> list[dict[str, str]]:
+    import json
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/_control/calls", timeout=10) as answer:
+        found: list[dict[str, str]] = json.loads(answer.read())
+    return found
