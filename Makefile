@@ -29,7 +29,7 @@ demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, r
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/ruff check .

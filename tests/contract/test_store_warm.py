@@ -318,12 +318,14 @@ def test_warmer_works_at_once_and_when_told(cloud: Cloud) -> None:
 def test_warmer_survives_an_outage(cloud: Cloud) -> None:
     """Failures end nothing: it tries again soon, and goes back to its interval when it works."""
     stop = threading.Event()
-    cloud.order("outage", seconds=0.5)
+    cloud.order("outage", seconds=3600)
     warmer = Warmer(cloud.open(), stop=stop, interval_s=3600, retry_s=0.1)
     warmer.start()
     until(lambda: len(cloud.requests()) >= 3, what="more than one time")
-    warmer.now()
+    cloud.order("clear")
+    until(cloud.requests, what="the time that works")
     stop.set()
+    warmer.now()
 
 
 def test_files_are_always_warm(tmp_path: Path) -> None:

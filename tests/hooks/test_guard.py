@@ -416,6 +416,7 @@ def test_every_steps(daemon: FakeDaemon, attach: Attach, counter: Counter) -> No
             guard.step(step)
     assert [value_in(directory) for directory in daemon.sealed()] == [5, 10, 18, 20]
     assert all(manifest_of(directory).kind == "periodic" for directory in daemon.sealed())
+    until(lambda: len(daemon.all_of(Sealed)) == 4)
     assert [sealed.request_id for sealed in daemon.all_of(Sealed)] == [""] * 4
 
 
