@@ -280,3 +280,21 @@ def mounted_tmpfs(place: Path, options: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_socket_that_cannot_be_made_is_explained(new_vm: Any, tmp_path: Path) -> None:
+    """A missing directory of the socket is one line with the key, the path and the way out."""
+    missing = tmp_path / "missing" / "trainer.sock"
+    vm = new_vm(
+        "vm",
+        {"url": f"file://{tmp_path}/store"},
+        settings={"trainer": {"socket": str(missing)}},
+    )
+    daemon = vm.start_daemon(ready=False)
+    assert daemon.wait() == 2
+    said = daemon.lines.all(event="cannot_start")
+    assert any(
+        f"trainer.socket: cannot listen at {missing}" in line.get("problem", "") for line in said
+    )
+    assert any("Create its directory" in line.get("hint", "") for line in said)
+    assert not any("Traceback" in line for line in daemon.lines.raw)

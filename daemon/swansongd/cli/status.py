@@ -50,6 +50,7 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("verdict", _word(report.get("verdict")))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
+    table.add_row("store", _store(report.get("store")))
     table.add_row("pending", _bytes(report.get("pending_bytes")))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
     table.add_row(
@@ -73,6 +74,13 @@ def _listing(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -
         bad = row.get("health") in ("degraded", "blind")
         table.add_row(*cells, style="red" if bad else None)
     return table
+
+
+def _store(health: Any) -> str:
+    if not isinstance(health, dict):
+        return "not reached yet"
+    said = f"{_word(health.get('health'))}: {_word(health.get('reason'))}"
+    return f"{said}, for {_seconds(health.get('for_s'))}"
 
 
 def _last_commit(commit: Any) -> str:

@@ -30,6 +30,7 @@ from swansong import protocol
 from swansong.protocol import Message, ProtocolError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft
+from swansongd.errors import ConfigError
 from swansongd.trainers import peers, translate
 from swansongd.trainers.connection import (
     MESSAGES_PER_S_MAX,
@@ -103,10 +104,16 @@ class TrainerChannel:
 
         Raises:
             SwansongError: another process answers at the path, or the path is no socket.
-            OSError: the socket cannot be made there.
+            ConfigError: the socket cannot be made there.
         """
         if self._listener_fd is None:
-            self._listener = listen(self._path)
+            try:
+                self._listener = listen(self._path)
+            except OSError as error:
+                raise ConfigError(
+                    [f"trainer.socket: cannot listen at {self._path}: {error.strerror}"],
+                    hint="Create its directory, and let the daemon's user write there",
+                ) from error
             self._born = os.lstat(self._path)
         else:
             self._listener = adopt(self._listener_fd)
