@@ -132,7 +132,8 @@ class Vm:
     Args:
         disk: exists; everything of this VM lies below it.
         store: table ``[store]`` of the configuration.
-        metadata: cloud and URL of its metadata service, None for no cloud.
+        metadata: cloud and URL of its metadata service, None for no cloud; a URL of None leaves the
+            daemon to the address that real clouds have.
         settings: more tables of the configuration, which win over the ones made here.
     """
 
@@ -142,7 +143,7 @@ class Vm:
         store: dict[str, str],
         *,
         run: str = "run",
-        metadata: tuple[str, str] | None = None,
+        metadata: tuple[str, str | None] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.disk = disk
@@ -159,7 +160,7 @@ class Vm:
             "store": store,
             "sources": {
                 "cloud": cloud,
-                "metadata_url": url,
+                **({"metadata_url": url} if url else {}),
                 "poll_interval_s": 0.2,
                 "system_bus": f"unix:path={disk}/no-bus",
             },

@@ -56,9 +56,10 @@ class ClaimRecord:
     def load(cls, own_directory: Path) -> ClaimRecord | None:
         """None when there is none, or none that makes sense: then a new generation is claimed."""
         try:
-            return cls(**json.loads((own_directory / _CLAIM_FILE).read_bytes()))
+            record = cls(**json.loads((own_directory / _CLAIM_FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
+        return record if type(record.generation) is int else None
 
 
 class Clerk:

@@ -58,6 +58,12 @@ class _Shard:
         """Of part ``number``, counted from 1."""
         return min(self.part_size_bytes, self.file.size_bytes - (number - 1) * self.part_size_bytes)
 
+    def close(self) -> None:
+        """Only when no worker reads it any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
 
 class _Job:
     """One flush: which parts are still to be sent, and what came of the others."""
@@ -105,9 +111,7 @@ class _Job:
     def close_files(self) -> None:
         """Only when no worker reads any more."""
         for shard in self._shards:
-            if shard.fd >= 0:
-                os.close(shard.fd)
-                shard.fd = -1
+            shard.close()
 
 
 class FlushEngine:
@@ -265,6 +269,7 @@ class FlushEngine:
             self._store.complete(shard.upload, [shard.receipts[number] for number in numbers])
         if not scan.unchanged(shard.fd, shard.file):
             raise StagingError(f"{shard.file.path} changed while it was read")
+        shard.close()  # all its parts are sent; a set may have more files than we may have open
         stored = StoredShard(
             path=shard.file.path,
             size_bytes=shard.file.size_bytes,

@@ -2,7 +2,8 @@
 """Answers a trainer that asks where to go on: with a local directory, whatever it takes to have one.
 
 The newest of two is taken: the newest sealed set that still lies in staging (the trainer crashed, the
-VM lives), or the newest whole commit in the store, downloaded and verified.
+VM lives), or the newest whole commit in the store, downloaded and verified.  Every rank asks for itself,
+and all ranks of one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -21,13 +23,15 @@ from swansongd import commit
 from swansongd.core.state import State
 from swansongd.errors import NothingToRestore, SwansongError
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef, Staged
+from swansongd.model import CheckpointId, CommitRef, Staged
 from swansongd.restore import restore
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.retry import Retrying
 
 BUDGET_S = 100.0
 """How long the store is asked the same again before the trainer is told that it cannot be reached."""
+ONE_START_S = 60.0
+"""Who asks so soon after another, with nothing sealed in between, is a rank of the same start."""
 _PROGRESS_INTERVAL_S = 0.5
 
 _log = structlog.get_logger(__name__)
@@ -35,8 +39,22 @@ _log = structlog.get_logger(__name__)
 Reply = Callable[[Message], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """The last answer, and what was known when it was given."""
+
+    answer: Restored
+    mono_s: float
+    newest: CommitRef | None
+    local: CheckpointId | None
+
+    def still_stands(self) -> bool:
+        """Whether what it names is there; there is nothing to be there for a fresh run."""
+        return not self.answer.path or Path(self.answer.path).is_dir()
+
+
 class Rejoin:
-    """Each question is answered in a thread of its own.
+    """Each question is answered in a thread of its own, one after another.
 
     Args:
         store: the backend; retries are added here.
@@ -44,6 +62,7 @@ class Rejoin:
         run_directory: staging directory of the run.
         state: reads the newest state of the decision loop.
         stop: ends it all.
+        monotonic: the clock.
     """
 
     def __init__(
@@ -53,16 +72,24 @@ class Rejoin:
         run_directory: Path,
         state: Callable[[], State],
         stop: threading.Event,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = store
         self._keys = keys
         self._run_directory = run_directory
         self._state = state
         self._stop = stop
+        self._monotonic = monotonic
         self._one_at_a_time = threading.Lock()
+        self._given: _Given | None = None
+        self._waiting: dict[str, Reply] = {}
+        self._waiting_lock = threading.Lock()
 
     def start(self, query_id: str, reply: Reply) -> None:
         """Answer with Restored in the end, with Restoring on the way; returns at once."""
+        with self._waiting_lock:
+            self._waiting[query_id] = reply
         threading.Thread(
             target=self._run, args=(query_id, reply), name="rejoin", daemon=True
         ).start()
@@ -70,12 +97,14 @@ class Rejoin:
     def _run(self, query_id: str, reply: Reply) -> None:
         with self._one_at_a_time:
             try:
-                answer = self._answer(query_id, reply)
+                answer = replace(self._answer(), query_id=query_id)
             except SwansongError as error:
                 answer = Restored(query_id, error=error.line())
             except Exception as error:
                 _log.exception("rejoin_fault")
                 answer = Restored(query_id, error=f"{type(error).__name__}: {error}")
+        with self._waiting_lock:
+            self._waiting.pop(query_id, None)
         _log.info(
             "rejoin",
             step=answer.step,
@@ -85,28 +114,34 @@ class Rejoin:
         )
         reply(answer)
 
-    def _answer(self, query_id: str, reply: Reply) -> Restored:
+    def _answer(self) -> Restored:
+        state = self._state()
+        own = _newest_own(state)
+        local = None if own is None else own.id
+        given = self._given
+        if given is not None and not (given.local == local and given.still_stands()):
+            given = None
+        if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
+            return given.answer
         store = Retrying(
             self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
         )
         newest = commit.newest_whole_commit(store, self._keys)
-        state = self._state()
-        local = _newest_local(state, newest)
-        if local is not None:
-            return Restored(
-                query_id,
-                path=str(self._run_directory / local.directory),
-                step=local.id.step,
+        if given is not None and given.newest == newest:
+            answer = given.answer
+        elif own is not None and _is_as_good(own, state, newest):
+            answer = Restored(
+                "",
+                path=str(self._run_directory / own.directory),
+                step=own.id.step,
                 generation=state.generation if state.generation is not None else -1,
             )
-        last_mono_s = time.monotonic()
+        else:
+            answer = self._fetched(store, newest)
+        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=newest, local=local)
+        return answer
 
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal last_mono_s
-            if time.monotonic() - last_mono_s >= _PROGRESS_INTERVAL_S:
-                last_mono_s = time.monotonic()
-                reply(Restoring(query_id, done_bytes, total_bytes))
-
+    def _fetched(self, store: ObjectStore, newest: CommitRef | None) -> Restored:
         parent = self._run_directory / RESTORED_DIRECTORY
         parent.mkdir(exist_ok=True)
         before = list(parent.iterdir())
@@ -116,35 +151,51 @@ class Rejoin:
                 store,
                 self._keys,
                 destination,
-                progress=progress,
+                progress=self._progress(),
                 skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
                 stop=self._stop,
             )
         except NothingToRestore:
             if newest is None:
-                return Restored(query_id)  # a fresh run
+                return Restored("")  # a fresh run
             raise
         for path in before:  # of earlier trainers on this VM
             shutil.rmtree(path, ignore_errors=True)
         return Restored(
-            query_id,
+            "",
             path=str(destination),
             step=restored.ref.step,
             generation=restored.ref.generation,
         )
 
+    def _progress(self) -> Callable[[int, int], None]:
+        """Tells everybody who waits, those whose turn has not come yet among them."""
+        last_mono_s = self._monotonic()
 
-def _newest_local(state: State, newest: CommitRef | None) -> Staged | None:
-    """A set in staging that is as good as, or better than, the newest commit."""
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last_mono_s
+            if self._monotonic() - last_mono_s < _PROGRESS_INTERVAL_S:
+                return
+            last_mono_s = self._monotonic()
+            with self._waiting_lock:
+                waiting = list(self._waiting.items())
+            for query_id, reply in waiting:
+                reply(Restoring(query_id, done_bytes, total_bytes))
+
+        return progress
+
+
+def _newest_own(state: State) -> Staged | None:
+    """Newest set in staging that was sealed while this daemon looked on.
+
+    One of another boot is perhaps torn: what is committed of it was read back whole.
+    """
     local = state.newest_staged
-    if local is None or local.id in state.inherited:
-        return None  # of another boot, perhaps torn: what is committed of it was read back whole
-    if (
-        newest is not None
-        and newest.generation != state.generation
-        and newest.step >= local.id.step
-    ):
-        return None
-    if newest is not None and newest.step > local.id.step:
-        return None
-    return local
+    return None if local is None or local.id in state.inherited else local
+
+
+def _is_as_good(local: Staged, state: State, newest: CommitRef | None) -> bool:
+    """Whether a set in staging is as good as, or better than, the newest commit."""
+    if newest is None or newest.step < local.id.step:
+        return True
+    return newest.generation == state.generation and newest.step == local.id.step

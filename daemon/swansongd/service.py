@@ -84,8 +84,6 @@ from swansongd.trainers.signals import SignalSender
 _INBOX_MAX = 10_000
 _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
-_AFTER_DEADLINE_S = 1.0
-"""Small objects may still be tried this long after a deadline: it may have been a cautious one."""
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
 _CALL_BUDGET_S = 20.0
@@ -332,7 +330,9 @@ class Service:
 
     def _commit_give_up(self) -> float | None:
         evacuation = self._state.evacuation
-        return None if evacuation is None else evacuation.deadline_mono_s + _AFTER_DEADLINE_S
+        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
+            return None  # outlived, so far: whatever still gets through is won
+        return evacuation.deadline_mono_s
 
     # ------------------------------------------------------------------ actions
 

@@ -68,6 +68,22 @@ def test_a_store_that_stays_away_costs_the_newest_steps_and_no_hang(
     assert trainer.popen.poll() is None
 
 
+def test_what_gets_through_after_the_deadline_is_committed_at_once(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The power stayed on a little longer than promised: data and manifest both use that."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    bucket.order("outage", seconds=6)
+    aws.notice(in_s=3)
+
+    assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["slack_s"] < -1
+    assert not daemon.lines.all(event="outlived_deadline")
+
+
 def test_a_trainer_does_not_wait_for_the_store(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """Training and staging go on through an outage, and replication catches up after it."""
     vm = new_vm("vm", bucket.store)

@@ -332,6 +332,21 @@ def test_memory_is_bounded_by_connections_and_part_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("O18")
+def test_open_files_are_bounded_by_connections(flush: Flush) -> None:
+    """A set may have many more files than a process may have open; each is closed when it is sent."""
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, len(flush.open_files()))
+
+    flush.before = look
+    staged = staged_set(flush.run_directory, {f"part-{n}": b"x" for n in range(60)})
+    flush.engine.start("f", staged, 1)
+    assert isinstance(flush.outcome(), Flushed)
+    assert 1 <= most <= 10, "a few for each of three connections, directories included"
+
+
 def test_a_huge_file_gets_parts_that_are_large_enough(flush: Flush) -> None:
     """No object has more than 10,000 parts, whatever is configured."""
     for size in (0, PART, 10_000 * PART, 10_000 * PART + 1, 2**45):

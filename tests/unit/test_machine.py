@@ -28,6 +28,7 @@ from swansongd.core.events import (
     StopRequested,
     TellFenced,
     Tick,
+    TrainerProgress,
     TrainerSealed,
     WithdrawRequest,
     WokeUp,
@@ -194,6 +195,63 @@ def test_what_a_source_had_to_assume_it_may_learn() -> None:
         assert story.state.evacuation.deadline_mono_s == began + expected_s
         story.tell(NoticeRaised(replace(learned, deadline_mono_s=began + 500)))
         assert story.state.evacuation.deadline_mono_s == began + expected_s
+
+
+def test_what_is_learned_of_a_notice_that_was_outlived_moves_nothing_else() -> None:
+    """The deadline of another evacuation stands, and so does the decision loop."""
+    story = Story()
+    story.tell(
+        SourceChanged(
+            SourceStatus(source="logind", health=Health.OK, reason="", since_mono_s=story.now)
+        )
+    )
+    first = replace(
+        a_notice("gcp.preempted", deadline_mono_s=story.now + 25),
+        deadline_quality=DeadlineQuality.ASSUMED,
+    )
+    story.tell(NoticeRaised(first))
+    story.wait(36)
+    assert story.state.evacuation is None
+    story.join(step=9)
+    story.notice(source="gcp.upcoming", severity=Severity.ADVISORY, in_s=3600)
+    assert story.state.evacuation is not None
+    deadline_mono_s = story.state.evacuation.deadline_mono_s
+    learned = replace(
+        first, deadline_mono_s=story.now + 80, deadline_quality=DeadlineQuality.DERIVED
+    )
+    story.tell(NoticeRaised(learned))
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s == deadline_mono_s
+
+
+def test_a_scheduled_evacuation_is_not_taken_back_by_a_faster_save() -> None:
+    """It was begun early because saving was slow; that the next save was quick withdraws nothing."""
+    story = Story()
+    story.join(step=9, save_s=200)
+    story.notice(source="deadline", severity=Severity.SCHEDULED, in_s=3600)
+    story.accept(9)
+    story.answer(10)  # the precaution; it took 2 s
+    story.store_all()
+    story.tell(TrainerProgress(1, 11, save_s=200.0))
+    story.wait(3600 - 400)
+    assert story.state.evacuation is not None
+    story.accept(11)
+    story.answer(12)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 12"]
+    story.wait(60)
+    assert len(story.verdicts) == 1
+    assert not story.all(WithdrawRequest)
+
+
+def test_who_joins_during_a_precaution_is_not_hurried() -> None:
+    """A rank that comes back while a precaution is under way is asked as the others were: no urgency."""
+    story = Story()
+    story.join(step=9)
+    story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
+    story.leave(exited=False)
+    story.join(2, step=9)
+    assert [order.is_urgent for order in story.all(AskTrainers)] == [False, False]
 
 
 @pytest.mark.fault("H05", "N17")

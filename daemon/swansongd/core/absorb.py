@@ -163,10 +163,11 @@ def _notice_raised(turn: Turn, notice: Notice) -> None:
             deadline_mono_s=notice.deadline_mono_s if is_learned else nearest,
             deadline_quality=notice.deadline_quality if is_learned else known.deadline_quality,
         )
-        if is_learned and turn.state.evacuation is not None:
+        evacuation = turn.state.evacuation
+        if is_learned and evacuation is not None and notice.identity in evacuation.identities:
             turn.set(notices={**turn.state.notices, notice.source: notice})
-            urgent = turn.state.urgent_notices(turn.now)
-            turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in urgent))
+            live = turn.state.urgent_notices(turn.now) or (notice,)
+            turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in live))
             turn.mark("deadline_learned", seconds_left=round(turn.left_s, 2), source=notice.source)
     elif notice.identity not in turn.state.concluded:
         turn.log(
@@ -257,7 +258,11 @@ def _ask_late(turn: Turn, connection: int, rank: int) -> None:
         turn.set_ask(ranks=ask.ranks | {rank})
         turn.do(
             AskTrainers(
-                ask.request_id, evacuation.reason, evacuation.deadline_mono_s, (connection,)
+                ask.request_id,
+                evacuation.reason,
+                evacuation.deadline_mono_s,
+                (connection,),
+                is_urgent=not evacuation.is_precaution,
             )
         )
 

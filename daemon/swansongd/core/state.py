@@ -241,13 +241,18 @@ class State:
     def urgent_notices(self, now_mono_s: float) -> tuple[Notice, ...]:
         """Live notices that call for an evacuation: the most severe first, of equals the earliest.
 
-        One that is scheduled calls for it when its time comes near.
+        One that is scheduled calls for it when its time comes near, and goes on to: what was measured
+        may shorten the lead meanwhile.
         """
+        evacuation = self.evacuation
+        is_open = evacuation is not None and not evacuation.is_precaution
+        answered = evacuation.identities if evacuation is not None and is_open else frozenset()
         lead_s = max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
 
         def is_urgent(notice: Notice) -> bool:
             if notice.severity is Severity.SCHEDULED:
-                return notice.deadline_mono_s - now_mono_s <= lead_s
+                is_near = notice.deadline_mono_s - now_mono_s <= lead_s
+                return is_near or notice.identity in answered
             return notice.severity >= Severity.IMMINENT
 
         live = (

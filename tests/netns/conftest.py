@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network of its own for each test, in which the metadata service has the address of the real one.
+
+The thread that runs the test moves to a new network namespace, and every process that it starts is born
+there.  With the last of them the namespace goes away by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Gcp
+from emulators.process import EmulatorProcess
+from rig import REPOSITORY, Vm
+
+ADDRESS = "169.254.169.254"
+CLONE_NEWNET = 0x40000000
+WITNESS = str(REPOSITORY / "tests" / "process" / "witness.py")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Network:
+    """The way between the VM and its metadata service, in good health to begin with.
+
+    Packets of both directions bear that address as their destination; what the test says to an emulator
+    by way of 127.0.0.1 always arrives.
+    """
+
+    def drop(self) -> None:
+        """Nothing arrives, and nobody is told."""
+        self._treat("drop")
+
+    def lose(self, percent: int) -> None:
+        """So many packets of a hundred do not arrive."""
+        self._treat(f"numgen random mod 100 < {percent} counter drop")
+
+    def lose_puts(self) -> None:
+        """Nothing that begins with PUT arrives: 32 bytes into TCP, behind its header and timestamps."""
+        self._treat("tcp dport 80 @th,256,32 0x50555420 counter drop")
+
+    def reset(self) -> None:
+        """Who sends anything is told that the connection is no more."""
+        self._treat("tcp dport 80 counter reject with tcp reset")
+
+    def heal(self) -> None:
+        _run("nft", "flush", "ruleset")
+
+    def victims(self) -> int:
+        """How many packets the trouble has hit so far."""
+        (count,) = re.findall(r"counter packets (\d+)", _run("nft", "list", "ruleset"))
+        return int(count)
+
+    def _treat(self, rule: str) -> None:
+        rule = rule if "counter" in rule else f"counter {rule}"
+        chain = f"type filter hook output priority 0; ip daddr {ADDRESS} {rule};"
+        _run("nft", "-f", "-", given=f"table ip way {{ chain output {{ {chain} }}; }}")
+
+
+class Decoy:
+    """A listener that nobody should turn to."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self.authority = "{}:{}".format(*self._listener.getsockname())
+        self.url = f"http://{self.authority}"
+
+    def was_called(self) -> bool:
+        with suppress(BlockingIOError):
+            self._listener.accept()[0].close()
+            return True
+        return False
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Every fixture and test that starts a process here asks for this one first."""
+    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if missing:
+        _impossible(f"needs {' and '.join(missing)}")
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.unshare(CLONE_NEWNET) != 0:
+            _impossible(f"no network namespace: {os.strerror(ctypes.get_errno())}; needs root")
+        try:
+            _run("ip", "link", "set", "lo", "up")
+            _run("ip", "address", "add", f"{ADDRESS}/32", "dev", "lo")
+            yield Network()
+        finally:
+            assert _libc.setns(home, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    finally:
+        os.close(home)
+
+
+class Clouds:
+    """The emulators of one test, at the real address and port."""
+
+    def __init__(self, started: ExitStack) -> None:
+        self._started = started
+        self._emulator: EmulatorProcess | None = None
+
+    def aws(self) -> Aws:
+        return Aws(self._start("emulators.aws_imds"))
+
+    def gcp(self) -> Gcp:
+        return Gcp(self._start("emulators.gcp_metadata"))
+
+    def kill(self) -> None:
+        """The metadata service and its connections are gone."""
+        assert self._emulator is not None
+        self._emulator.kill()
+
+    def _start(self, module: str) -> str:
+        # At every address: the test gives its orders at 127.0.0.1, whatever befalls the real one.
+        emulator = EmulatorProcess(module, "--host", "0.0.0.0", "--port", "80")
+        self._emulator = self._started.enter_context(emulator)
+        return "http://127.0.0.1"
+
+
+@pytest.fixture
+def clouds(network: Network) -> Iterator[Clouds]:
+    with ExitStack() as started:
+        yield Clouds(started)
+
+
+@pytest.fixture
+def decoy(network: Network) -> Iterator[Decoy]:
+    with closing(Decoy()) as listener:
+        yield listener
+
+
+@pytest.fixture
+def new_vm(network: Network, tmp_path: Path) -> Iterator[Any]:
+    """``new_vm("aws")``: a VM that was told no address for its metadata; its store is a directory."""
+    with ExitStack() as vms:
+
+        def make(cloud: str, store: dict[str, str] | None = None) -> Vm:
+            disk = tmp_path / "vm"
+            disk.mkdir()
+            shelf = tmp_path / "store"
+            shelf.mkdir()
+            vm = Vm(disk, store or {"url": f"file://{shelf}"}, metadata=(cloud, None))
+            return vms.enter_context(vm)
+
+        yield make
+
+
+@pytest.fixture
+def witness() -> str:
+    """Script of the small trainer that tells what the daemon tells it."""
+    return WITNESS
+
+
+def _impossible(reason: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _run(*command: str, given: str = "") -> str:
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout

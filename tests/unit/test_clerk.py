@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clerk against a real directory as store: what it claims, commits and leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import committed
+import pytest
+from story import a_set
+from swansongd import clerk as clerks
+from swansongd import manifest
+from swansongd.clerk import ClaimRecord, Clerk
+from swansongd.core.events import (
+    CommitDone,
+    CommitFailed,
+    CommitManifest,
+    Event,
+    FenceFound,
+    GenerationClaimed,
+    SourceChanged,
+)
+from swansongd.keys import RunKeys
+from swansongd.model import CommitRef, Health
+from swansongd.sources.base import HealthTracker
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.files import FileStore
+from waiting import until
+
+KEYS = RunKeys("r")
+NOW = "2030-01-01T00:00:00Z"
+
+
+class Desk:
+    """A store, the daemon's own directory, and the clerks that come and go there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bucket = directory / "bucket"
+        self.bucket.mkdir()
+        self.own = directory / "own"
+        self.own.mkdir()
+        self.store = committed.file_store(self.bucket)
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.health: list[Health] = []
+
+    @contextmanager
+    def clerk(
+        self, *, boot: str = "boot-1", store: ObjectStore | None = None, keys: RunKeys = KEYS
+    ) -> Iterator[Clerk]:
+        def note(event: Event) -> None:
+            assert isinstance(event, SourceChanged)
+            self.health.append(event.status.health)
+
+        clerk = Clerk(
+            store or self.store,
+            keys,
+            self.own,
+            self.events.put,
+            boot_id=boot,
+            wall=lambda: NOW,
+            health=HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note),
+        )
+        clerk.start()
+        try:
+            yield clerk
+        finally:
+            clerk.close()
+
+    def next(self) -> Event:
+        return self.events.get(timeout=10)
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """A plain file lies where the store was."""
+        hidden = self.bucket.with_name("hidden")
+        os.rename(self.bucket, hidden)
+        self.bucket.touch()
+        yield
+        self.bucket.unlink()
+        os.rename(hidden, self.bucket)
+
+    def claimed(self, **options: Any) -> int:
+        """Start a clerk, and end it when it has its generation."""
+        with self.clerk(**options):
+            event = self.next()
+        assert isinstance(event, GenerationClaimed), event
+        return event.generation
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def an_order(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
+    return CommitManifest(f"f{step}", a_set(step, nonce), (), generation, None)
+
+
+def stored(desk: Desk, below: str) -> list[str]:
+    return [info.key for info in desk.store.list(below)]
+
+
+# ---------------------------------------------------------------- the claim
+
+
+def test_a_restarted_daemon_goes_on_under_its_number(desk: Desk) -> None:
+    """Same boot, URL and run: the recorded claim is used again, and nothing new is claimed."""
+    assert desk.claimed() == 1
+    assert desk.claimed() == 1
+    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
+
+
+def test_the_claim_says_what_is_committed(desk: Desk) -> None:
+    """GenerationClaimed carries the newest whole commit, of whatever generation."""
+    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
+    desk.store.put(KEYS.generation(4), b"{}")
+    with desk.clerk():
+        assert desk.next() == GenerationClaimed(5, CommitRef(4, 70))
+
+
+def test_another_boot_claims_anew(desk: Desk) -> None:
+    """A claim outlives the daemon and not the boot: a cloned disk must not bring a generation along."""
+    assert desk.claimed() == 1
+    assert desk.claimed(boot="boot-2") == 2
+    assert desk.claimed(boot="boot-2") == 2
+
+
+def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
+    """The record counts for the run and the URL that it names."""
+    desk.store.put(KEYS.generation(6), b"{}")
+    assert desk.claimed() == 7
+    assert desk.claimed(keys=RunKeys("other")) == 1
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert desk.claimed(store=FileStore(f"file://{elsewhere}")) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]",
+        b"{}",
+        b'{"run": "r"',
+        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": "1"}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": true}',
+    ],
+)
+def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) -> None:
+    """Whatever lies there, the daemon gets a generation."""
+    url = desk.store.url.encode()
+    (desk.own / "claim.json").write_bytes(content.replace(b"URL", url))
+    assert desk.claimed() == 1
+    record = ClaimRecord.load(desk.own)
+    assert record == ClaimRecord("r", desk.store.url, "boot-1", 1)
+
+
+def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> None:
+    """Its own number is recorded, a newer one is claimed: FenceFound, and nothing is claimed."""
+    assert desk.claimed() == 1
+    desk.store.put(KEYS.generation(2), b"{}")
+    with desk.clerk():
+        assert desk.next() == FenceFound(2)
+    assert stored(desk, KEYS.generations)[-1] == KEYS.generation(2)
+
+
+def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None:
+    """Staging is full or gone: the generation is ours, and the next start takes another one."""
+    desk.own.rmdir()
+    assert desk.claimed() == 1
+    assert desk.claimed() == 2
+
+
+def test_the_claim_waits_for_the_store(desk: Desk) -> None:
+    """Health says that the store fails while it does; then the generation is claimed, and health is ok."""
+    with ExitStack() as clerk:
+        with desk.outage():
+            working = clerk.enter_context(desk.clerk())
+            until(lambda: desk.health, what="the first failure")
+            assert Health.OK not in desk.health[-1:]
+            assert desk.events.empty()
+        working.hurry()
+        assert desk.next() == GenerationClaimed(1, None)
+        assert desk.health[-1:] == [Health.OK]
+
+
+def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the clerk would have slept, ``hurry`` wakes it."""
+    monkeypatch.setattr(clerks, "_CLAIM_RETRY_S", 1000.0)
+    monkeypatch.setattr(clerks, "_CLAIM_RETRY_S_MAX", 1000.0)
+    with ExitStack() as clerk:
+        with desk.outage():
+            working = clerk.enter_context(desk.clerk())
+            until(lambda: desk.health, what="the first failure")
+        working.hurry()
+        assert desk.next() == GenerationClaimed(1, None)
+
+
+# ---------------------------------------------------------------- orders
+
+
+@pytest.fixture
+def working(desk: Desk) -> Iterator[Clerk]:
+    """A clerk that has claimed generation 1."""
+    with desk.clerk() as clerk:
+        assert desk.next() == GenerationClaimed(1, None)
+        yield clerk
+
+
+def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Clerk) -> None:
+    """What lies in the store is what was ordered."""
+    working.commit(an_order())
+    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    (key,) = stored(desk, KEYS.commits)
+    made = manifest.decode(desk.store.get(key))
+    assert (made.run, made.generation, made.step, made.nonce) == ("r", 1, 10, "abc")
+    assert made.created == NOW
+
+
+def test_the_same_commit_twice_is_one(desk: Desk, working: Clerk) -> None:
+    """A lost reply makes the daemon order it again: its own nonce is found, and that is success."""
+    for _ in range(2):
+        working.commit(an_order())
+        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    assert len(stored(desk, KEYS.commits)) == 1
+
+
+def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Clerk) -> None:
+    """The first one stands."""
+    working.commit(an_order())
+    desk.next()
+    working.commit(an_order(nonce="xyz"))
+    event = desk.next()
+    assert isinstance(event, CommitFailed)
+    assert event.conflict
+    (key,) = stored(desk, KEYS.commits)
+    assert manifest.decode(desk.store.get(key)).nonce == "abc"
+
+
+def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Clerk) -> None:
+    """CommitFailed without conflict, health not ok; when the store is back, the same order works."""
+    with desk.outage():
+        working.commit(an_order())
+        event = desk.next()
+    assert isinstance(event, CommitFailed)
+    assert not event.conflict
+    assert Health.OK not in desk.health[-1:]
+    working.commit(an_order())
+    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    assert desk.health[-1:] == [Health.OK]
+
+
+def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk, working: Clerk) -> None:
+    """A fault in the code costs that commit, and neither the thread nor the answer."""
+    order = an_order(5)
+    unspeakable = replace(order.staged, trainer={"world": object()})
+    working.commit(replace(order, staged=unspeakable))
+    event = desk.next()
+    assert isinstance(event, CommitFailed)
+    assert not event.conflict
+    working.commit(an_order(6))
+    assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+
+
+def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -> None:
+    """FenceFound, and no manifest."""
+    desk.store.put(KEYS.generation(3), b"{}")
+    working.commit(an_order())
+    assert desk.next() == FenceFound(3)
+    assert not stored(desk, KEYS.commits)
+
+
+def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Clerk) -> None:
+    """Our own generation is no fence."""
+    working.check_fence(1)
+    assert working.drain(10)
+    assert desk.events.empty()
+    desk.store.put(KEYS.generation(2), b"{}")
+    working.check_fence(1)
+    assert desk.next() == FenceFound(2)
+
+
+def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Clerk) -> None:
+    """The clock stands still here; no farewell takes another's name, and none is lost."""
+    bodies = [json.dumps({"verdict": verdict}).encode() for verdict in ("PARTIAL", "SAFE")]
+    for body in bodies:
+        working.farewell(1, body)
+    assert working.drain(10)
+    keys = stored(desk, KEYS.farewells)
+    assert sorted(desk.store.get(key) for key in keys) == sorted(bodies)
+    assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
+
+
+def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Clerk) -> None:
+    with desk.outage():
+        working.farewell(1, b"{}")
+        assert working.drain(10)
+    working.commit(an_order())
+    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+
+
+def test_drain_waits_for_what_was_ordered_and_not_for_ever(desk: Desk) -> None:
+    """With a store that never lets the clerk claim, False comes within the time given."""
+    with desk.outage(), desk.clerk() as clerk:
+        clerk.farewell(1, b"{}")
+        assert not clerk.drain(0.05)
+
+
+def test_orders_are_carried_out_in_order(desk: Desk, working: Clerk) -> None:
+    """Twenty commits, ordered at once, answered one after the other."""
+    for step in range(1, 21):
+        working.commit(an_order(step))
+    answers = list(itertools.islice(iter(desk.next, None), 20))
+    assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small file holds the old content or the new one, wherever the writer dies."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from swansongd import durable
+
+OLD, NEW = b"old", b"the new content"
+
+_KILLED_EVERYWHERE = """
+import json, os, signal, sys
+from pathlib import Path
+from swansongd import durable
+
+NAMES = ("open", "write", "fsync", "close", "replace")
+real = {name: getattr(os, name) for name in NAMES}
+
+def child(path, strike, after):
+    calls = 0
+    def struck(name):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == strike:
+                if name == "write":  # half of it got through
+                    real["write"](arguments[0], bytes(arguments[1])[: 7 if after else 0])
+                elif after:
+                    real[name](*arguments, **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*arguments, **options)
+        return call
+    for name in NAMES:
+        setattr(os, name, struck(name))
+    durable.write(path, b"the new content")
+    os._exit(0)
+
+found = []
+directory = Path(sys.argv[1])
+for strike in range(1, 100):
+    codes = []
+    for after in (False, True):
+        path = directory / f"{strike}-{after}.json"
+        path.write_bytes(b"old")
+        pid = os.fork()
+        if pid == 0:
+            child(path, strike, after)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        found.append([strike, after, codes[-1], path.read_text()])
+    if codes == [0, 0]:
+        break
+print(json.dumps(found))
+"""
+
+_FULL = """
+import json, resource, signal, sys
+from pathlib import Path
+from swansongd import durable
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (7, 7))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    durable.write(Path(sys.argv[1]), b"the new content")
+except OSError as error:
+    sys.stdout.write(str(error.errno))
+"""
+
+
+def output_of(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with the old content."""
+    made = tmp_path / "claim.json"
+    made.write_bytes(OLD)
+    return made
+
+
+@pytest.mark.fault("D05")
+def test_whoever_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> None:
+    """A real process dies before and after each system call; the content changes at the rename, once."""
+    found = json.loads(output_of(_KILLED_EVERYWHERE, str(tmp_path)))
+    killed = [content for _, _, code, content in found if code == -9]
+    assert len(killed) >= 14, (
+        "struck at open, write, fsync, close, rename, and again for the directory"
+    )
+    assert set(killed) == {OLD.decode(), NEW.decode()}
+    assert killed == sorted(killed), "once it is new it does not become old again"
+    assert [content for *_, code, content in found if code == 0] == [NEW.decode()] * 2
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    """Replaced whole, for nobody else to read, with nothing left beside it."""
+    durable.write(path, NEW)
+    assert path.read_bytes() == NEW
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_that_was_not_there_is_made(tmp_path: Path) -> None:
+    durable.write(tmp_path / "first.json", b"")
+    assert (tmp_path / "first.json").read_bytes() == b""
+
+
+def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
+    """The kernel takes half of the bytes and then no more: an error, and no rubbish left."""
+    assert output_of(_FULL, str(path)) == str(errno.EFBIG)
+    assert path.read_bytes() == OLD
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_failed_fsync_keeps_the_old_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may not be on the disk does not take the place of what is."""
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        durable.write(path, NEW)
+    assert path.read_bytes() == OLD
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_data_is_synced_before_the_name_and_the_name_after(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which a power cut can do no harm."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(fd: int) -> None:
+        calls.append("directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data")
+        fsync(fd)
+
+    def noted_replace(source: Path, destination: Path) -> None:
+        calls.append("rename")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    durable.write(path, NEW)
+    assert calls == ["data", "rename", "directory"]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the daemon's threads have in common, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import swansongd
+
+SOURCES = sorted(Path(swansongd.__file__).parent.rglob("*.py"))
+
+
+def calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Every call of one of these, by the name that it is written with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+            yield node
+
+
+def keywords(call: ast.Call) -> dict[str | None, str]:
+    return {word.arg: ast.unparse(word.value) for word in call.keywords}
+
+
+def test_no_thread_can_keep_the_daemon_from_its_end() -> None:
+    """Every thread is a daemon thread, so that exit waits for none of them."""
+    found = 0
+    for path in SOURCES:
+        for call in calls(ast.parse(path.read_text()), "threading.Thread", "Thread", "Timer"):
+            found += 1
+            assert keywords(call).get("daemon") == "True", f"{path.name}:{call.lineno}"
+    assert found > 5
+
+
+def test_nothing_sleeps_that_cannot_be_woken() -> None:
+    """Waiting is done on an event or a socket, which an end or a notice cuts short.  Commands have Ctrl-C."""
+    for path in (path for path in SOURCES if path.parent.name != "cli"):
+        for call in calls(ast.parse(path.read_text()), "time.sleep", "sleep"):
+            raise AssertionError(f"{path.name}:{call.lineno} sleeps")
+
+
+def test_calls_are_found_as_they_are_written() -> None:
+    tree = ast.parse("threading.Thread(target=f, daemon=True)\nx = other()")
+    (call,) = calls(tree, "threading.Thread")
+    assert keywords(call) == {"target": "f", "daemon": "True"}
