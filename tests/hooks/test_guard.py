@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -782,3 +783,32 @@ def test_reports_are_rare() -> None:
     for step in range(1000):
         reporter.tick(step, 1.0, None, None, 0.0)
     assert len(said) <= time.monotonic() - begun_s
+
+
+@pytest.mark.fault("T09")
+def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
+    tmp_path: Path, attach: Attach, counter: Counter
+) -> None:
+    """A socket that nobody answers on is a daemon that was killed: not a reason to start from scratch."""
+    with FakeDaemon(tmp_path) as first:
+        guard = attach({"counter": counter})
+        guard.restore()
+        counter.value = 7
+        guard.step(7)
+        assert guard.save(7)
+        saved = first.sealed()[0]
+        guard.close()
+    path = tmp_path / "trainer.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(path))  # and closed: the file stays, as after a SIGKILL
+    guard = attach({"counter": counter})
+    steps: list[int] = []
+    thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
+    thread.start()
+    until(guard._channel._tried.is_set)
+    assert not steps
+    path.unlink()
+    with FakeDaemon(tmp_path) as second:
+        second.restorable = lambda: (saved, 7)
+        thread.join(20)
+        assert steps == [7]

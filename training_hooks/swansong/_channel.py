@@ -19,6 +19,8 @@ from swansong.protocol import Message, ProtocolError
 
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 5.0
+RESTART_PATIENCE_S = 30.0
+"""How long a restore waits for a daemon that was there a moment ago."""
 CONNECT_TIMEOUT_S = 2.0
 TICK_S = 1.0
 
@@ -59,6 +61,8 @@ class Channel:
         self._lock = threading.Lock()  # over the life of the socket, not over reads from it
         self._socket: socket.socket | None = None
         self._opening: socket.socket | None = None
+        self._was_refused = False
+        self._arrived = threading.Event()
         self._thread = threading.Thread(target=self._run, name="swansong", daemon=True)
 
     def start(self) -> None:
@@ -66,8 +70,15 @@ class Channel:
         self._thread.start()
 
     def is_connected(self) -> bool:
-        """Whether there is a connection; waits until the first attempt has come to an end."""
+        """Whether there is a connection; waits until the first attempt has come to an end.
+
+        A socket that is there and refuses belongs to a daemon that is being restarted: that one is
+        waited for, up to :data:`RESTART_PATIENCE_S`.
+        """
         self._tried.wait(2 * CONNECT_TIMEOUT_S)
+        if self._socket is None and self._was_refused:
+            log.warning("swansongd at %s does not answer; waiting for its restart", self.path)
+            self._arrived.wait(RESTART_PATIENCE_S)
         return self._socket is not None
 
     def send(self, message: Message) -> bool:
@@ -144,11 +155,13 @@ class Channel:
                 f" ls -l {self.path}) and log in again; training goes on without checkpoints",
             )
         except (OSError, ProtocolError) as error:
+            self._was_refused |= isinstance(error, ConnectionRefusedError)
             why = getattr(error, "strerror", None) or str(error)
             self._say(self._absence, f"no swansongd at {self.path} ({why}); the hooks do nothing")
         else:
             with self._lock:
                 self._socket, self._opening = connection, None
+            self._arrived.set()
             return True
         connection.close()
         return False
