@@ -45,6 +45,24 @@ def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
     control(aws.url, "quiet")
 
 
+@pytest.mark.fault("N13")
+def test_hibernation_gives_no_time_and_is_not_given_any(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """It begins at once: no checkpoint is asked for, what is committed stands, and the verdict says so."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed")
+    aws.notice("hibernate", in_s=120)
+    assert daemon.lines.wait(event="notice")["kind"] == "hibernate"
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "PARTIAL"
+    assert not daemon.lines.all(event="evacuation", phase="request")
+    assert all(commit["kind"] == "periodic" for commit in vm.commits())
+    trainer.lines.wait(step=verdict["step"] + 20)  # where the memory comes back, training goes on
+
+
 @pytest.mark.fault("N18")
 def test_maintenance_in_an_hour_is_not_maintenance_now(
     gcp: Gcp, bucket: Bucket, new_vm: Any, witness: str

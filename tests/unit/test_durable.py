@@ -119,6 +119,7 @@ def test_a_file_that_was_not_there_is_made(tmp_path: Path) -> None:
     assert (tmp_path / "first.json").read_bytes() == b""
 
 
+@pytest.mark.fault("D02")
 def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
     """The kernel takes half of the bytes and then no more: an error, and no rubbish left."""
     assert output_of(_FULL, str(path)) == str(errno.EFBIG)
@@ -126,6 +127,7 @@ def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.fault("D04")
 def test_a_failed_fsync_keeps_the_old_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may not be on the disk does not take the place of what is."""
 
