@@ -86,6 +86,8 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
+_SMALL_CONNECTIONS = 4
+"""Beside those of the flush: for the clerk, a restore, and keeping warm."""
 _CALL_BUDGET_S = 20.0
 """How long one call to the store is tried again in the background before it counts as failed."""
 _STORE_BLIND_AFTER_S = 60.0
@@ -125,7 +127,10 @@ class Service:
         uids = _uids(config.trainer.users)
         self._staging = prepare(config.staging.path, run)
         backend = open_store(
-            config.store.url, endpoint=config.store.endpoint, region=config.store.region
+            config.store.url,
+            endpoint=config.store.endpoint,
+            region=config.store.region,
+            connections=config.flush.connections + _SMALL_CONNECTIONS,
         )
         addresses.remember()
         self._warmer = Warmer(backend, stop=self._stop)
