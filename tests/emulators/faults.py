@@ -34,6 +34,7 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ Scenario = tuple[tuple[float, str, dict[str, Any]], ...]
 """Orders, each with the seconds after the start at which it is given."""
 
 
-class Emulator:
+class Emulator(ABC):
     """Base of both.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
 
     headers: ClassVar[dict[str, str | None]] = {}
@@ -110,9 +111,9 @@ class Emulator:
         self.revived = threading.Event()
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
 
+    @abstractmethod
     def respond(self, request: Request) -> Reply:
         """The answer of a metadata server in good health."""
-        raise NotImplementedError
 
     def order(self, name: str, body: dict[str, Any]) -> object:
         """Carry out one order; called with ``changed`` held, which is notified afterwards."""

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.skipif(
-    Path("/run/systemd/system").is_dir(), reason="systemd tells an operator's stop from a shutdown"
+    Path("/run/systemd/system").is_dir(),
+    reason="does not apply: systemd tells a stop from a shutdown",
 )
 @pytest.mark.fault("H03")
 def test_sigterm_of_the_host_is_a_notice(bucket: Bucket, new_vm: Any, witness: str) -> None:

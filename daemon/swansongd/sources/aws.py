@@ -13,6 +13,7 @@ import json
 import math
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -277,7 +278,7 @@ class Look:
     """Why this VM has no such source; empty where it has."""
 
 
-class AwsSource:
+class AwsSource(ABC):
     """Base of the sources: polls, raises each notice once, withdraws it, tells its health.
 
     Args:
@@ -345,13 +346,13 @@ class AwsSource:
         backoff = Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), self._uniform)
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
+    @abstractmethod
     def _look(self, imds: Imds, asked: Moment) -> Look:
         """Ask once.
 
         Raises:
             MetadataUnavailable: nothing is known.
         """
-        raise NotImplementedError
 
     def _show(self, seen: Look, post: Post) -> None:
         live, notice = self._live, seen.notice

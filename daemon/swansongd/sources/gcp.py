@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -122,7 +123,7 @@ def read_boot_id(path: str = BOOT_ID_PATH) -> str:
         return "unknown"
 
 
-class GcpSource:
+class GcpSource(ABC):
     """Watches one key of the metadata server in its own thread.  What a value means, a subclass says.
 
     A key that was never there (404) makes the source unsupported, and is asked for again every minute.
@@ -198,19 +199,21 @@ class GcpSource:
         backoff = Backoff(min(0.2, self._retry_cap_s), self._retry_cap_s, self._uniform)
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
+    @abstractmethod
     def is_idle(self, sight: Sight) -> bool:
         """Whether this answer says that nothing is ahead."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, sight: Sight) -> Notice | None:
         """The notice in an answer with status 200 that is not idle; None where it announces no end.
 
         Raises:
             MetadataUnavailable: it cannot be understood.
         """
-        raise NotImplementedError
 
-    def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
+    def raised(  # noqa: B027 - most sources have nothing to add
+        self, notice: Notice, post: Post, stop: threading.Event
+    ) -> None:
         """Called after ``notice`` was posted."""
 
     def _settle(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
