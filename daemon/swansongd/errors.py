@@ -76,7 +76,13 @@ class StoreError(SwansongError):
 
 
 class Transient(StoreError):
+    """``retry_after_s`` is how long the store wants to be left alone, where it said so."""
+
     retryable = True
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
 
 
 class Permanent(StoreError):

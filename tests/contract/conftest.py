@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the contract tests."""
 
+import pytest
 from contract.store_backends import (
     bare_store,
+    certificates,
     cloud,
     cloud_environment,
-    gcs_process,
     gcs_server,
+    is_wanted,
     open_cloud,
     proxy,
-    s3_process,
     s3_server,
+    server_name,
     store,
+    store_servers,
+    wants,
 )
 
 __all__ = [
-    "bare_store", "cloud", "cloud_environment", "gcs_process", "gcs_server", "open_cloud", "proxy",
-    "s3_process", "s3_server", "store",
+    "bare_store", "certificates", "cloud", "cloud_environment", "gcs_server", "open_cloud", "proxy",
+    "s3_server", "server_name", "store", "store_servers", "wants",
 ]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if is_wanted(item)]

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every backend, ready to be held to the contract: the fixtures of the store tests."""
+"""Every backend before every server that it can talk to: the fixtures of the store tests.
+
+What a foreign server cannot do stands in ``LACKS``, one line each; a test that is about it then says
+"does not apply".  docs/stores.md tells users the same.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -14,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bodies import BytesBody, BytesSink
+from emulators import tls
 from emulators.fault_proxy import FaultProxy
 from emulators.process import EmulatorProcess
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
@@ -26,38 +39,75 @@ BUCKET = "checkpoints"
 MIB = 2**20
 PART = 5 * MIB
 
+OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
+"""The strict emulators: they take faults on order, and lack nothing."""
+SERVERS = (*OURS, "moto", "rclone")
+LACKS = {
+    "moto": {
+        "ages": "moto says that all uploads began in 2010",
+        "part checksums": "moto tells no checksums of parts",
+    },
+    "rclone": {
+        "create if absent": "rclone ignores If-None-Match",
+        "flat keys": "rclone makes files and directories of keys",
+        "parts again": "rclone refuses other content for a part that it has",
+        "part checksums": "rclone keeps no checksums",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rclone:
+    """``rclone serve s3``: somebody else's idea of the same protocol."""
+
+    url: str
+
 
 @dataclass(frozen=True)
 class Cloud:
-    """An emulated store and how to open it."""
+    """A server, and how to open it."""
 
-    kind: str
-    server: EmulatorProcess
+    name: str
+    server: EmulatorProcess | Rclone
     prefix: str
     """New for each test."""
+    ca: Path | None = None
 
-    def open(
-        self,
-        endpoint: str | None = None,
-        *,
-        bucket: str = BUCKET,
-        read_timeout_s: float = 8.0,
-    ) -> ObjectStore:
+    @property
+    def is_s3(self) -> bool:
+        return not self.name.startswith("gcs")
+
+    def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
         where = f"{bucket}/{self.prefix}"
+        if self.ca is not None:
+            options = {"ca_bundle": str(self.ca), **options}
         endpoint = endpoint or self.server.url
-        if self.kind == "s3":
-            return S3Store(f"s3://{where}", endpoint, read_timeout_s=read_timeout_s)
-        return GcsStore(f"gs://{where}", endpoint, read_timeout_s=read_timeout_s)
+        if self.is_s3:
+            return S3Store(f"s3://{where}", endpoint, **{"region": "us-east-1", **options})
+        return GcsStore(f"gs://{where}", endpoint, **options)
 
-    def order(self, name: str, **query: object) -> None:
+    def by(self, proxy: FaultProxy) -> str:
+        """The endpoint that leads through a proxy."""
+        scheme = self.server.url.partition(":")[0]
+        return f"{scheme}:{proxy.url.partition(':')[2]}"
+
+    @property
+    def _control(self) -> str:
+        assert isinstance(self.server, EmulatorProcess)
+        return f"{self.server.ready.get('control', self.server.url)}/_control"
+
+    def order(self, order: str, **query: object) -> None:
         """Control the emulator, see emulators/store_control.py."""
-        url = f"{self.server.url}/_control/{name}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(urllib.request.Request(url, method="POST")):
+        url = f"{self._control}/{order}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
             pass
 
     def requests(self) -> list[tuple[str, str]]:
-        with urllib.request.urlopen(f"{self.server.url}/_control/requests") as answer:
+        with urllib.request.urlopen(f"{self._control}/requests", timeout=10) as answer:
             return [(method, target) for method, target in json.load(answer)]
+
+
+# ---------------------------------------------------------------- servers
 
 
 @pytest.fixture(scope="session")
@@ -71,47 +121,112 @@ def cloud_environment() -> Iterator[None]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        # At an endpoint of one's own that means: without credentials.
+        patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield
 
 
 @pytest.fixture(scope="session")
-def s3_process(cloud_environment: None) -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.s3_server", "--bucket", BUCKET) as server:
-        yield server
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The authority's certificate, and key with certificate of a server on loopback."""
+    return tls.make(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="session")
-def gcs_process(cloud_environment: None) -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcs_server", "--bucket", BUCKET) as server:
-        yield server
+def store_servers(
+    cloud_environment: None,
+    certificates: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], EmulatorProcess | Rclone]]:
+    """Each server is started when a test first wants it, and serves all of them."""
+    running: dict[str, EmulatorProcess | Rclone] = {}
+    ends: list[Callable[[], object]] = []
+
+    def server(name: str) -> EmulatorProcess | Rclone:
+        if name not in running:
+            if name == "rclone":
+                running[name], end = serve_rclone(tmp_path_factory.mktemp("rclone"))
+            else:
+                module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
+                extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
+                process = EmulatorProcess(
+                    f"emulators.{module[name.partition('-')[0]]}", "--bucket", BUCKET, *extra
+                )
+                running[name], end = process, process.kill
+            ends.append(end)
+        return running[name]
+
+    yield server
+    for end in ends:
+        end()
+
+
+def serve_rclone(folder: Path) -> tuple[Rclone, Callable[[], None]]:
+    """The server, and what ends it."""
+    binary = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert binary, "rclone is in requirements-dev.txt"
+    (folder / "data" / BUCKET).mkdir(parents=True)
+    process = subprocess.Popen(
+        [binary, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", "test,test",
+         "--config", str(folder / "none"), "-v", str(folder / "data")],
+        stderr=subprocess.PIPE,
+        text=True,
+        # It dies with this process, however that ends.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # noqa: PLW1509
+    )  # fmt: skip
+    assert process.stderr is not None
+    stderr = process.stderr
+    for line in stderr:
+        if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+            break
+    else:
+        raise AssertionError("rclone ended before it listened")
+    drain = threading.Thread(target=stderr.read, daemon=True)
+    drain.start()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        drain.join(10)
+        stderr.close()
+
+    return Rclone(match[0]), end
 
 
 @pytest.fixture
-def s3_server(s3_process: EmulatorProcess) -> EmulatorProcess:
-    """In good health, whatever the test before ordered."""
-    Cloud("s3", s3_process, "").order("clear")
-    return s3_process
-
-
-@pytest.fixture
-def gcs_server(gcs_process: EmulatorProcess) -> EmulatorProcess:
-    """In good health, whatever the test before ordered."""
-    Cloud("gcs", gcs_process, "").order("clear")
-    return gcs_process
-
-
-@pytest.fixture
-def open_cloud(request: pytest.FixtureRequest) -> Callable[[str], Cloud]:
-    def opened(kind: str) -> Cloud:
-        return Cloud(kind, request.getfixturevalue(f"{kind}_server"), uuid.uuid4().hex)
+def open_cloud(
+    store_servers: Callable[[str], EmulatorProcess | Rclone], certificates: tuple[Path, Path]
+) -> Callable[[str], Cloud]:
+    def opened(name: str) -> Cloud:
+        ca = certificates[0] if name.endswith("-tls") else None
+        cloud = Cloud(name, store_servers(name), uuid.uuid4().hex, ca)
+        if name != "rclone":
+            cloud.order("clear")
+        return cloud
 
     return opened
 
 
-@pytest.fixture(params=["s3", "gcs"])
+@pytest.fixture
+def s3_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
+    """The strict S3, in good health, whatever the test before ordered."""
+    server = open_cloud("s3").server
+    assert isinstance(server, EmulatorProcess)
+    return server
+
+
+@pytest.fixture
+def gcs_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
+    """The strict GCS, in good health, whatever the test before ordered."""
+    server = open_cloud("gcs").server
+    assert isinstance(server, EmulatorProcess)
+    return server
+
+
+@pytest.fixture(params=OURS)
 def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
-    """Both emulated clouds, one after the other, in good health."""
+    """Each strict emulator, plain and TLS, in good health."""
     return open_cloud(request.param)
 
 
@@ -121,31 +236,78 @@ def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def retrying(store: ObjectStore, **options: Any) -> Retrying:
-    return Retrying(store, **{"give_up_mono_s": lambda: None, "stop": threading.Event(), **options})
+# ---------------------------------------------------------------- stores
+
+WRAPPED = ("file", "s3-tls", "gcs")
+"""Where the wrapper is tried as well: once before each backend is enough."""
 
 
-@pytest.fixture(params=["file", "s3", "gcs"])
-def bare_store(
-    request: pytest.FixtureRequest, tmp_path: Path, open_cloud: Callable[[str], Cloud]
-) -> ObjectStore:
-    """Every backend as it is."""
-    if request.param == "file":
+def is_wanted(item: pytest.Item) -> bool:
+    """Whether this test is one of the combinations of server and wrapper that are worth their time."""
+    chosen = getattr(item, "callspec", None)
+    is_wrapped = chosen is not None and chosen.params.get("store") == "retrying"
+    return not is_wrapped or chosen.params.get("server_name") in WRAPPED
+
+
+@pytest.fixture(params=["file", *SERVERS])
+def server_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def wants(server_name: str) -> Callable[[str], None]:
+    """Ends the test where the server lacks what it is about."""
+
+    def check(what: str) -> None:
+        if what in LACKS.get(server_name, {}):
+            pytest.skip(f"does not apply: {LACKS[server_name][what]}")
+
+    return check
+
+
+@pytest.fixture
+def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Cloud]) -> ObjectStore:
+    """Every backend as it is, before every server."""
+    if server_name == "file":
         (tmp_path / "a store").mkdir()
         return FileStore((tmp_path / "a store").as_uri())
-    return open_cloud(request.param).open()
+    store: ObjectStore = open_cloud(server_name).open()
+    return store
 
 
 @pytest.fixture(params=["bare", "retrying"])
 def store(request: pytest.FixtureRequest, bare_store: ObjectStore) -> ObjectStore:
     """Every backend, as it is and with the wrapper around it: nobody must see a difference."""
-    return bare_store if request.param == "bare" else retrying(bare_store)
+    return bare_store if request.param == "bare" else retrying(bare_store, budget_s=10.0)
+
+
+def retrying(store: ObjectStore, **options: Any) -> Retrying:
+    return Retrying(store, **{"give_up_mono_s": lambda: None, "stop": threading.Event(), **options})
+
+
+# ---------------------------------------------------------------- what tests do with them
+
+
+def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> bytes:
+    sink = BytesSink()
+    store.get_range(key, offset, size_bytes, sink)
+    return sink.data
+
+
+def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
+    return store.put_part(upload, number, BytesBody(piece))
 
 
 def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:
     step = upload.part_size_bytes
     pieces = [content[start : start + step] for start in range(0, len(content), step)]
-    return [store.put_part(upload, n, memoryview(piece)) for n, piece in enumerate(pieces, 1)]
+    return [send_part(store, upload, n, piece) for n, piece in enumerate(pieces, 1)]
+
+
+def staged_upload(store: ObjectStore, content: bytes) -> tuple[Upload, list[PartReceipt]]:
+    """An upload of one part that wants only its completion."""
+    upload = store.begin("shard", len(content), PART)
+    return upload, [send_part(store, upload, 1, content)]
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -168,9 +330,3 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         assert not thread.is_alive()
     if errors:
         raise errors[0]
-
-
-def staged_upload(store: ObjectStore, content: bytes) -> tuple[Upload, list[PartReceipt]]:
-    """An upload of one part that wants only its completion."""
-    upload = store.begin("shard", len(content), PART)
-    return upload, [store.put_part(upload, 1, memoryview(content))]

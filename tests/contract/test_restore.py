@@ -13,6 +13,7 @@ import pytest
 from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path, tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from odd_store import OddStore
 from swansongd import manifest
 from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
 from swansongd.keys import RunKeys
@@ -271,18 +272,6 @@ def test_a_shard_that_two_commits_share_is_reported_for_both(
 # ---------------------------------------------------------------- what is wrong with the store
 
 
-class OddStore(FileStore):
-    """A file store in which one call can be made to behave otherwise."""
-
-    def __init__(self, tmp_path: Path, instead: Callable[[str, int, memoryview], bool]) -> None:
-        super().__init__(f"file://{tmp_path / 'store'}")
-        self._instead = instead
-
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
-        super().get_range(key, offset, into)
-        self._instead(key, offset, into)
-
-
 def test_a_store_that_cannot_be_reached_is_not_a_bad_commit(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
@@ -294,8 +283,8 @@ def test_a_store_that_cannot_be_reached_is_not_a_bad_commit(
         return True
 
     with pytest.raises(Transient, match="connection reset"):
-        restore(OddStore(tmp_path, fail), KEYS, to)
-    assert os.listdir(to.parent) == []
+        restore(OddStore(tmp_path / "store", fail), KEYS, to)
+    assert not to.exists()
 
 
 def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
@@ -318,7 +307,7 @@ def test_a_bit_that_flips_on_the_wire_is_read_again(
             into[5] ^= 1
         return True
 
-    assert restore(OddStore(tmp_path, flip_once), KEYS, to).ref == NEW_REF
+    assert restore(OddStore(tmp_path / "store", flip_once), KEYS, to).ref == NEW_REF
     assert flipped
     assert tree(to) == NEW
 
@@ -334,7 +323,7 @@ def test_a_shard_that_vanishes_under_the_restore_makes_it_take_an_older_commit(
             raise NotFound("no such key")
         return True
 
-    got = restore(OddStore(tmp_path, vanish), KEYS, to)
+    got = restore(OddStore(tmp_path / "store", vanish), KEYS, to)
     assert got.ref == OLD_REF
     assert got.skipped == ((NEW_REF, "deep/er/optim.pt is missing from the store"),)
     assert tree(to) == OLD
@@ -389,21 +378,23 @@ def test_a_link_put_into_the_target_while_it_is_written_is_not_followed(
     (elsewhere / "er" / "optim.pt").write_bytes(b"precious")
 
     def swap(_key: str, _offset: int, _into: memoryview) -> bool:
-        (partial,) = to.parent.iterdir()
+        partial = next(to.parent.iterdir()) / "files"
         if not (partial / "deep").is_symlink():
             (partial / "deep").rename(partial / "moved")
             (partial / "deep").symlink_to(elsewhere)
         return True
 
     with pytest.raises(StagingError, match="cannot restore to"):
-        restore(OddStore(tmp_path, swap), KEYS, to, connections=1)
+        restore(OddStore(tmp_path / "store", swap), KEYS, to, connections=1)
     assert (elsewhere / "er" / "optim.pt").read_bytes() == b"precious"
     assert not to.exists()
 
 
 @pytest.mark.fault("G11")
-def test_a_stopped_restore_leaves_nothing(store: FileStore, tmp_path: Path, to: Path) -> None:
-    """Stopped in the middle of the bytes: no destination, no temporary directory."""
+def test_a_restore_stopped_before_it_had_a_part_leaves_nothing(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """No destination, and no temporary directory: there is nothing to go on from."""
     stop = threading.Event()
     seen: list[list[str]] = []
 
@@ -413,7 +404,7 @@ def test_a_stopped_restore_leaves_nothing(store: FileStore, tmp_path: Path, to: 
         return True
 
     with pytest.raises(Stopped):
-        restore(OddStore(tmp_path, stop_here), KEYS, to, connections=1, stop=stop)
+        restore(OddStore(tmp_path / "store", stop_here), KEYS, to, connections=1, stop=stop)
     assert len(seen) == 1
     assert seen[0][0].startswith(".here.partial-")
     assert os.listdir(to.parent) == []
@@ -437,7 +428,7 @@ def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not
 
     def slow() -> None:
         try:
-            restore(OddStore(tmp_path, wait), KEYS, to)
+            restore(OddStore(tmp_path / "store", wait), KEYS, to)
         except StagingError as error:
             outcome.append(error)
 
@@ -471,6 +462,6 @@ def test_a_destination_that_appears_meanwhile_is_not_overwritten(
         return True
 
     with pytest.raises(StagingError):
-        restore(OddStore(tmp_path, appear), KEYS, to)
+        restore(OddStore(tmp_path / "store", appear), KEYS, to)
     assert tree(to) == {"precious": b"x"}
     assert os.listdir(to.parent) == ["here"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import base64
 import os
+import time
+import zlib
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -12,10 +15,14 @@ import boto3
 import google_crc32c
 import pytest
 import requests
+from bodies import BytesBody
+from botocore.awsrequest import AWSRequest
 from botocore.client import Config
 from botocore.exceptions import ClientError
 from contract.store_backends import BUCKET, MIB, PART, Cloud
+from contract.store_by_hand import Signer, signed
 from emulators.process import EmulatorProcess
+from emulators.store_control import POINTS
 
 
 def crc(data: bytes) -> str:
@@ -106,10 +113,22 @@ def test_gcs_says_when_it_does_not_know(gcs_server: EmulatorProcess) -> None:
     assert (unknown.status_code, listing.status_code) == (501, 501)
 
 
+# ---------------------------------------------------------------- S3, by the SDK
+
+
+def s3_client(url: str, **options: Any) -> Any:
+    config: Any = {"request_checksum_calculation": "when_required", **options.pop("config", {})}
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        **{"region_name": "us-east-1", **options},
+        config=Config(retries={"total_max_attempts": 1}, **config),
+    )
+
+
 @pytest.fixture
 def s3(s3_server: EmulatorProcess) -> Any:
-    config = Config(request_checksum_calculation="when_required", retries={"total_max_attempts": 1})
-    return boto3.client("s3", endpoint_url=s3_server.url, region_name="us-east-1", config=config)
+    return s3_client(s3_server.url)
 
 
 def refused(call: Any, **arguments: Any) -> str:
@@ -119,8 +138,12 @@ def refused(call: Any, **arguments: Any) -> str:
 
 
 @pytest.mark.fault("O13")
-def test_s3_verifies_what_comes_with_a_checksum(s3: Any) -> None:
+@pytest.mark.parametrize("server", ["s3", "moto"])
+def test_s3_verifies_what_comes_with_a_checksum(
+    open_cloud: Callable[[str], Cloud], server: str
+) -> None:
     """A wrong CRC32C is refused on puts and parts, a missing one where it was announced."""
+    s3 = s3_client(open_cloud(server).server.url)
     key = os.urandom(8).hex()
     assert refused(s3.put_object, Key=key, Body=b"1", ChecksumCRC32C=crc(b"2")) == "BadDigest"
     begun = s3.create_multipart_upload(Bucket=BUCKET, Key=key, ChecksumAlgorithm="CRC32C")
@@ -138,6 +161,213 @@ def test_s3_verifies_what_comes_with_a_checksum(s3: Any) -> None:
     assert refused(complete, **order, MultipartUpload=whole) == "NoSuchUpload"
 
 
+def test_s3_refuses_bad_completions(s3: Any) -> None:
+    """Order, numbers, sizes and ETags of parts: each mistake has its code, and nothing appears."""
+    order = {"Key": os.urandom(8).hex()}
+    order["UploadId"] = s3.create_multipart_upload(Bucket=BUCKET, **order)["UploadId"]
+    etags = {}
+    for number, content in ((1, bytes(PART)), (2, bytes(PART)), (3, b"small"), (4, b"last")):
+        answer = s3.upload_part(Bucket=BUCKET, **order, PartNumber=number, Body=content)
+        etags[number] = answer["ETag"]
+
+    def outcome(*numbers: int, **changed: str) -> str:
+        parts = [{"PartNumber": n, "ETag": changed.get(f"etag{n}", etags[n])} for n in numbers]
+        return refused(s3.complete_multipart_upload, **order, MultipartUpload={"Parts": parts})
+
+    assert outcome(2, 1) == "InvalidPartOrder"
+    assert outcome(1, etag1=etags[3]) == "InvalidPart"
+    assert outcome(1, 3, 4) == "EntityTooSmall"
+    assert outcome() == "MalformedXML"
+    assert refused(s3.upload_part, **order, PartNumber=10_001, Body=b"") == "InvalidArgument"
+    assert refused(s3.head_object, Key=order["Key"]) == "404"
+    parts = [{"PartNumber": n, "ETag": etags[n]} for n in (1, 4)]
+    done = s3.complete_multipart_upload(Bucket=BUCKET, **order, MultipartUpload={"Parts": parts})
+    assert done["ETag"].endswith('-2"')
+    assert s3.head_object(Bucket=BUCKET, Key=order["Key"])["ContentLength"] == PART + 4
+
+
+@pytest.mark.fault("O13")
+def test_s3_checksums_of_whole_objects(s3: Any) -> None:
+    """FULL_OBJECT is the object's own, COMPOSITE that of the parts'; a wrong one is BadDigest."""
+    pieces = [bytes(PART), b"the end"]
+    raw = b"".join(base64.b64decode(crc(piece)) for piece in pieces)
+    wanted = {"FULL_OBJECT": crc(b"".join(pieces)), "COMPOSITE": f"{crc(raw)}-2"}
+    for kind, right in wanted.items():
+        order: dict[str, Any] = {"Bucket": BUCKET, "Key": os.urandom(8).hex()}
+        order["UploadId"] = s3.create_multipart_upload(
+            **order, ChecksumAlgorithm="CRC32C", ChecksumType=kind
+        )["UploadId"]
+        parts = []
+        for number, piece in enumerate(pieces, 1):
+            answer = s3.upload_part(
+                **order, PartNumber=number, Body=piece, ChecksumCRC32C=crc(piece)
+            )
+            told = {name: answer[name] for name in ("ETag", "ChecksumCRC32C")}
+            parts.append({"PartNumber": number, **told})
+        listed = s3.list_parts(**order)["Parts"]
+        assert [part["ChecksumCRC32C"] for part in listed] == [crc(piece) for piece in pieces]
+        del order["Bucket"]
+        complete = s3.complete_multipart_upload
+        whole: dict[str, Any] = {**order, "MultipartUpload": {"Parts": parts}}
+        assert refused(complete, **whole, ChecksumCRC32C=crc(b"other")) == "BadDigest"
+        swapped = [{**parts[0], "ChecksumCRC32C": crc(b"other")}, parts[1]]
+        swap = {**order, "MultipartUpload": {"Parts": swapped}}
+        assert refused(complete, **swap) == "InvalidPart"
+        assert complete(Bucket=BUCKET, **whole)["ChecksumCRC32C"] == right
+        head = s3.head_object(Bucket=BUCKET, Key=order["Key"], ChecksumMode="ENABLED")
+        assert (head["ChecksumCRC32C"], head["ChecksumType"]) == (right, kind)
+
+
+@pytest.mark.fault("O13")
+def test_s3_reads_trailing_checksums(open_cloud: Callable[[str], Cloud]) -> None:
+    """What boto3 sends over TLS by default, and the same by hand with one thing wrong at a time."""
+    cloud = open_cloud("s3-tls")
+    s3 = s3_client(
+        cloud.server.url,
+        verify=str(cloud.ca),
+        config={"request_checksum_calculation": "when_supported"},
+    )
+    content = os.urandom(3 * MIB)
+    s3.put_object(Bucket=BUCKET, Key="trailing", Body=content, ChecksumAlgorithm="CRC32")
+    head = s3.head_object(Bucket=BUCKET, Key="trailing", ChecksumMode="ENABLED")
+    assert base64.b64decode(head["ChecksumCRC32"]) == zlib.crc32(content).to_bytes(4, "big")
+    assert s3.get_object(Bucket=BUCKET, Key="trailing")["Body"].read() == content
+
+    def code(body: bytes, *, size_bytes: int = 4, trailer: str = "x-amz-checksum-crc32c") -> str:
+        headers = {
+            "content-encoding": "aws-chunked",
+            "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
+            "x-amz-decoded-content-length": str(size_bytes),
+            "x-amz-trailer": trailer,
+        }
+        return signed_put(cloud, body, headers)
+
+    end = f"0\r\nx-amz-checksum-crc32c:{crc(b'1234')}\r\n\r\n".encode()
+    assert code(b"4\r\n1234\r\n" + end) == ""
+    assert code(b"4\r\n1235\r\n" + end) == "BadDigest"
+    assert code(b"4\r\n1234\r\n" + end, size_bytes=5) == "IncompleteBody"
+    assert code(b"4\r\n1234\r\n0\r\n\r\n") == "MalformedTrailerError"
+    assert code(b"4\r\n1234\r\n" + end, trailer="x-amz-checksum-sha256") == "MalformedTrailerError"
+    assert code(b"2\r\n12\r\n2\r\n34\r\n" + end) == "InvalidChunkSizeError"
+    assert code(b"9\r\n1234\r\n" + end) == "IncompleteBody"
+    assert code(b"1234") == "IncompleteBody"
+
+
+def signed_put(cloud: Cloud, body: bytes, headers: dict[str, str]) -> str:
+    """The error code of a PUT; empty where it was taken."""
+    answer = signed(cloud, "PUT", body, headers)
+    return ET.fromstring(answer.content).findtext("{*}Code") or "" if answer.content else ""
+
+
+def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
+    """Who, with which secret, when, over which bytes: each is looked at."""
+    cloud = open_cloud("s3")
+    url = cloud.server.url
+    names = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+
+    def code(**changed: str) -> str:
+        return refused(s3_client(url, **{**names, **changed}).list_objects_v2)
+
+    assert code(aws_access_key_id="nobody") == "InvalidAccessKeyId"
+    assert code(aws_secret_access_key="guessed") == "SignatureDoesNotMatch"
+    assert code(aws_session_token="stale") == "InvalidToken"
+    assert requests.get(f"{url}/{BUCKET}/key", timeout=10).status_code == 403
+    wrong_hash = {"x-amz-content-sha256": "0" * 64}
+    assert signed_put(cloud, b"content", wrong_hash) == "XAmzContentSHA256Mismatch"
+    wrong_md5 = {"content-md5": base64.b64encode(bytes(16)).decode()}
+    assert signed_put(cloud, b"content", wrong_md5) == "BadDigest"
+    assert signed_put(cloud, b"content", {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}) == ""
+    for key in ("with space/a b", "a+b=c@d,e", "ümläut/日本", "per%20cent", "(x)'&y!*~"):
+        s3.put_object(Bucket=BUCKET, Key=key, Body=b"1")  # every one canonical in its own way
+    cloud.order("clock", ahead_s=1000)
+    assert refused(s3.list_objects_v2) == "RequestTimeTooSkewed"
+    cloud.order("clear")
+    cloud.order("expire")
+    assert refused(s3.list_objects_v2) == "ExpiredToken"
+    cloud.order("credentials", access_key="other", secret_key="new", session_token="fresh")
+    other = {"aws_access_key_id": "other", "aws_secret_access_key": "new"}
+    assert refused(s3_client(url, **other).list_objects_v2) == "InvalidAccessKeyId"
+    s3_client(url, **other, aws_session_token="fresh").list_objects_v2(Bucket=BUCKET)
+
+
+@pytest.mark.fault("O07")
+def test_s3_redirects_to_the_region_of_the_bucket(open_cloud: Callable[[str], Cloud]) -> None:
+    """A signature for another region is answered with 301 and the right one."""
+    cloud = open_cloud("s3")
+    cloud.order("region", name="eu-west-1")
+    answer = signed(cloud, "GET")
+    assert (answer.status_code, answer.headers["x-amz-bucket-region"]) == (301, "eu-west-1")
+
+
+@pytest.mark.fault("O08")
+def test_s3_honours_preconditions(s3: Any) -> None:
+    """Create-if-absent on puts and completions, replace-if-the-same on puts."""
+    key = os.urandom(8).hex()
+    etag = s3.put_object(Bucket=BUCKET, Key=key, Body=b"1", IfNoneMatch="*")["ETag"]
+    put, failed = s3.put_object, "PreconditionFailed"
+    assert refused(put, Key=key, Body=b"2", IfNoneMatch="*") == failed
+    assert refused(put, Key=key, Body=b"2", IfMatch='"other"') == failed
+    order = {"Key": key}
+    order["UploadId"] = s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    sent = s3.upload_part(Bucket=BUCKET, **order, PartNumber=1, Body=b"3")
+    parts = {"Parts": [{"PartNumber": 1, "ETag": sent["ETag"]}]}
+    complete = s3.complete_multipart_upload
+    assert refused(complete, **order, MultipartUpload=parts, IfNoneMatch="*") == failed
+    put(Bucket=BUCKET, Key=key, Body=b"2", IfMatch=etag)
+    assert s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() == b"2"
+
+
+def test_s3_lists_in_pages(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
+    """Objects, uploads and parts: every page once, in order, to the SDK's own paginators."""
+    folder = os.urandom(4).hex()
+    keys = [f"{folder}/{number}" for number in range(5)]
+    uploads: list[str] = []
+    for key in keys:
+        s3.put_object(Bucket=BUCKET, Key=key, Body=b"")
+        begun = [s3.create_multipart_upload(Bucket=BUCKET, Key=key) for _ in range(2)]
+        uploads += [answer["UploadId"] for answer in begun]
+    last = {"Bucket": BUCKET, "Key": keys[-1], "UploadId": uploads[-1]}
+    for number in range(1, 6):
+        s3.upload_part(**last, PartNumber=number, Body=b"x")
+    open_cloud("s3").order("page", size=2)
+
+    def paged(operation: str, item: str, field: str, **arguments: Any) -> list[Any]:
+        pages = list(s3.get_paginator(operation).paginate(**arguments))
+        assert len(pages) >= 3
+        return [entry[field] for page in pages for entry in page.get(item, [])]
+
+    below = {"Bucket": BUCKET, "Prefix": f"{folder}/"}
+    assert paged("list_objects_v2", "Contents", "Key", **below) == keys
+    assert paged("list_multipart_uploads", "Uploads", "Key", **below) == sorted(keys * 2)
+    assert set(paged("list_multipart_uploads", "Uploads", "UploadId", **below)) == set(uploads)
+    assert paged("list_parts", "Parts", "PartNumber", **last) == [1, 2, 3, 4, 5]
+
+
+def test_s3_ranges_and_addresses(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
+    """206 and 416, lifecycle rules, and the bucket by the name of the host."""
+    key = os.urandom(8).hex()
+    s3.put_object(Bucket=BUCKET, Key=key, Body=b"0123456789")
+    answer = s3.get_object(Bucket=BUCKET, Key=key, Range="bytes=2-4")
+    assert (answer["ContentRange"], answer["Body"].read()) == ("bytes 2-4/10", b"234")
+    assert refused(s3.get_object, Key=key, Range="bytes=10-") == "InvalidRange"
+    assert refused(s3.get_bucket_lifecycle_configuration) == "NoSuchLifecycleConfiguration"
+    rule = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": ""}}
+    rules = {"Rules": [{**rule, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}]}
+    s3.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
+    assert s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"][0]["ID"] == "x"
+    s3.delete_bucket_lifecycle(Bucket=BUCKET)
+    url = open_cloud("s3").server.url
+    request = AWSRequest("HEAD", f"{url}/{key}", headers={"Host": f"{BUCKET}.localhost"})
+    Signer().add_auth(request)
+    head = requests.head(f"{url}/{key}", headers=dict(request.headers), timeout=10)
+    assert (head.status_code, head.headers["Content-Length"]) == (200, "10")
+    assert requests.get(f"{url}/{BUCKET}/{key}?acl", timeout=10).status_code == 403
+    assert refused(s3.get_object_acl, Key=key) == "NotImplemented"
+
+
+# ---------------------------------------------------------------- both, and their faults
+
+
 def test_corrupt_flips_one_bit(cloud: Cloud) -> None:
     """The size stays, the content does not; what is not there cannot be corrupted."""
     store = cloud.open()
@@ -150,8 +380,51 @@ def test_corrupt_flips_one_bit(cloud: Cloud) -> None:
 def test_an_outage_ends(cloud: Cloud) -> None:
     """503 while it lasts; ``clear`` ends it, and the record of requests with it."""
     cloud.order("outage", seconds=60)
-    assert requests.get(f"{cloud.server.url}/{BUCKET}/key", timeout=10).status_code == 503
+    url, verify = f"{cloud.server.url}/{BUCKET}/key", str(cloud.ca) if cloud.ca else True
+    cloud.order("outage", seconds=60, retry_after_s=7)
+    answer = requests.get(url, verify=verify, timeout=10)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "7")
     assert cloud.requests() == [("GET", f"/{BUCKET}/key")]
     cloud.order("clear")
     assert cloud.requests() == []
     cloud.open().check()
+
+
+@pytest.mark.fault("O01")
+@pytest.mark.parametrize("point", POINTS)
+def test_a_connection_breaks_where_it_was_ordered(cloud: Cloud, point: str) -> None:
+    """Before the store has the whole request nothing takes effect, afterwards it does."""
+    # An answer without a body that ends within its head is none that requests would miss.
+    method = "GET" if point == "in_answer" else "PUT"
+    cloud.order("break", kind="reset", at=point, method=method)
+    broken = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
+    with pytest.raises(broken):
+        signed(cloud, method, b"x" * 1000)
+    asked = [method for method, _ in cloud.requests()]
+    assert asked == ([method] if point in POINTS[-2:] else [])
+    cloud.order("break", kind="stall", at=point, method=method)
+    with pytest.raises((requests.Timeout, requests.ConnectionError)):
+        signed(cloud, method, b"x" * 1000, timeout_s=0.3)
+
+
+def test_pace(cloud: Cloud) -> None:
+    """A body takes as long as it is ordered to."""
+    cloud.order("pace", connection_bytes_per_s=2 * MIB)
+    store = cloud.open()
+    began = time.monotonic()
+    store.put_shard("shard", BytesBody(bytes(MIB)))
+    assert time.monotonic() - began > 0.4
+
+
+def test_gcs_tokens(gcs_server: EmulatorProcess, open_cloud: Callable[[str], Cloud]) -> None:
+    """Only the one that is valid now; 401 for the others and for none."""
+    open_cloud("gcs").order("token", valid="fresh")
+    url = f"{gcs_server.url}/storage/v1/b/{BUCKET}"
+    statuses = {
+        token: requests.get(
+            url, headers={"Authorization": f"Bearer {token}"}, timeout=10
+        ).status_code
+        for token in ("fresh", "stale")
+    }
+    assert statuses == {"fresh": 200, "stale": 401}
+    assert requests.get(url, timeout=10).status_code == 401

@@ -11,8 +11,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from bodies import BytesBody, BytesSink
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import PartReceipt, Upload
+from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
+from swansongd.stores.checksums import crc32c
 from swansongd.stores.files import FileStore
 
 
@@ -58,11 +60,12 @@ def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_
     victim.write_bytes(b"precious")
     upload = Upload("key", upload_id, 4, 4)
     with pytest.raises(NotFound):
-        files.put_part(upload, 1, memoryview(b"evil"))
+        files.put_part(upload, 1, BytesBody(b"evil"))
     with pytest.raises(NotFound):
-        files.complete(upload, [PartReceipt(1, "")])
+        files.parts(upload)
     with pytest.raises(NotFound):
-        files.abort(upload)
+        files.complete(upload, [PartReceipt(1, "", 0)])
+    files.abort("key", upload_id)
     assert victim.read_bytes() == b"precious"
 
 
@@ -78,14 +81,17 @@ def test_links_are_no_objects(files: FileStore, root: Path, tmp_path: Path) -> N
 
 
 def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
-    """After a put, a refused create, a completion and an abort the hidden directory is empty."""
+    """After puts, a refused create, a completion and an abort the hidden directory is empty."""
     files.put("key", b"1")
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
+    files.put_shard("small", BytesBody(b"1"))
     upload = files.begin("shard", 3, 3)
-    files.complete(upload, [files.put_part(upload, 1, memoryview(b"abc"))])
-    files.abort(files.begin("never", 3, 3))
+    files.complete(upload, [files.put_part(upload, 1, BytesBody(b"abc"))])
+    never = files.begin("never", 3, 3)
+    files.put_part(never, 1, BytesBody(b"abc"))
+    files.abort(never.key, never.upload_id)
     assert temporary_files(root) == []
     assert (root / "key").stat().st_nlink == (root / "other").stat().st_nlink == 1
 
@@ -136,41 +142,168 @@ def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
+from bodies import BytesBody
 from swansongd.stores.files import FileStore
 store = FileStore(sys.argv[1])
-upload = store.begin("shard", 6, 3)
-receipt = store.put_part(upload, 1, memoryview(b"abc"))
-print(upload.upload_id, receipt.etag, flush=True)
-sys.stdin.read()
+upload = store.begin("data/shard", 9, 3)
+for number, part in ((1, b"abc"), (2, b"def")):
+    receipt = store.put_part(upload, number, BytesBody(part))
+    print(upload.upload_id, receipt.etag, receipt.crc32c, flush=True)
+
+class Stuck(BytesBody):
+    def read_into(self, window):
+        print("reading", flush=True)
+        sys.stdin.read()
+
+what, content = sys.argv[2], b"ghi"
+if what == "part":
+    store.put_part(upload, 3, Stuck(content))
+elif what == "again":
+    store.put_part(upload, 2, Stuck(content))
+else:
+    store.put_shard("data/small", Stuck(content))
 """
+
+
+def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
+    """The upload of a process that was killed while it wrote, and the receipts that it had."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, url, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as writer:
+        assert writer.stdout is not None
+        lines = [writer.stdout.readline().split() for _ in range(3)]
+        assert lines[2] == ["reading"]
+        writer.send_signal(signal.SIGKILL)
+    receipts = [PartReceipt(n, lines[n - 1][1], int(lines[n - 1][2])) for n in (1, 2)]
+    return Upload("data/shard", lines[0][0], 9, 3), receipts
 
 
 @pytest.mark.fault("O01")
 def test_an_upload_outlives_its_writer(files: FileStore) -> None:
-    """The writer is killed: nothing is visible, and whoever has its journal can finish."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, files.url],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as writer:
-        assert writer.stdout is not None
-        upload_id, etag = writer.stdout.readline().split()
-        writer.send_signal(signal.SIGKILL)
+    """The writer is killed: nothing is visible, its parts are known, and the upload can be finished."""
+    upload, receipts = killed_writer(files.url, "part")
     assert list(files.list("")) == []
-    assert files.head("shard") is None
-    upload = Upload("shard", upload_id, 6, 3)
-    second = files.put_part(upload, 2, memoryview(b"def"))
-    files.complete(upload, [PartReceipt(1, etag), second])
-    assert files.get("shard") == b"abcdef"
+    assert files.head("data/shard") is None
+    assert [(u.key, u.upload_id) for u in files.uploads("data/")] == [
+        (upload.key, upload.upload_id)
+    ]
+    assert files.parts(upload) == receipts
+    assert [part.crc32c for part in files.parts(upload)] == [crc32c(b"abc"), crc32c(b"def")]
+    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    files.complete(upload, [*receipts, third])
+    assert files.get("data/shard") == b"abcdefghi"
+    assert list(files.uploads("")) == []
+
+
+def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
+    """What the writer had begun to replace when it died is not believed any more, the rest is."""
+    upload, receipts = killed_writer(files.url, "again")
+    assert files.parts(upload) == receipts[:1]
+    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    with pytest.raises(Permanent, match="part 2"):
+        files.complete(upload, [*receipts, third])
+    assert files.head("data/shard") is None
+
+
+@pytest.mark.fault("O19")
+def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -> None:
+    """Uploads and the put that a killed process was at are listed with their age; aborting frees all."""
+    upload, _ = killed_writer(files.url, "shard")
+    found = list(files.uploads("data/"))
+    assert {upload.upload_id} < {left.upload_id for left in found}
+    assert len(found) == 2
+    assert all(0 <= left.age_s < 60 for left in found)
+    old_s = root.stat().st_mtime - 7200
+    os.utime(root / ".swansong-tmp" / upload.upload_id / "key", (old_s, old_s))
+    (aged,) = [left for left in files.uploads("data/sh") if left.upload_id == upload.upload_id]
+    assert 7000 < aged.age_s < 7400
+    for left in files.uploads("data/"):
+        files.abort(left.key, left.upload_id)
+        files.abort(left.key, left.upload_id)
+    assert list(files.uploads("")) == []
+    assert temporary_files(root) == []
+    with pytest.raises(NotFound):
+        files.parts(upload)
+    with pytest.raises(NotFound):
+        files.put_part(upload, 3, BytesBody(b"ghi"))
+
+
+def test_uploads_of_other_prefixes(files: FileStore) -> None:
+    """An upload is listed under the prefixes of its key only."""
+    files.begin("one/shard", 1, 1)
+    two = files.begin("two/shard", 1, 1)
+    assert [(u.key, u.upload_id) for u in files.uploads("two/")] == [(two.key, two.upload_id)]
+    assert isinstance(next(files.uploads("")), OpenUpload)
+
+
+def test_an_upload_belongs_to_its_key(files: FileStore) -> None:
+    """The id of another key's upload is unknown."""
+    upload = files.begin("shard", 3, 3)
+    other = Upload("other", upload.upload_id, 3, 3)
+    with pytest.raises(NotFound):
+        files.put_part(other, 1, BytesBody(b"abc"))
+    with pytest.raises(NotFound):
+        files.parts(other)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
+def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
+    """No window is larger than the contract says, and every byte comes through, both ways."""
+    content = os.urandom(size_bytes)
+    windows: list[int] = []
+
+    class Body(BytesBody):
+        def read_into(self, window: memoryview) -> None:
+            windows.append(window.nbytes)
+            super().read_into(window)
+
+    class Sink(BytesSink):
+        def write(self, window: memoryview) -> None:
+            windows.append(window.nbytes)
+            super().write(window)
+
+    assert files.put_shard("shard", Body(content)) == crc32c(content)
+    sink = Sink()
+    files.get_range("shard", 0, size_bytes, sink)
+    assert sink.data == content
+    assert max(windows, default=0) <= WINDOW_BYTES
+
+
+@pytest.mark.fault("S5")
+def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Path) -> None:
+    """Not even an OSError is taken for one of the store, and nothing becomes visible or stays behind."""
+
+    class Torn(BytesBody):
+        def read_into(self, window: memoryview) -> None:
+            raise OSError("torn")
+
+    class Full(BytesSink):
+        def write(self, window: memoryview) -> None:
+            raise OSError("torn")
+
+    with pytest.raises(OSError, match=r"^torn$"):
+        files.put_shard("shard", Torn(b"abc"))
+    assert list(files.list("")) == []
+    assert temporary_files(root) == []
+    upload = files.begin("shard", 3, 3)
+    with pytest.raises(OSError, match=r"^torn$"):
+        files.put_part(upload, 1, Torn(b"abc"))
+    assert files.parts(upload) == []
+    files.put("key", b"abc")
+    with pytest.raises(OSError, match=r"^torn$"):
+        files.get_range("key", 0, 3, Full())
 
 
 def test_a_part_that_never_came(files: FileStore) -> None:
-    """Receipts that are not the store's do not make an object of a file that is too short."""
+    """Receipts that are not the store's do not make an object."""
     upload = files.begin("shard", 6, 3)
-    first = files.put_part(upload, 1, memoryview(b"abc"))
-    with pytest.raises(Permanent, match="3 bytes came of 6"):
-        files.complete(upload, [first, PartReceipt(2, "invented")])
+    first = files.put_part(upload, 1, BytesBody(b"abc"))
+    with pytest.raises(Permanent, match="part 2"):
+        files.complete(upload, [first, PartReceipt(2, "invented", 0)])
     assert files.head("shard") is None
 
 
@@ -196,6 +329,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 import sys, subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
 from swansongd.errors import Permanent
+from swansongd.stores.checksums import crc32c
 from swansongd.stores.files import FileStore
 store = FileStore("file://" + sys.argv[1])
 store.put("key", b"old")

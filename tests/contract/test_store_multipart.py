@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import google_crc32c
 import pytest
-from contract.store_backends import PART, in_threads, send_parts
+from bodies import BytesBody, BytesSink
+from contract.store_backends import PART, get_range, in_threads, send_part, send_parts
 from swansongd.errors import NotFound, Permanent
-from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt
+from swansongd.stores.base import ObjectInfo, ObjectStore, OpenUpload, PartReceipt, Upload
 
 PARTS_CONTENT = os.urandom(2 * PART + 12345)
 
@@ -35,23 +38,24 @@ def test_parts_from_many_threads_in_any_order(store: ObjectStore) -> None:
 
     def send(thread: int) -> None:
         number = 4 - thread
-        piece = memoryview(content)[(number - 1) * PART : number * PART]
-        receipts[number] = store.put_part(upload, number, piece)
+        piece = content[(number - 1) * PART : number * PART]
+        receipts[number] = send_part(store, upload, number, piece)
 
     in_threads(4, send)
     store.complete(upload, [receipts[number] for number in (1, 2, 3, 4)])
-    into = bytearray(len(content))
-    store.get_range("shard", 0, memoryview(into))
-    assert into == content
+    assert get_range(store, "shard", 0, len(content)) == content
 
 
-def test_a_part_sent_again_replaces_the_first(store: ObjectStore) -> None:
+def test_a_part_sent_again_replaces_the_first(
+    store: ObjectStore, wants: Callable[[str], None]
+) -> None:
     """A retried part is in the object once, with its last content."""
+    wants("parts again")
     content = os.urandom(PART + 10)
     upload = store.begin("shard", len(content), PART)
-    store.put_part(upload, 1, memoryview(bytes(PART)))
-    last = store.put_part(upload, 2, memoryview(content)[PART:])
-    first = store.put_part(upload, 1, memoryview(content)[:PART])
+    send_part(store, upload, 1, bytes(PART))
+    last = send_part(store, upload, 2, content[PART:])
+    first = send_part(store, upload, 1, content[:PART])
     store.complete(upload, [first, last])
     assert store.get("shard") == content
 
@@ -91,7 +95,7 @@ def test_a_part_has_the_length_of_its_place(
     """What would run into the next part, or leave a hole, is refused."""
     upload = store.begin("shard", PART + 10, PART)
     with pytest.raises(Permanent):
-        store.put_part(upload, number, memoryview(bytes(size_bytes)))
+        send_part(store, upload, number, bytes(size_bytes))
 
 
 @pytest.mark.fault("O11")
@@ -109,7 +113,7 @@ def test_completing_what_is_unknown(store: ObjectStore) -> None:
     """Without the object, or with one of another size in its place, the upload is NotFound."""
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
-    store.abort(upload)
+    store.abort(upload.key, upload.upload_id)
     with pytest.raises(NotFound):
         store.complete(upload, receipts)
     store.put("shard", b"another")
@@ -122,8 +126,8 @@ def test_an_aborted_upload_is_gone(store: ObjectStore) -> None:
     """It takes no more parts, never becomes visible, and can be aborted again."""
     upload = store.begin("shard", 10, PART)
     send_parts(store, upload, b"0123456789")
-    store.abort(upload)
-    store.abort(upload)
+    store.abort(upload.key, upload.upload_id)
+    store.abort(upload.key, upload.upload_id)
     with pytest.raises(NotFound):
         send_parts(store, upload, b"0123456789")
     assert store.head("shard") is None
@@ -138,3 +142,137 @@ def test_two_uploads_of_one_key_do_not_mix(store: ObjectStore) -> None:
     for name, wanted in content.items():
         store.complete(uploads[name], receipts[name])
         assert store.get("shard") == wanted
+
+
+# ---------------------------------------------------------------- what is there
+
+
+@pytest.mark.fault("O19")
+def test_parts_tells_what_the_store_has(store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """By number, whichever came first; what it tells completes the upload in another process."""
+    content = os.urandom(2 * PART + 1)
+    upload = store.begin("shard", len(content), PART)
+    assert list(store.parts(upload)) == []
+    sent = {n: send_part(store, upload, n, content[(n - 1) * PART : n * PART]) for n in (3, 1)}
+    told = list(store.parts(upload))
+    wants("part checksums")
+    assert [part.number for part in told] == [1, 3]
+    for part in told:
+        if part.crc32c >= 0:
+            assert part.crc32c == sent[part.number].crc32c
+    send_part(store, upload, 2, content[PART : 2 * PART])
+    store.abort(upload.key, upload.upload_id)
+    with pytest.raises(NotFound):
+        store.parts(upload)
+
+
+def test_parts_of_what_is_unknown(store: ObjectStore) -> None:
+    """An upload that the store never began has no parts: NotFound."""
+    upload = store.begin("shard", 10, PART)
+    store.abort(upload.key, upload.upload_id)
+    with pytest.raises(NotFound):
+        store.parts(upload)
+
+
+@pytest.mark.fault("O19")
+def test_uploads_tells_what_is_under_way(store: ObjectStore) -> None:
+    """Begun and not yet ended, below the prefix only, with an age; what it tells can be aborted."""
+    first = store.begin("run/a", 10, PART)
+    second = store.begin("run/b c", 10, PART)
+    other = store.begin("runs", 10, PART)
+    for upload in (first, second, other):
+        send_parts(store, upload, b"0123456789")
+
+    def under_way(prefix: str) -> list[tuple[str, str]]:
+        return [(found.key, found.upload_id) for found in store.uploads(prefix)]
+
+    assert sorted(under_way("run/")) == _named(first, second)
+    assert sorted(under_way("")) == _named(first, second, other)
+    for found in list(store.uploads("run/")):
+        assert isinstance(found, OpenUpload)
+        store.abort(found.key, found.upload_id)
+    assert under_way("") == _named(other)
+    store.complete(other, send_parts(store, other, b"0123456789"))
+    assert under_way("") == []
+
+
+def test_the_age_of_an_upload(bare_store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """By the store's own clock, so that what is under way elsewhere is not taken for a left-over."""
+    wants("ages")
+    bare_store.begin("shard", 10, PART)
+    (found,) = bare_store.uploads("")
+    assert 0 <= found.age_s < 60
+
+
+def _named(*uploads: Upload) -> list[tuple[str, str]]:
+    return sorted((upload.key, upload.upload_id) for upload in uploads)
+
+
+# ---------------------------------------------------------------- shards in one request
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 5])
+def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
+    """Every byte of it arrives, whatever the windows; the checksum returned is that of the bytes."""
+    content = os.urandom(size_bytes)
+    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert store.head("shard") == ObjectInfo("shard", size_bytes)
+    assert get_range(store, "shard", 0, size_bytes) == content
+    assert store.put_shard("shard", BytesBody(b"again")) == google_crc32c.value(b"again")
+    assert store.get("shard") == b"again"
+
+
+def test_receipts_carry_the_checksum_of_what_was_sent(store: ObjectStore) -> None:
+    """CRC32C of exactly the part's bytes."""
+    upload = store.begin("shard", len(PARTS_CONTENT), PART)
+    receipts = send_parts(store, upload, PARTS_CONTENT)
+    pieces = [PARTS_CONTENT[at : at + PART] for at in range(0, len(PARTS_CONTENT), PART)]
+    assert [part.crc32c for part in receipts] == [google_crc32c.value(piece) for piece in pieces]
+
+
+class _Trouble(Exception):
+    pass
+
+
+class _BrokenBody(BytesBody):
+    """Ends in trouble after its first window: the file was cut short under the upload."""
+
+    def read_into(self, window: memoryview) -> None:
+        if self._at:
+            raise _Trouble
+        super().read_into(window)
+
+
+class _BrokenSink(BytesSink):
+    def write(self, window: memoryview) -> None:
+        super().write(window)
+        raise _Trouble
+
+
+@pytest.mark.fault("S5")
+def test_trouble_of_a_body_is_the_callers(store: ObjectStore) -> None:
+    """It comes through unchanged and is not tried again; no object, no part, and the store works on."""
+    content = os.urandom(PART)
+    upload = store.begin("shard", PART, PART)
+    for send in (
+        lambda body: store.put_shard("whole", body),
+        lambda body: store.put_part(upload, 1, body),
+    ):
+        body = _BrokenBody(content)
+        with pytest.raises(_Trouble):
+            send(body)
+        assert body.passes == 1
+    assert store.head("whole") is None
+    store.complete(upload, [send_part(store, upload, 1, content)])
+    assert store.get("shard") == content
+
+
+def test_trouble_of_a_sink_is_the_callers(store: ObjectStore) -> None:
+    """The same on the way back."""
+    content = os.urandom(3 * 2**20)
+    store.put_shard("shard", BytesBody(content))
+    sink = _BrokenSink()
+    with pytest.raises(_Trouble):
+        store.get_range("shard", 0, len(content), sink)
+    assert sink.passes == 1
+    assert get_range(store, "shard", 1, len(content) - 1) == content[1:]

@@ -3,46 +3,40 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import socket
-import ssl
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from botocore.credentials import RefreshableCredentials
 from contract.store_backends import BUCKET, Cloud
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from emulators.process import EmulatorProcess
+from emulators.process import TESTS, EmulatorProcess
 from source_run import control
 from swansongd.stores.files import FileStore
-from swansongd.stores.s3 import _held
+from swansongd.stores.s3_access import held
 from swansongd.stores.warm import Warmer
 from waiting import until
 
 ROLE = "/latest/meta-data/iam/security-credentials/swansong"
+ACCESS_KEY = "ASIAEMULATED00000001"
 TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
 
 # The SDKs read their environment when they are imported, so each store lives in a process of its own.
 CLIENT = """
 import sys
+from bodies import BytesBody
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
 from swansongd.threads import parallel
 
-store = open_store(sys.argv[1], endpoint=sys.argv[2], region="us-east-1")
+url, endpoint, ca_bundle = sys.argv[1:]
+store = open_store(url, endpoint=endpoint, region="us-east-1", ca_bundle=ca_bundle)
 content = b"x" * (5 * 2**20)
 count = 12
 
@@ -52,7 +46,7 @@ def send():
     receipts = {}
 
     def part(number):
-        receipts[number] = store.put_part(upload, number, memoryview(content))
+        receipts[number] = store.put_part(upload, number, BytesBody(content))
 
     parallel(range(1, count + 1), part, threads=8)
     store.complete(upload, [receipts[number] for number in sorted(receipts)])
@@ -74,13 +68,15 @@ for line in sys.stdin:
 class Rig:
     """A store in a process, whose credentials come from a metadata server that can be told to die."""
 
-    def __init__(self, kind: str, metadata: EmulatorProcess, endpoint: str, **env: str) -> None:
+    def __init__(self, kind: str, metadata: EmulatorProcess, cloud: Cloud, **env: str) -> None:
         self.kind = kind
         self.metadata = metadata
         self._path = {"s3": ROLE, "gs": TOKEN}[kind]
-        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        kept = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
+        where = f"{kind}://{BUCKET}/{uuid.uuid4().hex}"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, f"{kind}://{BUCKET}/{uuid.uuid4().hex}", endpoint],
+            [sys.executable, "-c", CLIENT, where, cloud.server.url, str(cloud.ca)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -103,7 +99,7 @@ class Rig:
             "Type": "AWS-HMAC",
             "LastUpdated": "2026-01-01T00:00:00Z",
             "Expiration": f"{datetime.now(UTC) + timedelta(seconds=life_s):%Y-%m-%dT%H:%M:%SZ}",
-            "AccessKeyId": "ASIAEMULATED00000001",
+            "AccessKeyId": ACCESS_KEY,
             "SecretAccessKey": "emulated",
             "Token": "emulated",
         }
@@ -125,96 +121,25 @@ class Rig:
         self._process.communicate(timeout=10)
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Key and certificate of 127.0.0.1, which is its own authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    pem = tmp_path_factory.mktemp("tls") / "server.pem"
-    pem.write_bytes(
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        + made.public_bytes(Encoding.PEM)
-    )
-    return pem
-
-
-@pytest.fixture
-def gcs_tls(gcs_server: EmulatorProcess, certificate: Path) -> Iterator[str]:
-    """The GCS emulator behind TLS: a token never goes over plain http."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    port = int(gcs_server.url.rpartition(":")[2])
-    listener = socket.create_server(("127.0.0.1", 0))
-    done = threading.Event()
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(2**18):
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def serve(client: socket.socket) -> None:
-        with (
-            suppress(OSError),
-            context.wrap_socket(client, server_side=True) as front,
-            socket.create_connection(("127.0.0.1", port)) as back,
-        ):
-            down = threading.Thread(target=pump, args=(back, front), daemon=True)
-            down.start()
-            pump(front, back)
-            down.join(10)
-
-    def accept() -> None:
-        while not done.is_set():
-            client, _ = listener.accept()
-            if done.is_set():
-                client.close()
-                return
-            threading.Thread(target=serve, args=(client,), daemon=True).start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    address = listener.getsockname()
-    yield f"https://127.0.0.1:{address[1]}"
-    done.set()
-    socket.create_connection(address).close()
-    thread.join(10)
-    listener.close()
-
-
 @pytest.fixture(params=["s3", "gs"])
-def rig(request: pytest.FixtureRequest, certificate: Path, tmp_path: Path) -> Iterator[Rig]:
-    """Both clouds, each with a metadata server of its own."""
-    if request.param == "s3":
-        endpoint = request.getfixturevalue("s3_server").url
-        module = "emulators.aws_imds"
-    else:
-        endpoint = request.getfixturevalue("gcs_tls")
-        module = "emulators.gcp_metadata"
+def rig(
+    request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud], tmp_path: Path
+) -> Iterator[Rig]:
+    """Both clouds over TLS, without which no token goes out, each with a metadata server of its own."""
+    kind = request.param
+    cloud = open_cloud({"s3": "s3-tls", "gs": "gcs-tls"}[kind])
+    if kind == "s3":
+        cloud.order(
+            "credentials", access_key=ACCESS_KEY, secret_key="emulated", session_token="emulated"
+        )
+    module = {"s3": "emulators.aws_imds", "gs": "emulators.gcp_metadata"}[kind]
     with EmulatorProcess(module) as metadata:
         host = metadata.url.removeprefix("http://")
-        env: dict[str, Any] = {
+        env: dict[str, dict[str, str]] = {
             "s3": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url + "/"},
-            "gs": {
-                "GCE_METADATA_HOST": host,
-                "GCE_METADATA_IP": host,
-                "REQUESTS_CA_BUNDLE": str(certificate),
-            },
+            "gs": {"GCE_METADATA_HOST": host, "GCE_METADATA_IP": host},
         }
-        made = Rig(request.param, metadata, endpoint, HOME=str(tmp_path), **env[request.param])
+        made = Rig(kind, metadata, cloud, HOME=str(tmp_path), **env[kind])
         yield made
         made.close()
 
@@ -283,20 +208,20 @@ def test_s3_credentials_are_held(cloud_environment: None) -> None:
         expiry = (now + life).isoformat()
         return {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": expiry}
 
-    held = _held(
+    kept = held(
         RefreshableCredentials(
             "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
         )
     )
-    first = held.get_frozen_credentials()
+    first = kept.get_frozen_credentials()
     assert len(calls) == 1, "what has expired is replaced"
-    assert held.get_frozen_credentials() == first
+    assert kept.get_frozen_credentials() == first
     assert len(calls) == 1, "what has not is used"
     with pytest.raises(OSError, match="gone"):
-        held.renew()
-    assert held.get_frozen_credentials() == first
-    held.renew()
-    held.renew()
+        kept.renew()
+    assert kept.get_frozen_credentials() == first
+    kept.renew()
+    kept.renew()
     assert len(calls) == 3, "what lasts is not renewed"
 
 

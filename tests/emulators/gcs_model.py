@@ -8,7 +8,9 @@ import hashlib
 import json
 import threading
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.message import Message
 from typing import Any
 from urllib.parse import unquote
@@ -18,6 +20,9 @@ import google_crc32c
 from emulators.store_control import Answer, Call, error_answer
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
+PARTS_MAX = 10_000
+_PAGE = 1000
+_STAMP = "%Y-%m-%dT%H:%M:%S.%fZ"
 PRECONDITIONS = ("x-goog-if-generation-match", "ifgenerationmatch")
 
 
@@ -48,6 +53,7 @@ class MultipartUpload:
     name: str
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
     """By number: content and ETag."""
+    begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,35 @@ class Gcs:
         self._multipart: dict[str, MultipartUpload] = {}
         self._resumable: dict[str, ResumableUpload] = {}
         self._object_generation = 1_700_000_000_000_000
+        self._reset()
+
+    def _reset(self) -> None:
+        self._token: str | None = None
+        self._page = _PAGE
+
+    def order(self, name: str, call: Call) -> bool:
+        """The orders of this store: see emulators/gcs_server.py."""
+        with self._lock:
+            match name:
+                case "clear":
+                    self._reset()
+                case "token":
+                    self._token = call.parameter("valid")
+                case "page":
+                    self._page = int(call.parameter("size") or _PAGE)
+                case "forget":
+                    self._multipart.clear()
+                    self._resumable.clear()
+                case _:
+                    return False
+        return True
 
     def respond(self, call: Call) -> Answer:
         segments = call.path.lstrip("/").split("/")
         with self._lock:
+            bearer = call.headers.get("authorization")
+            if self._token is not None and bearer != f"Bearer {self._token}":
+                return error_answer(401, "AuthenticationRequired")
             if segments[0] in ("storage", "download", "upload"):
                 try:
                     return self._json(call, segments)
@@ -134,7 +165,7 @@ class Gcs:
         after = call.parameter("pageToken") or ""
         prefix = call.parameter("prefix") or ""
         names = sorted(name for name in objects if name.startswith(prefix) and name > after)
-        limit = min(int(call.parameter("maxResults") or 1000), 1000)
+        limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
         items = [_metadata(bucket, name, objects[name]) for name in names[:limit]]
         answer: dict[str, Any] = {"kind": "storage#objects"}
         if items:
@@ -159,7 +190,8 @@ class Gcs:
                 self._resumable[upload_id] = ResumableUpload(
                     bucket, name or metadata["name"], only_if, metadata
                 )
-                where = f"http://{call.headers['host']}{call.path}?uploadType=resumable"
+                host = f"{call.scheme}://{call.headers['host']}"
+                where = f"{host}{call.path}?uploadType=resumable"
                 return Answer(200, b"", {"Location": f"{where}&upload_id={upload_id}"})
         raise Refused(501, "NotImplemented")
 
@@ -192,6 +224,8 @@ class Gcs:
         name = unquote(rest)
         self._objects(bucket)
         if not name:
+            if call.method == "GET" and call.parameter("uploads") is not None:
+                return self._list_uploads(call, bucket)
             raise Refused(501, "NotImplemented")
         upload_id = call.parameter("uploadId")
         number = call.parameter("partNumber")
@@ -201,7 +235,7 @@ class Gcs:
             case "PUT" if upload_id and number:
                 return self._put_part(call, self._upload_of(bucket, name, upload_id), int(number))
             case "GET" if upload_id:
-                return _list_parts(self._upload_of(bucket, name, upload_id))
+                return self._list_parts(call, self._upload_of(bucket, name, upload_id))
             case "POST" if upload_id:
                 return self._complete(call, self._upload_of(bucket, name, upload_id), upload_id)
             case "DELETE" if upload_id:
@@ -235,12 +269,51 @@ class Gcs:
         return upload
 
     def _put_part(self, call: Call, upload: MultipartUpload, number: int) -> Answer:
-        if not 1 <= number <= 10_000:
+        if not 1 <= number <= PARTS_MAX:
             raise Refused(400, "InvalidArgument")
         _verify(call.body, call.headers.get("x-goog-hash"))
         etag = f'"{hashlib.md5(call.body).hexdigest()}"'
         upload.parts[number] = (call.body, etag)
         return Answer(200, b"", {"ETag": etag, "x-goog-hash": f"crc32c={checksum(call.body)}"})
+
+    def _list_parts(self, call: Call, upload: MultipartUpload) -> Answer:
+        """Without checksums: the real one tells none here."""
+        after = int(call.parameter("part-number-marker") or 0)
+        numbers = sorted(number for number in upload.parts if number > after)
+        limit = min(int(call.parameter("max-parts") or _PAGE), self._page)
+        facts = {"Bucket": upload.bucket, "Key": upload.name}
+        facts |= {"IsTruncated": str(len(numbers) > limit).lower()}
+        if len(numbers) > limit:
+            facts["NextPartNumberMarker"] = str(numbers[limit - 1])
+        parts = []
+        for number in numbers[:limit]:
+            data, etag = upload.parts[number]
+            parts.append({"PartNumber": str(number), "ETag": etag, "Size": str(len(data))})
+        return _xml_answer("ListPartsResult", facts, "Part", parts)
+
+    def _list_uploads(self, call: Call, bucket: str) -> Answer:
+        prefix = call.parameter("prefix") or ""
+        after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
+        found = sorted(
+            (upload.name, upload_id)
+            for upload_id, upload in self._multipart.items()
+            if upload.bucket == bucket and upload.name.startswith(prefix)
+        )
+        left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
+        limit = min(int(call.parameter("max-uploads") or _PAGE), self._page)
+        facts = {"Bucket": bucket, "IsTruncated": str(len(left) > limit).lower()}
+        if len(left) > limit:
+            name, upload_id = left[limit - 1]
+            facts |= {"NextKeyMarker": name, "NextUploadIdMarker": upload_id}
+        uploads = [
+            {
+                "Key": name,
+                "UploadId": upload_id,
+                "Initiated": self._multipart[upload_id].begun.strftime(_STAMP),
+            }
+            for name, upload_id in left[:limit]
+        ]
+        return _xml_answer("ListMultipartUploadsResult", facts, "Upload", uploads)
 
     def _complete(self, call: Call, upload: MultipartUpload, upload_id: str) -> Answer:
         try:
@@ -268,6 +341,7 @@ class Gcs:
         return _xml_answer(
             "CompleteMultipartUploadResult",
             {"Bucket": upload.bucket, "Key": upload.name, "ETag": stored.etag},
+            headers={"x-goog-hash": f"crc32c={stored.crc32c}"},
         )
 
     # ------------------------------------------------------------ objects
@@ -363,21 +437,22 @@ def _content(call: Call, stored: StoredObject) -> Answer:
     return Answer(206, stored.data[start : end + 1], headers)
 
 
-def _list_parts(upload: MultipartUpload) -> Answer:
-    root = ET.Element("ListPartsResult")
-    for number, (data, etag) in sorted(upload.parts.items()):
-        part = ET.SubElement(root, "Part")
-        for name, value in (("PartNumber", number), ("ETag", etag), ("Size", len(data))):
-            ET.SubElement(part, name).text = str(value)
-    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml"})
-
-
 def _json_answer(body: dict[str, Any], status: int = 200) -> Answer:
     return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
-def _xml_answer(tag: str, values: dict[str, str]) -> Answer:
+def _xml_answer(
+    tag: str,
+    values: dict[str, str],
+    item_tag: str = "",
+    items: Sequence[dict[str, str]] = (),
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
     root = ET.Element(tag, {"xmlns": "http://s3.amazonaws.com/doc/2006-03-01/"})
     for name, value in values.items():
         ET.SubElement(root, name).text = value
-    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml"})
+    for item in items:
+        element = ET.SubElement(root, item_tag)
+        for name, value in item.items():
+            ET.SubElement(element, name).text = value
+    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml", **(headers or {})})

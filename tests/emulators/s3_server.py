@@ -15,13 +15,14 @@ import io
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 from xml.etree import ElementTree as ET
 
 import google_crc32c
 from emulators.process import announce
+from emulators.s3_request import Refused, unchunked
 from emulators.store_control import Answer, Call, StoreControl, error_answer
 
 PRECONDITIONS = ("if-none-match", "if-match")
@@ -33,11 +34,16 @@ _ENVIRONMENT = {
     "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**30),  # keep everything in memory
     "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true",
 }
+_CHUNKED = (
+    "content-encoding", "x-amz-content-sha256", "x-amz-decoded-content-length", "x-amz-trailer",
+    "content-length",
+)  # fmt: skip
 
 
 @dataclass
 class _Upload:
     checksummed: bool
+    is_full_object: bool
     sizes_bytes: dict[str, int] = field(default_factory=dict)
     """By part number."""
 
@@ -61,6 +67,13 @@ class S3:
 
     def respond(self, call: Call) -> Answer:
         upload_id = call.parameter("uploadId")
+        if call.headers.get("x-amz-content-sha256") == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
+            try:
+                data, trailers = unchunked(call)
+            except Refused as refused:
+                return error_answer(refused.status, refused.code, refused.message)
+            told = {name: text for name, text in call.headers.items() if name not in _CHUNKED}
+            call = replace(call, body=data, headers={**told, **trailers})
         with self._lock:
             refusal = self._checked(call, upload_id)
             if refusal is not None:
@@ -71,7 +84,8 @@ class S3:
             if call.method == "POST" and call.parameter("uploads") is not None:
                 begun = ET.fromstring(answer.body).findtext("{*}UploadId") or ""
                 algorithm = call.headers.get("x-amz-checksum-algorithm")
-                self._uploads[begun] = _Upload(checksummed=algorithm == "CRC32C")
+                kind = call.headers.get("x-amz-checksum-type")
+                self._uploads[begun] = _Upload(algorithm == "CRC32C", kind == "FULL_OBJECT")
             elif call.method == "PUT" and upload_id:
                 number = call.parameter("partNumber") or ""
                 self._uploads[upload_id].sizes_bytes[number] = len(call.body)
@@ -93,7 +107,8 @@ class S3:
 
     def _checked(self, call: Call, upload_id: str | None) -> Answer | None:
         """The refusal of what moto would let pass, or trip over."""
-        wanted = call.headers.get("x-amz-checksum-crc32c")
+        is_part = call.method == "PUT"  # at a completion the header is about the object
+        wanted = call.headers.get("x-amz-checksum-crc32c") if is_part else None
         value = google_crc32c.value(call.body).to_bytes(4, "big")
         if wanted is not None and wanted != base64.b64encode(value).decode():
             return error_answer(400, "BadDigest")
@@ -106,7 +121,8 @@ class S3:
             return error_answer(400, "InvalidRequest", "the part has no checksum")
         if call.method == "POST":
             parts = ET.fromstring(call.body).findall("{*}Part")
-            if upload.checksummed and not all(part.findtext("{*}ChecksumCRC32C") for part in parts):
+            is_composite = upload.checksummed and not upload.is_full_object
+            if is_composite and not all(part.findtext("{*}ChecksumCRC32C") for part in parts):
                 return error_answer(400, "InvalidRequest", "a part is named without its checksum")
             numbers = [part.findtext("{*}PartNumber") or "" for part in parts]
             size_bytes = str(sum(upload.sizes_bytes.get(number, 0) for number in numbers))

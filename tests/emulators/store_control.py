@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both store emulators share: faults on order, and a record of what was asked.
+"""What the store emulators share: faults on order, and a record of what was asked.
 
 Control, all by POST with a query but the last, below ``/_control/``::
 
-    outage?seconds=3            every request is answered with 503 SlowDown
+    outage?seconds=3&retry_after_s=1
+                                every request is answered with 503 SlowDown
     answer?status=409&code=OperationAborted&method=PUT&match=/commits/&times=1&carry_out=1
                                 the next requests whose target contains ``match`` get this error;
                                 with ``carry_out`` only after they have taken effect (a lost reply).
                                 ``times`` is 1 when left out; ``status=200`` is an error all the same
+                                ``retry_after_s`` adds that header
     corrupt?object=NAME         one bit of the stored object flips
     preconditions?honour=0      create-if-absent is ignored, as some stores do
+    forget                      all multipart uploads are forgotten
+    page?size=2                 listings come in pages of at most so many
     clear                       all this ends, and the record is empty again
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
+
+and, where :mod:`emulators.store_server` serves::
+
+    break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
+                                ``reset`` hangs up with a TCP reset, ``stall`` goes on to the next
+                                ``clear``; ``at`` is one of POINTS
+    flip?match=partNumber&times=1
+                                one bit of the body changes before the store has seen it
+    pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000
+                                bodies come in, and answers go out, no faster; 0 is no limit
+
+A store may have orders of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +40,12 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
+POINTS = (
+    "before_headers", "in_headers", "body_start", "mid_body", "last_byte", "before_answer",
+    "in_answer",
+)  # fmt: skip
+"""Where a connection can break: the request has taken effect only at the last two."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -34,6 +56,7 @@ class Call:
     headers: Mapping[str, str]
     """By lower-case name."""
     body: bytes
+    scheme: str = "http"
 
     @property
     def target(self) -> str:
@@ -58,11 +81,14 @@ def error_answer(status: int, code: str, message: str = "") -> Answer:
 
 @dataclass(frozen=True)
 class _Fault:
-    answer: Answer
+    kind: str
+    """``answer``, ``reset``, ``stall`` or ``flip``."""
     method: str
     match: str
     times: int
-    carry_out: bool
+    answer: Answer = Answer(503)
+    carry_out: bool = False
+    at: str = ""
 
 
 class StoreControl:
@@ -72,6 +98,7 @@ class StoreControl:
         respond: the store in good health.
         corrupt: flips one bit of the object of that name; says whether there is one.
         ignoring: headers and query parameters that make a create conditional, in lower case.
+        order: carries out the orders that only this store knows; says whether it knew it.
     """
 
     def __init__(
@@ -79,18 +106,27 @@ class StoreControl:
         respond: Callable[[Call], Answer],
         corrupt: Callable[[str], bool],
         ignoring: tuple[str, ...],
+        order: Callable[[str, Call], bool] = lambda _name, _call: False,
     ) -> None:
         self._respond = respond
         self._corrupt = corrupt
         self._preconditions = ignoring
+        self._store_order = order
         self._lock = threading.Lock()
+        self.over = threading.Event()
+        """Set when the faults of now are ended."""
         self._clear()
 
     def _clear(self) -> None:
         self._honour = True
         self._outage_end_mono_s = 0.0
+        self._outage_retry_after_s = ""
         self._faults: list[_Fault] = []
         self._record: list[tuple[str, str]] = []
+        self.connection_bytes_per_s = 0.0
+        self.total_bytes_per_s = 0.0
+        self.over.set()
+        self.over = threading.Event()
 
     def handle(self, call: Call) -> Answer:
         if call.path.startswith("/_control/"):
@@ -98,10 +134,13 @@ class StoreControl:
         with self._lock:
             self._record.append((call.method, unquote(call.target)))
             outage = time.monotonic() < self._outage_end_mono_s
-            fault = self._take_fault(call)
+            after_s = self._outage_retry_after_s
+            fault = self._take(call.method, call.target, "answer")
             honour = self._honour
         if outage:
-            return error_answer(503, "SlowDown")
+            answer = error_answer(503, "SlowDown")
+            headers = {"Retry-After": after_s} if after_s else {}
+            return replace(answer, headers={**answer.headers, **headers})
         if not honour:
             call = self._unconditional(call)
         if fault is None:
@@ -110,9 +149,26 @@ class StoreControl:
             self._respond(call)
         return fault.answer
 
-    def _take_fault(self, call: Call) -> _Fault | None:
+    def next_break(self, method: str, target: str) -> tuple[str, str] | None:
+        """Kind and point of the fault that this connection is to suffer now."""
+        if target.startswith("/_control/"):
+            return None
+        with self._lock:
+            fault = self._take(method, target, "reset", "stall")
+        return (fault.kind, fault.at) if fault else None
+
+    def next_flip(self, method: str, target: str) -> bool:
+        """Whether a bit of this request's body is to change."""
+        with self._lock:
+            return self._take(method, target, "flip") is not None
+
+    def _take(self, method: str, target: str, *kinds: str) -> _Fault | None:
         for index, fault in enumerate(self._faults):
-            if fault.method in ("", call.method) and fault.match in unquote(call.target):
+            if (
+                fault.kind in kinds
+                and fault.method in ("", method)
+                and fault.match in unquote(target)
+            ):
                 del self._faults[index]
                 if fault.times > 1:
                     self._faults.insert(index, replace(fault, times=fault.times - 1))
@@ -131,26 +187,46 @@ class StoreControl:
                 return Answer(200, json.dumps(self._record).encode())
             if name == "clear":
                 self._clear()
+                self._store_order(name, call)
             elif name == "outage":
                 self._outage_end_mono_s = time.monotonic() + float(call.parameter("seconds") or 0)
+                self._outage_retry_after_s = call.parameter("retry_after_s") or ""
             elif name == "preconditions":
                 self._honour = call.parameter("honour") != "0"
+                self._store_order(name, call)  # where headers are signed none can be left out here
             elif name == "answer":
-                self._faults.append(
-                    _Fault(
-                        answer=error_answer(
-                            int(call.parameter("status", "503") or 0),
-                            call.parameter("code", "InternalError") or "",
-                        ),
-                        method=call.parameter("method", "") or "",
-                        match=call.parameter("match", "") or "",
-                        times=int(call.parameter("times", "1") or 0),
-                        carry_out=call.parameter("carry_out") == "1",
-                    )
-                )
+                self._faults.append(self._fault(call, "answer"))
+            elif name == "flip":
+                self._faults.append(self._fault(call, "flip"))
+            elif name == "break":
+                fault = self._fault(call, call.parameter("kind", "reset") or "")
+                if fault.kind not in ("reset", "stall") or fault.at not in POINTS:
+                    return Answer(400, b"no such fault")
+                self._faults.append(fault)
+            elif name == "pace":
+                self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
+                self.total_bytes_per_s = float(call.parameter("total_bytes_per_s") or 0)
             elif name == "corrupt":
                 if not self._corrupt(call.parameter("object") or ""):
                     return Answer(404, b"no such object")
-            else:
+            elif not self._store_order(name, call):
                 return Answer(400, b"no such order")
         return Answer(200, b"{}")
+
+    def _fault(self, call: Call, kind: str) -> _Fault:
+        answer = error_answer(
+            int(call.parameter("status", "503") or 0),
+            call.parameter("code", "InternalError") or "",
+        )
+        after_s = call.parameter("retry_after_s")
+        if after_s:
+            answer = replace(answer, headers={**answer.headers, "Retry-After": after_s})
+        return _Fault(
+            kind=kind,
+            method=call.parameter("method", "") or "",
+            match=call.parameter("match", "") or "",
+            times=int(call.parameter("times", "1") or 0),
+            answer=answer,
+            carry_out=call.parameter("carry_out") == "1",
+            at=call.parameter("at", "") or "",
+        )

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from bodies import BytesBody, BytesSink
 from structlog.testing import capture_logs
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import ObjectInfo
+from swansongd.stores.base import Body, ObjectInfo, PartReceipt, Sink, Upload
+from swansongd.stores.checksums import crc32c
 from swansongd.stores.files import FileStore
 from swansongd.stores.retry import Retrying
 
@@ -33,6 +35,25 @@ class Moody(FileStore):
         mood = self.moods.pop(0) if self.moods else None
         if mood is None or self.after:
             super().put(key, data, if_absent=if_absent)
+        if mood is not None:
+            raise mood
+
+    def put_shard(self, key: str, body: Body) -> int:
+        value = super().put_shard(key, body)
+        self._be_moody()
+        return value
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        receipt = super().put_part(upload, number, body)
+        self._be_moody()
+        return receipt
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        super().get_range(key, offset, size_bytes, sink)
+        self._be_moody()
+
+    def _be_moody(self) -> None:
+        mood = self.moods.pop(0) if self.moods else None
         if mood is not None:
             raise mood
 
@@ -188,6 +209,88 @@ def test_the_time_left_is_not_waited_away(moody: Moody) -> None:
     moody.moods = [Transient("down")] * 60
     retrying(moody, give_up=lambda: 1000.5, stop=stop, monotonic=Clock()).put("key", b"")
     assert max(stop.seconds) <= 0.5
+
+
+@pytest.mark.fault("O04")
+def test_the_store_is_left_alone_as_long_as_it_wants(moody: Moody) -> None:
+    """What the store asks for comes on top of the jitter, so that callers told the same do not meet."""
+    stop = Waits()
+    moody.moods = [Transient("503", retry_after_s=7.0), Transient("503", retry_after_s=0.3), None]
+    retrying(moody, stop=stop).put("key", b"")
+    assert 7.3 <= sum(stop.seconds) <= 7.3 + 0.1 + 0.2
+
+
+@pytest.mark.fault("O04")
+def test_no_store_is_left_alone_for_ever(moody: Moody) -> None:
+    """Whatever it asks for, a minute is the most."""
+    stop = Waits()
+    moody.moods = [Transient("503", retry_after_s=86400.0), None]
+    retrying(moody, stop=stop).put("key", b"")
+    assert 60 <= sum(stop.seconds) <= 60.1
+
+
+@pytest.mark.fault("O04")
+def test_what_the_store_wants_leaves_time_for_an_attempt(moody: Moody) -> None:
+    """Asked to wait for longer than there is time, it waits for no more than half and tries again."""
+    for wanted_s in (11.0, 3600.0):
+        stop = Waits()
+        clock = Clock()
+
+        def wait(timeout: float, clock: Clock = clock, stop: Waits = stop) -> bool:
+            stop.seconds.append(timeout)
+            clock.now_s += timeout
+            return False
+
+        stop.wait = wait  # type: ignore[method-assign,assignment]
+        moody.attempts, moody.moods = 0, [Transient("503", retry_after_s=wanted_s), None]
+        retrying(moody, give_up=lambda: 1020.0, stop=stop, monotonic=clock).put("key", b"")
+        assert moody.attempts == 2
+        assert 9.9 <= clock.now_s - 1000.0 <= 10.6
+
+
+@pytest.mark.fault("O04")
+def test_a_deadline_cuts_short_what_the_store_wants(moody: Moody) -> None:
+    """A notice that comes while a call leaves the store alone is obeyed within half a second."""
+    stop = Waits()
+
+    def give_up() -> float | None:
+        return 1002.0 if len(stop.seconds) >= 10 else None
+
+    moody.moods = [Transient("503", retry_after_s=60.0), None]
+    retrying(moody, give_up=give_up, stop=stop, monotonic=Clock()).put("key", b"")
+    assert len(stop.seconds) == 11
+    assert max(stop.seconds) <= 0.5
+
+
+def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
+    """A shard, a part and a range that failed once come through whole, in a second pass."""
+    content = b"content" * 1000
+    down = Transient("reset")
+    store = retrying(moody)
+    body = BytesBody(content)
+    moody.moods = [down]
+    assert store.put_shard("shard", body) == crc32c(content)
+    assert (body.passes, moody.get("shard")) == (2, content)
+    body = BytesBody(content)
+    upload = store.begin("large", len(content), len(content))
+    moody.moods = [down]
+    receipt = store.put_part(upload, 1, body)
+    assert body.passes == 2
+    assert store.parts(upload) == [receipt]
+    assert [found.upload_id for found in store.uploads("la")] == [upload.upload_id]
+    store.complete(upload, [receipt])
+    sink = BytesSink()
+    moody.moods = [down]
+    store.get_range("large", 1, len(content) - 1, sink)
+    assert (sink.passes, sink.data) == (2, content[1:])
+
+
+def test_an_abort_by_its_id(moody: Moody) -> None:
+    """What was begun elsewhere can be forgotten by whoever knows key and id."""
+    store = retrying(moody)
+    upload = store.begin("large", 1, 1)
+    store.abort(upload.key, upload.upload_id)
+    assert list(store.uploads("")) == []
 
 
 def test_a_listing_goes_on_where_it_broke_off(moody: Moody) -> None:

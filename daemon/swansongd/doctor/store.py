@@ -27,8 +27,8 @@ from swansongd.doctor.findings import (
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
 from swansongd.keys import RunKeys
 from swansongd.stores.base import ObjectStore, bucket_and_prefix
+from swansongd.stores.configured import open_configured
 from swansongd.stores.gcs import GcsStore
-from swansongd.stores.opening import open_store
 from swansongd.stores.s3 import S3Store
 from swansongd.threads import parallel
 
@@ -52,12 +52,7 @@ def checks(config: Config, edit: str, *, grace_s: float, speed: bool) -> Iterato
         speed: measure the bandwidth, too.
     """
     try:
-        where = open_store(
-            config.store.url,
-            endpoint=config.store.endpoint,
-            region=config.store.region,
-            connections=config.flush.connections,
-        )
+        where = open_configured(config.store, connections=config.flush.connections)
     except ConfigError as error:
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
@@ -164,7 +159,8 @@ class _Probe:
 
     def multipart(self) -> Judgement:
         part_bytes = max(self._store.part_size_bytes_min, self._config.flush.part_size_bytes)
-        self._store.abort(self._store.begin(self._key + "-multipart", part_bytes, part_bytes))
+        upload = self._store.begin(self._key + "-multipart", part_bytes, part_bytes)
+        self._store.abort(upload.key, upload.upload_id)
         return ok("begun and aborted")
 
     def lifecycle(self) -> Judgement:
@@ -209,7 +205,6 @@ class _Probe:
 
     def speed(self, usable_s: float) -> Judgement:
         connections = self._config.flush.connections
-        data = memoryview(bytes(_SPEED_PART_BYTES))
         size_bytes = connections * _SPEED_PART_BYTES
         upload = self._store.begin(self._key + "-speed", size_bytes, _SPEED_PART_BYTES)
         # A slow store ends it at half the limit: what was sent by then is measured just as well.
@@ -219,16 +214,29 @@ class _Probe:
 
         def send(number: int) -> None:
             if time.monotonic() - begun_mono_s < _SPEED_LIMIT_S / 2:
-                self._store.put_part(upload, number, data)
+                self._store.put_part(upload, number, _Zeros(_SPEED_PART_BYTES))
                 with lock:
-                    sent.append(data.nbytes)
+                    sent.append(_SPEED_PART_BYTES)
 
         try:
             parallel(range(1, connections + 1), send, threads=connections)
             took_s = time.monotonic() - begun_mono_s
         finally:
-            self._store.abort(upload)
+            self._store.abort(upload.key, upload.upload_id)
         return judge_speed(sum(sent), took_s, usable_s)
+
+
+class _Zeros:
+    """A part of nothing but zeros."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def rewind(self) -> None:
+        pass
+
+    def read_into(self, window: memoryview) -> None:
+        window[:] = bytes(window.nbytes)
 
 
 def judge_speed(sent_bytes: int, took_s: float, usable_s: float) -> Judgement:
@@ -262,7 +270,7 @@ def mending(config: Config, error: StoreError) -> str:
     if scheme == "s3":
         return (
             "aws iam put-role-policy --role-name ROLE --policy-name swansong "
-            "--policy-document file://policy.json  # the policy is in docs/operations.md"
+            "--policy-document file://aws-vm.json  # the policy is in packer/permissions"
         )
     return (
         f"gcloud storage buckets add-iam-policy-binding gs://{bucket} "

@@ -20,15 +20,21 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from swansongd.digests import part_count
 from swansongd.errors import ConfigError, NotFound, Permanent
 
+WINDOW_BYTES = 2**20
+"""Bodies and sinks move in windows of at most this many bytes, so that what is hashed is still in the
+processor's cache when it is sent or written.  A store holds one for each request under way, and this
+bounds the memory of a flush or a restore: connections times this, whatever the files measure."""
 RENEW_BELOW_S = 900.0
 """Credentials with less life than this are renewed by :meth:`ObjectStore.warm`."""
+CRC32C_UNTOLD = -1
+"""In receipts of :meth:`ObjectStore.parts`: this store tells no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
 
@@ -57,12 +63,57 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class PartReceipt:
-    """The store's word that it has a part."""
+    """The store's word that it has a part.  Those of one number and ETag are of the same bytes."""
 
     number: int
     """From 1."""
     etag: str
     """Opaque: what the backend wants back at completion.  Keep it whole."""
+    crc32c: int = field(compare=False)
+    """Of the part's bytes, as they were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+    age_s: float
+    """Since it was begun, by the store's own clock."""
+
+
+class Body(Protocol):
+    """The bytes of one part or one whole shard, read front to back, a window at a time.
+
+    A store may read it several times (a signed payload is hashed first, a request is repeated), and
+    calls ``rewind`` before each pass.  What a body learns on the way, such as a digest, is that of the
+    last pass: exactly the bytes that the store acknowledged.  Bodies are used by one thread at a time.
+    """
+
+    size_bytes: int
+
+    def rewind(self) -> None:
+        """Begin again at the first byte."""
+
+    def read_into(self, window: memoryview) -> None:
+        """Fill ``window`` with the next bytes; never asked for more than there are.
+
+        What it raises ends the request and goes to the caller of the store unchanged.
+        """
+
+
+class Sink(Protocol):
+    """Takes the bytes of one range, front to back, a window at a time.
+
+    ``rewind`` is called before each attempt: what was written before it does not count.
+    """
+
+    def rewind(self) -> None:
+        """The range comes again, from its first byte."""
+
+    def write(self, window: memoryview) -> None:
+        """The next bytes; the window is reused afterwards."""
 
 
 class ObjectStore(Protocol):
@@ -84,11 +135,11 @@ class ObjectStore(Protocol):
     def get(self, key: str) -> bytes:
         """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises Permanent beyond."""
 
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of the object from ``offset``.
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        """Hand ``size_bytes`` bytes of the object, from ``offset``, to ``sink``.
 
         Raises Transient when the answer ends early, NotFound when the object is gone, Permanent when
-        the range is not within the object.  An empty ``into`` asks for nothing: no request is made.
+        the range is not within the object.  When ``size_bytes`` is 0 no request is made.
         """
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -100,13 +151,28 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Remove the object.  Removing what is not there is no error."""
 
+    def put_shard(self, key: str, body: Body) -> int:
+        """Store a whole shard in one request, and return the CRC32C of its bytes.
+
+        The store verifies that checksum where it can.  Only for keys that carry a nonce: an object of
+        this name is replaced.
+        """
+
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         """Start a multipart upload of an object of exactly ``size_bytes``."""
 
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         """Store part ``number`` (from 1), that is the bytes from ``(number - 1) * part_size_bytes``.
 
         The store verifies a checksum of the part where it can.  Sending a part again replaces it.
+        """
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        """The parts that the store has, by number: a receipt kept from earlier holds if it is among them.
+
+        Raises NotFound when the upload is unknown.  The checksum is that which the store knows, or
+        CRC32C_UNTOLD (GCS); so hand the receipts that were kept to ``complete``, not these.  A part of
+        the wrong length is left out.
         """
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
@@ -117,7 +183,10 @@ class ObjectStore(Protocol):
         the object is not there.
         """
 
-    def abort(self, upload: Upload) -> None:
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """All multipart uploads under way of keys that start with ``prefix``."""
+
+    def abort(self, key: str, upload_id: str) -> None:
         """Forget the upload and its parts.  Aborting what is unknown is no error."""
 
     def check(self) -> None:
@@ -144,12 +213,12 @@ def bucket_and_prefix(url: str) -> tuple[str, str]:
     return parts.netloc, f"{prefix}/" if prefix else ""
 
 
-def expect_part(upload: Upload, number: int, data: memoryview) -> None:
-    """Raises Permanent when ``data`` cannot be part ``number``: sent on, it would spoil the object."""
+def expect_part(upload: Upload, number: int, body: Body) -> None:
+    """Raises Permanent when ``body`` cannot be part ``number``: sent on, it would spoil the object."""
     wanted_bytes = upload.part_length_bytes(number)
-    if number < 1 or data.nbytes != wanted_bytes:
+    if number < 1 or body.size_bytes != wanted_bytes:
         raise Permanent(
-            f"part {number} of {upload.key} has {data.nbytes} bytes instead of {wanted_bytes}"
+            f"part {number} of {upload.key} has {body.size_bytes} bytes instead of {wanted_bytes}"
         )
 
 

@@ -2,7 +2,8 @@
 """A directory as an object store: NFS, EFS, FSx, Filestore, a second disk, the demo.
 
 An object is a file under the directory of the URL.  It is written to a hidden directory on the same
-file system, synced, and then linked or renamed to its name, so that it is there whole or not at all.
+file system, synced, and then linked or renamed to its name, so that it is there whole or not at all.  A
+multipart upload is a directory there: the bytes, its key, and notes of the parts that are durably in it.
 Reading below a directory that does not exist is NotFound, like a missing bucket: an empty listing
 there would look like a run that never was.
 """
@@ -12,61 +13,50 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
+import struct
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import ConfigError, NotFound, Permanent, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
+    WINDOW_BYTES,
+    Body,
     ObjectInfo,
+    OpenUpload,
     PartReceipt,
+    Sink,
     Upload,
     expect_all_parts,
     expect_part,
     settle_completion,
 )
-from swansongd.stores.checksums import crc32c
+from swansongd.stores.file_io import (
+    CREATE,
+    classified,
+    errors_of,
+    make_directory,
+    read_all,
+    sync_directory,
+    write_all,
+    write_body,
+)
+
+T = TypeVar("T")
 
 _TEMPORARY = ".swansong-tmp"
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 _PUBLISH_ATTEMPTS = 100
 
-_TRANSIENT = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK,
-    errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EREMOTEIO,
-}  # fmt: skip
-_HINTS = {
-    errno.ENOSPC: "The file system of store.url is full: make room there",
-    errno.EDQUOT: "The quota on the file system of store.url is used up",
-    errno.EACCES: "Give the daemon's user the right to write below store.url",
-    errno.EPERM: "The file system of store.url must allow writing and hard links to the daemon's user",
-    errno.EROFS: "The file system of store.url is mounted read-only",
-    errno.EXDEV: "Everything below store.url must lie on one file system",
-    errno.EOPNOTSUPP: "The file system of store.url must support hard links",
-}
-
-
-def _classified(error: OSError, what: str) -> StoreError:
-    number = error.errno or 0
-    message = f"{what}: {os.strerror(number)}"
-    if isinstance(error, FileExistsError):
-        return Exists(message)
-    if isinstance(error, FileNotFoundError):
-        return NotFound(message)
-    if number in _TRANSIENT:
-        return Transient(message)
-    return Permanent(message, hint=_HINTS.get(number, ""))
-
-
-@contextmanager
-def _errors_of(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _classified(error, what) from error
+_BYTES, _KEY, _NOTES = "bytes", "key", "notes"
+"""The files of an upload."""
+_NOTE = struct.Struct(">IIQ")
+"""Number, CRC32C and length of a part, at its place in the notes.  Zeros: it is not there."""
 
 
 class FileStore:
@@ -88,45 +78,44 @@ class FileStore:
         self._temporary = os.path.join(path, _TEMPORARY)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        with _errors_of(f"put {key}"):
-            name, fd = self._create_temporary()
-            try:
-                try:
-                    _write_all(fd, memoryview(data).cast("B"), 0)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                self._publish(name, key, if_absent=if_absent)
-            finally:
-                with suppress(OSError):
-                    os.unlink(self._temporary_path(name))
+        def write(fd: int) -> None:
+            with errors_of(f"put {key}"):
+                write_all(fd, memoryview(data).cast("B"), 0)
+
+        self._put(key, write, if_absent=if_absent)
 
     def get(self, key: str) -> bytes:
-        with _errors_of(f"get {key}"):
+        with errors_of(f"get {key}"):
             fd, size_bytes = self._open(key)
             try:
                 if size_bytes > GET_BYTES_MAX:
                     raise Permanent(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
                 data = bytearray(size_bytes)
-                _read_all(fd, memoryview(data), 0, key)
+                read_all(fd, memoryview(data), 0, key)
             finally:
                 os.close(fd)
         return bytes(data)
 
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
-        if not into.nbytes:
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
             return
-        with _errors_of(f"get {key}"):
-            fd, size_bytes = self._open(key)
-            try:
-                if offset < 0 or offset + into.nbytes > size_bytes:
-                    raise Permanent(f"get {key}: {into.nbytes} bytes from {offset} of {size_bytes}")
-                _read_all(fd, into.cast("B"), offset, key)
-            finally:
-                os.close(fd)
+        with errors_of(f"get {key}"):
+            fd, there_bytes = self._open(key)
+        try:
+            if offset < 0 or offset + size_bytes > there_bytes:
+                raise Permanent(f"get {key}: {size_bytes} bytes from {offset} of {there_bytes}")
+            sink.rewind()
+            buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
+            for at in range(offset, offset + size_bytes, WINDOW_BYTES):
+                window = buffer[: offset + size_bytes - at]
+                with errors_of(f"get {key}"):
+                    read_all(fd, window, at, key)
+                sink.write(window)
+        finally:
+            os.close(fd)
 
     def head(self, key: str) -> ObjectInfo | None:
-        with _errors_of(f"head {key}"):
+        with errors_of(f"head {key}"):
             try:
                 status = os.stat(self._path(key), follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -140,7 +129,7 @@ class FileStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _errors_of(f"delete {key}"):
+        with errors_of(f"delete {key}"):
             try:
                 os.unlink(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -153,46 +142,86 @@ class FileStore:
                     os.rmdir(parent)
                     parent = os.path.dirname(parent)
 
+    def put_shard(self, key: str, body: Body) -> int:
+        return self._put(key, lambda fd: write_body(fd, body, 0, f"put {key}"), if_absent=False)
+
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         self._path(key)
-        with _errors_of(f"begin {key}"):
-            name, fd = self._create_temporary()
-            os.close(fd)
+        name = uuid.uuid4().hex
+        with errors_of(f"begin {key}"):
+            os.makedirs(self._temporary_path(name))
+            # The key comes first: an upload without one could not be found again.
+            for file, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
+                fd = os.open(self._upload_file(name, file), CREATE, 0o666)
+                try:
+                    write_all(fd, memoryview(content), 0)
+                finally:
+                    os.close(fd)
         return Upload(key, name, size_bytes, part_size_bytes)
 
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
-        expect_part(upload, number, data)
-        with _errors_of(f"part {number} of {upload.key}"):
-            fd = os.open(self._temporary_path(upload.upload_id), _WRITE)
-            try:
-                _write_all(fd, data.cast("B"), (number - 1) * upload.part_size_bytes)
-                # A receipt outlives a reboot (it is journalled), so the bytes must too.
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        expect_part(upload, number, body)
+        what = f"part {number} of {upload.key}"
+        with self._opened(upload, what) as (fd, notes):
+            with errors_of(what):
+                # A part that is sent again is not there until it has come again.
+                if any(os.pread(notes, _NOTE.size, number * _NOTE.size)):
+                    os.pwrite(notes, bytes(_NOTE.size), number * _NOTE.size)
+                    os.fdatasync(notes)
+            value = write_body(fd, body, (number - 1) * upload.part_size_bytes, what)
+            with errors_of(what):
+                # A receipt outlives a reboot (it is journalled), so the bytes must too.  The note may
+                # be lost then, but it is never there without them.
                 os.fdatasync(fd)
-            finally:
-                os.close(fd)
-        return PartReceipt(number, crc32c(data))
+                os.pwrite(notes, _NOTE.pack(number, value, body.size_bytes), number * _NOTE.size)
+        return _receipt(number, value)
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        what = f"parts of {upload.key}"
+        with self._opened(upload, what) as (_, notes), errors_of(what):
+            held = bytearray(os.fstat(notes).st_size // _NOTE.size * _NOTE.size)
+            read_all(notes, memoryview(held), 0, upload.key)
+        return [
+            _receipt(number, value)
+            for place, (number, value, size_bytes) in enumerate(_NOTE.iter_unpack(held))
+            if number == place > 0 and size_bytes == upload.part_length_bytes(number)
+        ]
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
         expect_all_parts(upload, parts)
+        what = f"complete {upload.key}"
         try:
-            with _errors_of(f"complete {upload.key}"):
-                fd = os.open(self._temporary_path(upload.upload_id), _WRITE)
-                try:
-                    size_bytes = os.fstat(fd).st_size
+            there = set(self.parts(upload))
+            if missing := [part.number for part in parts if part not in there]:
+                raise Permanent(f"{what}: part {missing[0]} is not the one that is there")
+            with errors_of(what):
+                with self._opened(upload, what) as (fd, _):
                     os.fsync(fd)
-                finally:
-                    os.close(fd)
-                if size_bytes != upload.size_bytes:
-                    raise Permanent(
-                        f"complete {upload.key}: {size_bytes} bytes came of {upload.size_bytes}"
-                    )
-                self._publish(upload.upload_id, upload.key, if_absent=False)
+                self._publish(self._upload_file(upload.upload_id, _BYTES), upload.key)
         except NotFound as unknown:
             settle_completion(self, upload, unknown)
+        self.abort(upload.key, upload.upload_id)  # what is left of it
 
-    def abort(self, upload: Upload) -> None:
-        with _errors_of(f"abort {upload.key}"), suppress(FileNotFoundError):
-            os.unlink(self._temporary_path(upload.upload_id))
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        self._require_root()
+        with errors_of(f"uploads of {prefix}"):
+            # What time it is there: a file server has a clock of its own.
+            name, fd = self._create_temporary()
+            now_s = os.fstat(fd).st_mtime
+            os.close(fd)
+            os.unlink(self._temporary_path(name))
+            entries = sorted(os.listdir(self._temporary))
+        for name in filter(_UPLOAD_ID.fullmatch, entries):
+            with suppress(FileNotFoundError), errors_of(f"upload {name}"):
+                yield from self._upload_of(name, prefix, now_s)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        with suppress(NotFound), errors_of(f"abort {key}"):
+            path = self._temporary_path(upload_id)
+            try:
+                os.unlink(path)
+            except IsADirectoryError:
+                shutil.rmtree(path)
 
     def check(self) -> None:
         try:
@@ -201,16 +230,16 @@ class FileStore:
             os.close(fd)
             os.unlink(self._temporary_path(name))
         except OSError as error:
-            found = _classified(error, f"write below {self._root}")
+            found = classified(error, f"write below {self._root}")
             if isinstance(found, Transient):
                 raise found from error
             hint = found.hint or "Make store.url name a directory that the daemon may write to"
             raise Permanent(str(found), hint=hint) from error
 
-    # ------------------------------------------------------------ names
-
     def warm(self) -> None:
         pass
+
+    # ------------------------------------------------------------ names
 
     def _path(self, key: str) -> str:
         parts = key.split("/")
@@ -223,6 +252,9 @@ class FileStore:
             raise NotFound(f"{name!r:.80} is no upload of this store")
         return os.path.join(self._temporary, name)
 
+    def _upload_file(self, upload_id: str, file: str) -> str:
+        return os.path.join(self._temporary_path(upload_id), file)
+
     def _require_root(self) -> None:
         if not os.path.isdir(self._root):
             raise NotFound(
@@ -230,20 +262,72 @@ class FileStore:
                 hint="Mount or make the directory that store.url names",
             )
 
+    # ------------------------------------------------------------ uploads
+
+    @contextmanager
+    def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int]]:
+        """The bytes and the notes of an upload; raises NotFound when it is not one of its key."""
+        with ExitStack() as stack:
+            with errors_of(what):
+                if self._key_of(upload.upload_id) != upload.key:
+                    raise NotFound(f"{what}: the upload is one of another key")
+                fds = []
+                for file in (_BYTES, _NOTES):
+                    path = self._upload_file(upload.upload_id, file)
+                    fds.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+                    stack.callback(os.close, fds[-1])
+            yield fds[0], fds[1]
+
+    def _key_of(self, upload_id: str) -> str:
+        with open(self._upload_file(upload_id, _KEY), "rb") as file:
+            return file.read().decode("utf-8", "replace")
+
+    def _upload_of(self, name: str, prefix: str, now_s: float) -> Iterator[OpenUpload]:
+        """What lies there under ``name``, if it is of a key with ``prefix``."""
+        begun = os.stat(self._temporary_path(name), follow_symlinks=False)
+        if stat.S_ISDIR(begun.st_mode):
+            key = self._key_of(name)
+            begun = os.stat(self._upload_file(name, _KEY))
+        else:
+            # A put, by one who is at it or dead.  Nobody knows of what key: it goes under each prefix.
+            key = prefix
+        if key.startswith(prefix):
+            yield OpenUpload(key, name, max(0.0, now_s - begun.st_mtime))
+
     # ------------------------------------------------------------ writing
+
+    def _put(self, key: str, write: Callable[[int], T], *, if_absent: bool) -> T:
+        """Make an object of what ``write`` writes to a descriptor."""
+        what = f"put {key}"
+        self._path(key)
+        with errors_of(what):
+            name, fd = self._create_temporary()
+        temporary = self._temporary_path(name)
+        try:
+            try:
+                result = write(fd)
+                with errors_of(what):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            with errors_of(what):
+                self._publish(temporary, key, if_absent=if_absent)
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+        return result
 
     def _create_temporary(self) -> tuple[str, int]:
         os.makedirs(self._temporary, exist_ok=True)
         name = uuid.uuid4().hex
-        return name, os.open(self._temporary_path(name), _WRITE | os.O_CREAT | os.O_EXCL, 0o666)
+        return name, os.open(self._temporary_path(name), CREATE, 0o666)
 
-    def _publish(self, name: str, key: str, *, if_absent: bool) -> None:
+    def _publish(self, temporary: str, key: str, *, if_absent: bool = False) -> None:
         """Give the temporary file its key, durably.  With ``if_absent`` it keeps its old name too."""
-        temporary = self._temporary_path(name)
         target = self._path(key)
         parent = os.path.dirname(target)
         for _ in range(_PUBLISH_ATTEMPTS):
-            if not _make_directory(parent):
+            if not make_directory(parent):
                 continue
             try:
                 if if_absent:
@@ -260,7 +344,7 @@ class FileStore:
         # All the way up: another thread may have made a directory and not synced it yet.
         while True:
             with suppress(FileNotFoundError):
-                _sync_directory(parent)
+                sync_directory(parent)
             if parent == self._root:
                 return
             parent = os.path.dirname(parent)
@@ -284,7 +368,7 @@ class FileStore:
     def _walk(self, directory: str, above: str, prefix: str) -> Iterator[ObjectInfo]:
         found: list[tuple[str, int | None]] = []
         with (
-            _errors_of(f"list {directory}"),
+            errors_of(f"list {directory}"),
             suppress(FileNotFoundError),
             os.scandir(directory) as it,
         ):
@@ -307,47 +391,5 @@ class FileStore:
                 yield ObjectInfo(key, size_bytes)
 
 
-_WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < data.nbytes:
-        done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _read_all(fd: int, into: memoryview, offset: int, key: str) -> None:
-    done = 0
-    while done < into.nbytes:
-        count = os.preadv(fd, [into[done:]], offset + done)
-        if not count:
-            raise Transient(f"get {key}: the file ended early")
-        done += count
-
-
-def _make_directory(path: str) -> bool:
-    """Make it, and those above it.  False when one of them was removed meanwhile: try again.
-
-    Not left to ``exist_ok``: a directory that goes away at the wrong moment comes out of that as
-    FileExistsError, which must never be taken for an object that exists.
-    """
-    try:
-        os.makedirs(path)
-    except FileNotFoundError:
-        return False
-    except FileExistsError:
-        try:
-            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
-        except FileNotFoundError:
-            return False
-        if not is_directory:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-    return True
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _receipt(number: int, value: int) -> PartReceipt:
+    return PartReceipt(number, f"{value:08x}", value)

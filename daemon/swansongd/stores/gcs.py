@@ -1,68 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage.  The only module that imports Google's libraries, when one is first needed.
+"""Google Cloud Storage: the contract in terms of its requests.
 
-Listing, metadata and creating small objects go through google-cloud-storage; reads and multipart
-uploads, which carry the data, through the store's XML interface.  The library's own retries and its
-transfer manager stay unused: attempts, waiting and deadlines belong to the caller.  Google numbers
-the versions of an object and calls that a generation too; here that is an *object generation*.
+Bytes of shards and multipart uploads go over the wire to the store's XML interface; listing, metadata
+and creating small objects through google-cloud-storage, whose own retries and transfer manager stay
+unused: attempts, waiting and deadlines belong to the caller.  Google numbers the versions of an object
+and calls that a generation too; here that is an *object generation*.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-import requests
-from requests.adapters import HTTPAdapter
-from requests.exceptions import InvalidSchema, InvalidURL, MissingSchema
-from urllib3.exceptions import HTTPError
-
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import NotFound, Permanent, Transient
 from swansongd.stores.base import (
+    CRC32C_UNTOLD,
     GET_BYTES_MAX,
-    RENEW_BELOW_S,
+    WINDOW_BYTES,
+    Body,
     ObjectInfo,
+    OpenUpload,
     PartReceipt,
+    Sink,
     Upload,
     bucket_and_prefix,
     expect_all_parts,
     expect_part,
-    is_certificate_problem,
-    settle_completion,
 )
-from swansongd.stores.checksums import crc32c
+from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_from_base64, crc32c_of_parts
+from swansongd.stores.gcs_access import GcsAccess, errors_of, named
+from swansongd.stores.http1 import xml_text
+from swansongd.stores.wire import Answer
 
-_PUBLIC_ENDPOINT = "https://storage.googleapis.com"
-_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_WINDOW_BYTES = 2**20
-
-_CREDENTIALS = (
-    "Give the VM a service account with the storage scope, or set application default credentials"
-)
-_HINTS = {
-    401: _CREDENTIALS,
-    403: "Grant roles/storage.objectUser on the bucket to the VM's service account",
-    404: "If it is the bucket that is missing: make it, or mend store.url",
-}
+_HASH = "x-goog-hash"
+_UNVERIFIED = "This store tells no CRC32C of what it took: use another endpoint"
 
 
 class GcsStore:
-    """A bucket, or a prefix in one.
+    """A bucket, or a prefix in one.  For credentials see :class:`swansongd.stores.gcs_access.GcsAccess`.
 
     Args:
         url: ``gs://bucket/prefix``.
-        endpoint: of an emulator or a private endpoint.  No token is ever sent over plain http, and an
-            https endpoint is used anonymously when there are no default credentials.
-        connections: how many threads will call at once; each has connections of its own.
-        connect_timeout_s: limit of making a connection, and of one stalled write.
+        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
+        connections: how many threads will call at once.
+        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
+        connect_timeout_s: limit of making a connection.
         read_timeout_s: limit of one wait for an answer.
     """
 
@@ -74,58 +62,42 @@ class GcsStore:
         endpoint: str | None = None,
         connections: int = 16,
         *,
+        ca_bundle: str | None = None,
         connect_timeout_s: float = 3.0,
         read_timeout_s: float = 8.0,
     ) -> None:
         self.url = url
         self._bucket, self._prefix = bucket_and_prefix(url)
-        self._is_custom = endpoint is not None
-        self._endpoint = (endpoint or _PUBLIC_ENDPOINT).rstrip("/")
-        self._connections = connections
-        self._timeout_s = (connect_timeout_s, read_timeout_s)
-        self._lock = threading.Lock()
-        self._made_credentials: Any = None
         self._local = threading.local()
+        self._access = GcsAccess(
+            self._bucket,
+            endpoint=endpoint,
+            connections=connections,
+            ca_bundle=ca_bundle,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+        )
+
+    # ------------------------------------------------------------ small objects
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        with self._errors_of(f"put {key}"):
-            self._channel().bucket.blob(self._prefix + key).upload_from_string(
+        with errors_of(f"put {key} in {self.url}"):
+            self._access.channel().bucket.blob(self._prefix + key).upload_from_string(
                 bytes(data),
                 content_type="application/octet-stream",
                 if_generation_match=0 if if_absent else None,
                 checksum="crc32c",
-                **self._once,
+                **self._access.once,
             )
 
     def get(self, key: str) -> bytes:
-        with self._errors_of(f"get {key}"), self._xml("GET", key) as answer:
-            size_bytes = int(answer.headers.get("Content-Length", "-1"))
-            if not 0 <= size_bytes <= GET_BYTES_MAX:
-                raise Permanent(f"{size_bytes} bytes are not within {GET_BYTES_MAX}")
-            data = bytearray(size_bytes)
-            _receive(answer, memoryview(data))
-        return bytes(data)
-
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
-        if not into.nbytes:
-            return
-        span = f"{offset}-{offset + into.nbytes - 1}"
-        with (
-            self._errors_of(f"get {key}"),
-            self._xml("GET", key, headers={"Range": f"bytes={span}"}) as answer,
-        ):
-            if not answer.headers.get("Content-Range", "").startswith(f"bytes {span}/"):
-                raise Permanent(f"bytes {span} are not within the object")
-            _receive(answer, into.cast("B"))
+        kept = _Kept()
+        self._xml(f"get {key}", "GET", key, sink=kept)
+        return bytes(kept.data)
 
     def head(self, key: str) -> ObjectInfo | None:
-        with self._errors_of(f"head {key}"):
-            blob = self._channel().bucket.get_blob(self._prefix + key, **self._once)
-        if blob is None:
-            # The same 404 for object and bucket: ask whether it was the bucket that is missing.
-            self._list_page(self._prefix + key, page_size=1)
-            return None
-        return ObjectInfo(key, int(blob.size))
+        blob = self._metadata(key)
+        return ObjectInfo(key, int(blob.size)) if blob is not None else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         token: str | None = None
@@ -137,52 +109,104 @@ class GcsStore:
                 return
 
     def delete(self, key: str) -> None:
-        with suppress(NotFound), self._errors_of(f"delete {key}"):
-            self._channel().bucket.blob(self._prefix + key).delete(**self._once)
+        with suppress(NotFound), errors_of(f"delete {key} in {self.url}"):
+            self._access.channel().bucket.blob(self._prefix + key).delete(**self._access.once)
+
+    # ------------------------------------------------------------ shards
+
+    def put_shard(self, key: str, body: Body) -> int:
+        return self._send(f"put {key}", key, {}, body)[1]
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
+            return
+        what = f"get {key}"
+        span = f"{offset}-{offset + size_bytes - 1}"
+        answer = self._xml(what, "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
+        range_ = answer.headers.get("content-range", "")
+        if answer.status != 206 or not range_.startswith(f"bytes {span}/"):
+            raise Permanent(f"{what} in {self.url}: bytes {span} are not within the object")
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        with self._errors_of(f"begin {key}"), self._xml("POST", key, query="uploads") as answer:
-            upload_id = _parse(answer, "InitiateMultipartUploadResult").findtext("{*}UploadId")
-            if not upload_id:
-                raise Transient("the answer names no upload")
+        what = f"begin {key}"
+        answer = self._xml(what, "POST", key, {"uploads": ""})
+        upload_id = _parsed(what, answer, "InitiateMultipartUploadResult").findtext("{*}UploadId")
+        if not upload_id:
+            raise Transient(f"{what}: the answer names no upload")
         return Upload(key, upload_id, size_bytes, part_size_bytes)
 
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
-        expect_part(upload, number, data)
-        query = f"partNumber={number}&uploadId={quote(upload.upload_id, safe='')}"
-        headers = {"x-goog-hash": f"crc32c={crc32c(data)}"}
-        with (
-            self._errors_of(f"part {number} of {upload.key}"),
-            self._xml("PUT", upload.key, query=query, headers=headers, body=data) as answer,
-        ):
-            return PartReceipt(number, answer.headers["ETag"])
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        expect_part(upload, number, body)
+        what = f"part {number} of {upload.key}"
+        parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
+        answer, value = self._send(what, upload.key, parameters, body)
+        etag = answer.headers.get("etag")
+        if not etag:
+            raise Transient(f"{what}: the store took it without a word")
+        return PartReceipt(number, _quoted(etag), value)
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        what = f"parts of {upload.key}"
+        found = []
+        parameters = {"uploadId": upload.upload_id}
+        while True:
+            answer = self._xml(what, "GET", upload.key, parameters)
+            page = _parsed(what, answer, "ListPartsResult")
+            for part in page.findall("{*}Part"):
+                number, size_bytes = _number(part, "PartNumber"), _number(part, "Size")
+                if size_bytes == upload.part_length_bytes(number):
+                    etag = _quoted(part.findtext("{*}ETag") or "")
+                    found.append(PartReceipt(number, etag, CRC32C_UNTOLD))
+            if not _goes_on(page):
+                return found
+            parameters["part-number-marker"] = page.findtext("{*}NextPartNumberMarker") or ""
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        """See the contract.  NotFound also when the store put other bytes together than were sent."""
         expect_all_parts(upload, parts)
+        if any(part.crc32c == CRC32C_UNTOLD for part in parts):
+            raise Permanent(f"complete {upload.key}: wants the receipts of put_part")
         order = ET.Element("CompleteMultipartUpload")
         for part in parts:
             item = ET.SubElement(order, "Part")
             ET.SubElement(item, "PartNumber").text = str(part.number)
             ET.SubElement(item, "ETag").text = part.etag
-        query = f"uploadId={quote(upload.upload_id, safe='')}"
-        body = memoryview(ET.tostring(order))
+        what = f"complete {upload.key}"
+        body = _Bytes(memoryview(ET.tostring(order)))
+        told: int | None = None
         try:
-            with (
-                self._errors_of(f"complete {upload.key}"),
-                self._xml("POST", upload.key, query=query, body=body) as answer,
-            ):
-                _parse(answer, "CompleteMultipartUploadResult")
+            answer = self._xml(what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body)
+            _parsed(what, answer, "CompleteMultipartUploadResult")
+            told = _told_crc32c(answer.headers.get(_HASH, ""))
         except NotFound as unknown:
-            settle_completion(self, upload, unknown)
+            # Was an earlier completion carried out, unheard?  The checksum tells it.
+            self._expect_whole(what, upload, parts, self._crc32c_of(upload, unknown))
+        else:
+            if told is None:
+                told = self._crc32c_of(upload, NotFound(f"{what}: the object is not there"))
+            self._expect_whole(what, upload, parts, told)
 
-    def abort(self, upload: Upload) -> None:
-        query = f"uploadId={quote(upload.upload_id, safe='')}"
-        with (
-            suppress(NotFound),
-            self._errors_of(f"abort {upload.key}"),
-            self._xml("DELETE", upload.key, query=query),
-        ):
-            pass
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        what = f"uploads of {prefix}"
+        parameters = {"uploads": "", "prefix": self._prefix + prefix}
+        while True:
+            answer = self._xml(what, "GET", None, parameters)
+            page = _parsed(what, answer, "ListMultipartUploadsResult")
+            now = _date_of(answer)
+            for item in page.findall("{*}Upload"):
+                key = (item.findtext("{*}Key") or "").removeprefix(self._prefix)
+                age_s = _age_s(item.findtext("{*}Initiated") or "", now)
+                yield OpenUpload(key, item.findtext("{*}UploadId") or "", age_s)
+            if not _goes_on(page):
+                return
+            parameters["key-marker"] = page.findtext("{*}NextKeyMarker") or ""
+            parameters["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker") or ""
+
+    def abort(self, key: str, upload_id: str) -> None:
+        with suppress(NotFound):
+            self._xml(f"abort {key}", "DELETE", key, {"uploadId": upload_id})
+
+    # ------------------------------------------------------------ the bucket
 
     def check(self) -> None:
         self._list_page(self._prefix, page_size=1)
@@ -193,244 +217,187 @@ class GcsStore:
 
     def renew_credentials(self) -> None:
         """Have a token that lasts for a while; raises Permanent where there are no credentials."""
-        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
-        from google.auth.transport.requests import Request  # noqa: PLC0415
-
-        with self._errors_of("credentials"):
-            credentials = self._credentials()
-            if not isinstance(credentials, AnonymousCredentials) and _left_s(credentials) < (
-                RENEW_BELOW_S
-            ):
-                credentials.refresh(Request())
+        self._access.renew_credentials()
 
     # ------------------------------------------------------------ requests
 
-    @property
-    def _once(self) -> dict[str, Any]:
-        """For each call of the library: one attempt, our timeouts."""
-        return {"retry": None, "timeout": self._timeout_s}
+    def _metadata(self, key: str) -> Any:
+        """What the store tells of the object, in the library's words; None when there is none."""
+        with errors_of(f"head {key} in {self.url}"):
+            blob = self._access.channel().bucket.get_blob(self._prefix + key, **self._access.once)
+        if blob is None:
+            # The same 404 for object and bucket: ask whether it was the bucket that is missing.
+            self._list_page(self._prefix + key, page_size=1)
+        return blob
 
     def _list_page(
         self, prefix: str, *, page_token: str | None = None, page_size: int = 1000
     ) -> tuple[Sequence[Any], str | None]:
-        with self._errors_of(f"list {prefix}"):
-            channel = self._channel()
+        with errors_of(f"list {prefix} in {self.url}"):
+            channel = self._access.channel()
             listing = channel.client.list_blobs(
                 channel.bucket,
                 prefix=prefix,
                 page_size=page_size,
                 page_token=page_token,
                 fields="items(name,size),nextPageToken",
-                **self._once,
+                **self._access.once,
             )
             page = next(listing.pages, ())
             return list(page), listing.next_page_token
 
-    @contextmanager
     def _xml(
         self,
+        what: str,
         method: str,
-        key: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
         *,
-        query: str = "",
         headers: Mapping[str, str] | None = None,
-        body: memoryview | None = None,
-    ) -> Iterator[requests.Response]:
-        """One request to the XML interface; the answer is a success, and its body not read yet."""
-        answer = self._channel().session.request(
-            method,
-            f"{self._endpoint}/{self._bucket}/{quote(self._prefix + key)}?{query}".rstrip("?"),
-            data=_Body(body) if body is not None and body.nbytes else b"",
-            headers={"Accept-Encoding": "identity", **(headers or {})},
-            timeout=self._timeout_s,
-            allow_redirects=False,
-            stream=True,
-        )
-        with answer:
-            if answer.status_code >= 300:
-                raise _refusal(answer.status_code, _error_code(answer.content))
-            yield answer
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        """One request to the XML interface, about an object or, with None, the bucket."""
+        target = f"/{self._bucket}"
+        if key is not None:
+            target += f"/{quote(self._prefix + key)}"
+        if parameters:
+            # A flag, which has no value, carries no "=" either.
+            target += "?" + urlencode(parameters, quote_via=quote).replace("uploads=", "uploads", 1)
+        with named(f"{what} in {self.url}"):
+            return self._access.exchange(method, target, headers or {}, body=body, sink=sink)
 
-    @contextmanager
-    def _errors_of(self, what: str) -> Iterator[None]:
-        """Turns whatever a call raises into an error of the contract that says ``what`` it was."""
-        from google.api_core.exceptions import GoogleAPICallError  # noqa: PLC0415
-        from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415
+    def _send(
+        self, what: str, key: str, parameters: Mapping[str, str], body: Body
+    ) -> tuple[Answer, int]:
+        """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
 
-        try:
-            yield
-        except StoreError as error:
-            raise type(error)(f"{what} in {self.url}: {error}", hint=error.hint) from error
-        except GoogleAPICallError as error:
-            refusal = _refusal(int(error.code or 0), "")
-            raise type(refusal)(
-                f"{what} in {self.url}: {error!s:.300}", hint=refusal.hint
-            ) from error
-        except (GoogleAuthError, HTTPError, OSError) as error:
-            raise _classified(error, f"{what} in {self.url}: {error!s:.300}") from error
+        A body of one window is hashed before it goes, and the store refuses it when it is not the same
+        there; of a larger one the store's checksum is compared afterwards, so that it is read only once.
+        """
+        headers: dict[str, str] = {}
+        if body.size_bytes <= WINDOW_BYTES:
+            body = _Bytes(self._read(body))
+            headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
+        answer = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
+        told = _told_crc32c(answer.headers.get(_HASH, ""))
+        if told is None and not headers:
+            raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
+        if told not in (None, answer.crc32c):
+            raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
+        return answer, answer.crc32c
 
-    def _channel(self) -> _Channel:
-        """This thread's session and client; made when it first asks."""
-        channel: _Channel | None = getattr(self._local, "channel", None)
-        if channel is None:
-            channel = self._local.channel = self._open_channel()
-        return channel
+    def _read(self, body: Body) -> memoryview:
+        """The whole of a small body, until this thread reads the next one."""
+        scratch: memoryview | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = memoryview(bytearray(WINDOW_BYTES))
+        window = scratch[: body.size_bytes]
+        body.rewind()
+        if window:
+            body.read_into(window)
+        return window
 
-    def _open_channel(self) -> _Channel:
-        # The library would fetch the bucket's metadata from threads of its own, for traces nobody reads.
-        os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-        from google.auth.transport.requests import AuthorizedSession  # noqa: PLC0415
-        from google.cloud.storage import Client  # noqa: PLC0415
+    def _crc32c_of(self, upload: Upload, absent: NotFound) -> int:
+        """What the store says of the finished object; raises ``absent`` when there is none."""
+        blob = self._metadata(upload.key)
+        if blob is None or int(blob.size) != upload.size_bytes:
+            raise absent
+        told = _told_crc32c(f"crc32c={blob.crc32c}")
+        if told is None:
+            raise Permanent(f"complete {upload.key}: nothing to verify it by", hint=_UNVERIFIED)
+        return told
 
-        session = AuthorizedSession(self._credentials())
-        session.mount(self._endpoint, HTTPAdapter(pool_maxsize=4, max_retries=0))
-        client = Client(
-            project=None,
-            credentials=session.credentials,
-            client_options={"api_endpoint": self._endpoint},
-            _http=session,
-        )
-        return _Channel(session, client, client.bucket(self._bucket))
+    def _expect_whole(
+        self, what: str, upload: Upload, parts: Sequence[PartReceipt], told: int
+    ) -> None:
+        """Raises NotFound unless the object is what the parts make.
 
-    def _credentials(self) -> Any:
-        import google.auth  # noqa: PLC0415 - a VM on another cloud need not load it
-        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
-        from google.auth.exceptions import DefaultCredentialsError  # noqa: PLC0415
-
-        with self._lock:
-            if self._made_credentials is None:
-                if self._endpoint.startswith("http:"):
-                    self._made_credentials = AnonymousCredentials()
-                    return self._made_credentials
-                try:
-                    self._made_credentials = _held(google.auth.default(scopes=[_SCOPE])[0])
-                except DefaultCredentialsError as error:
-                    if not self._is_custom:
-                        # Not kept: the metadata service may answer the next time.
-                        raise Permanent("no credentials for GCS", hint=_CREDENTIALS) from error
-                    self._made_credentials = AnonymousCredentials()
-            return self._made_credentials
+        Not Transient: the upload is gone, and completing it again would find an object of the right
+        size.  Who is told that his upload is not there begins afresh under another key.
+        """
+        sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
+        if told != crc32c_of_parts(sizes):
+            raise NotFound(f"{what} in {self.url}: the object has other bytes than were sent")
 
 
-@dataclass(frozen=True, slots=True)
-class _Channel:
-    """What one thread talks through: requests sessions are not made to be shared."""
-
-    session: Any
-    client: Any
-    bucket: Any
-
-
-def _held(inner: Any) -> Any:
-    """The same credentials, that keep a token until it has expired.
-
-    Google's own ask the metadata server minutes before that, in the middle of a request, and fail with
-    it; but it may be dead by then, and the token is good.  Renewing in time is what ``warm()`` is for.
-    """
-    from google.auth.credentials import Credentials, TokenState  # noqa: PLC0415
-
-    class Held(Credentials):  # type: ignore[misc,unused-ignore]
-        def __init__(self) -> None:
-            super().__init__()
-            self.token: str | None = None
-            self._renewing = threading.Lock()
-
-        def refresh(self, request: Any) -> None:
-            before = self.token
-            with self._renewing:
-                if self.token == before:  # else another thread has done it meanwhile
-                    inner.refresh(request)
-                    self.token, self.expiry = inner.token, inner.expiry
-
-        def before_request(self, request: Any, method: str, url: str, headers: Any) -> None:
-            del method, url
-            if self.token_state is TokenState.INVALID:
-                self.refresh(request)
-            inner.apply(headers)
-
-    return Held()
-
-
-def _left_s(credentials: Any) -> float:
-    """Life that the token has left; nothing where there is none yet."""
-    if credentials.token is None:
-        return 0.0
-    if credentials.expiry is None:
-        return math.inf
-    expiry: datetime = credentials.expiry.replace(tzinfo=UTC)
-    return (expiry - datetime.now(UTC)).total_seconds()
-
-
-class _Body:
-    """A part as requests wants it: sized, uncopied, and from its start again for each sending.
-
-    google-auth sends a request again after it has renewed a token; a file would be at its end by then.
-    """
+class _Bytes:
+    """A small body that lies in memory."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data = data.cast("B")
+        self.data = data
+        self.size_bytes = data.nbytes
+        self._at = 0
 
-    def __len__(self) -> int:
-        return self._data.nbytes
+    def rewind(self) -> None:
+        self._at = 0
 
-    def __iter__(self) -> Iterator[memoryview]:
-        for start in range(0, self._data.nbytes, _WINDOW_BYTES):
-            yield self._data[start : start + _WINDOW_BYTES]
-
-
-def _receive(answer: requests.Response, into: memoryview) -> None:
-    """Fill ``into`` from an answer's body, whose length is known to be the same."""
-    done = 0
-    while done < into.nbytes:
-        count = answer.raw.readinto(into[done : done + _WINDOW_BYTES])
-        if not count:
-            raise Transient("the answer ended early")
-        done += count
+    def read_into(self, window: memoryview) -> None:
+        window[:] = self.data[self._at : self._at + window.nbytes]
+        self._at += window.nbytes
 
 
-def _parse(answer: requests.Response, wanted: str) -> ET.Element:
+class _Kept:
+    """A sink that keeps a small object."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def rewind(self) -> None:
+        self.data.clear()
+
+    def write(self, window: memoryview) -> None:
+        if len(self.data) + window.nbytes > GET_BYTES_MAX:
+            raise Permanent(f"the object has more than {GET_BYTES_MAX} bytes")
+        self.data += window
+
+
+def _parsed(what: str, answer: Answer, wanted: str) -> ET.Element:
     """The answer's document.  An error may come under status 200, when it came up late."""
     try:
-        root = ET.fromstring(answer.content)  # noqa: S314 - the configured store's own words
+        root = ET.fromstring(answer.body)  # noqa: S314 - the configured store's own words
     except ET.ParseError as error:
-        raise Transient(f"an answer that is no XML: {error}") from error
+        raise Transient(f"{what}: an answer that is no XML: {error}") from error
     if root.tag.rpartition("}")[2] != wanted:
-        raise Transient(f"an error under status 200: {_error_code(answer.content)}")
+        raise Transient(f"{what}: an error under status 200: {xml_text(answer.body, 'Code')}")
     return root
 
 
-def _error_code(body: bytes) -> str:
+def _quoted(etag: str) -> str:
+    """One form for headers and documents: ETags of both are compared, and sent back."""
+    return '"' + etag.strip('"') + '"'
+
+
+def _goes_on(page: ET.Element) -> bool:
+    return page.findtext("{*}IsTruncated") == "true"
+
+
+def _number(element: ET.Element, tag: str) -> int:
+    text = element.findtext(f"{{*}}{tag}") or ""
+    return int(text) if text.isdecimal() else 0
+
+
+def _age_s(begun: str, now: datetime) -> float:
+    """Since ``begun``; nothing where that is no time, for what is young is left alone."""
     try:
-        return ET.fromstring(body).findtext("{*}Code") or ""  # noqa: S314
-    except ET.ParseError:
-        return ""
+        return max(0.0, (now - datetime.fromisoformat(begun)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0
 
 
-def _refusal(status: int, code: str) -> StoreError:
-    """The error of the contract for an answer that was no success."""
-    message = f"{status} {code}".rstrip()
-    hint = _HINTS.get(status, "")
-    if status == 404:
-        return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
-    if status == 412:
-        return Exists(message)
-    if status in (408, 409, 429) or status >= 500 or code in ("BadDigest", "IncompleteBody"):
-        return Transient(message)
-    return Permanent(message, hint=hint)
+def _told_crc32c(hashes: str) -> int | None:
+    """The CRC32C among what ``x-goog-hash`` says; None where there is none."""
+    for item in hashes.split(","):
+        kind, _, value = item.strip().partition("=")
+        if kind == "crc32c":
+            with suppress(ValueError):
+                return crc32c_from_base64(value)
+    return None
 
 
-def _classified(error: Exception, message: str) -> StoreError:
-    """The error of the contract for what happened before or instead of an answer."""
-    from google.auth.exceptions import GoogleAuthError, TransportError  # noqa: PLC0415
-
-    if isinstance(error, (MissingSchema, InvalidSchema, InvalidURL)):
-        return Permanent(message, hint="store.endpoint must be the URL of a store")
-    if is_certificate_problem(error):
-        return Permanent(message, hint="The store's certificate is not trusted on this VM")
-    if isinstance(error, GoogleAuthError):
-        # A token that could not be fetched because the metadata service was not reached.
-        lost = isinstance(error, TransportError) or isinstance(error.__cause__, TransportError)
-        return (
-            Transient(message) if lost or error.retryable else Permanent(message, hint=_CREDENTIALS)
-        )
-    return Transient(message)
+def _date_of(answer: Answer) -> datetime:
+    """The store's own time."""
+    try:
+        return parsedate_to_datetime(answer.headers["date"])
+    except (KeyError, ValueError):
+        return datetime.now(UTC)

@@ -7,13 +7,24 @@ from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.files import FileStore
 from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
+from swansongd.stores.s3 import Checksums, S3Store
+from swansongd.stores.s3_access import Addressing
 
 
 def open_store(
-    url: str, *, endpoint: str | None = None, region: str | None = None, connections: int = 16
+    url: str,
+    *,
+    endpoint: str | None = None,
+    region: str | None = None,
+    connections: int = 16,
+    profile: str | None = None,
+    ca_bundle: str | None = None,
+    addressing: Addressing = "auto",
+    checksums: Checksums = "trailer",
 ) -> ObjectStore:
     """The backend for ``file://``, ``s3://`` or ``gs://``.  Asks nothing of it yet: see ``check()``.
+
+    What concerns one provider only is ignored by the others.
 
     Raises:
         ConfigError: the URL names no store that we know, or not in full.
@@ -22,8 +33,17 @@ def open_store(
         case "file":
             return FileStore(url)
         case "s3":
-            return S3Store(url, endpoint, region, connections)
+            return S3Store(
+                url,
+                endpoint,
+                region,
+                connections,
+                profile=profile,
+                ca_bundle=ca_bundle,
+                addressing=addressing,
+                checksums=checksums,
+            )
         case "gs":
-            return GcsStore(url, endpoint, connections)
+            return GcsStore(url, endpoint, connections, ca_bundle=ca_bundle)
         case scheme:
             raise ConfigError([f"store.url: {scheme!r:.40} is none of file://, s3://, gs://"])

@@ -3,7 +3,8 @@
 
 What may be repeated is decided by the error (only Transient), how long by ``give_up_mono_s``, and that
 repeating does no harm by the contract: every call of it is idempotent, create-if-absent excepted, whose
-Exists after an ambiguous attempt goes on to the caller, who reads back and compares.
+Exists after an ambiguous attempt goes on to the caller, who reads back and compares.  Bodies and sinks
+begin again because the backend rewinds them before each pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import TypeVar
 import structlog
 
 from swansongd.errors import Transient
-from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt, Upload
+from swansongd.stores.base import (
+    Body,
+    ObjectInfo,
+    ObjectStore,
+    OpenUpload,
+    PartReceipt,
+    Sink,
+    Upload,
+)
 
 T = TypeVar("T")
 
@@ -26,6 +35,8 @@ _BACKOFF_S_FIRST = 0.1
 _BACKOFF_S_MAX = 2.0
 _BACKOFF_S_MAX_URGENT = 0.5
 """While there is a deadline: the grace period must not be slept away once the store is back."""
+_REQUESTED_WAIT_S_MAX = 60.0
+"""However long the store wants to be left alone."""
 
 _log = structlog.get_logger(__name__)
 _random = SystemRandom()
@@ -35,7 +46,9 @@ class Retrying:
     """The same store, that repeats what failed with Transient.
 
     Waits a random time below 0.1 s before the second attempt, and doubles that bound up to 2 s (0.5 s
-    while there is a deadline); never so long that the time left is waited away.
+    while there is a deadline); never so long that the time left is waited away.  What the store itself
+    wants (``retry_after_s``) comes on top, up to a minute and to half of the time left, for an attempt
+    takes time too.
 
     Args:
         store: the store that does the work.
@@ -69,8 +82,8 @@ class Retrying:
     def get(self, key: str) -> bytes:
         return self._try(f"get {key}", lambda: self._store.get(key))
 
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
-        self._try(f"get {key}", lambda: self._store.get_range(key, offset, into))
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        self._try(f"get {key}", lambda: self._store.get_range(key, offset, size_bytes, sink))
 
     def head(self, key: str) -> ObjectInfo | None:
         return self._try(f"head {key}", lambda: self._store.head(key))
@@ -97,21 +110,31 @@ class Retrying:
     def delete(self, key: str) -> None:
         self._try(f"delete {key}", lambda: self._store.delete(key))
 
+    def put_shard(self, key: str, body: Body) -> int:
+        return self._try(f"put {key}", lambda: self._store.put_shard(key, body))
+
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         return self._try(
             f"begin {key}", lambda: self._store.begin(key, size_bytes, part_size_bytes)
         )
 
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         return self._try(
-            f"part {number} of {upload.key}", lambda: self._store.put_part(upload, number, data)
+            f"part {number} of {upload.key}", lambda: self._store.put_part(upload, number, body)
         )
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        return self._try(f"parts of {upload.key}", lambda: self._store.parts(upload))
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
         self._try(f"complete {upload.key}", lambda: self._store.complete(upload, parts))
 
-    def abort(self, upload: Upload) -> None:
-        self._try(f"abort {upload.key}", lambda: self._store.abort(upload))
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        # They are few: all of them, before the first is handed on.
+        yield from self._try(f"uploads of {prefix}", lambda: list(self._store.uploads(prefix)))
+
+    def abort(self, key: str, upload_id: str) -> None:
+        self._try(f"abort {key}", lambda: self._store.abort(key, upload_id))
 
     def check(self) -> None:
         self._try("check", self._store.check)
@@ -132,11 +155,12 @@ class Retrying:
             except Transient as error:
                 if attempts == 1:
                     _log.warning("store_retry", call=call, error=str(error))
-                left_s = self._left_s(began_mono_s)
-                if left_s < _BACKOFF_S_FIRST:
+                if self._left_s(began_mono_s) < _BACKOFF_S_FIRST:
                     raise
+                self._leave_alone(error.retry_after_s, began_mono_s)
                 # Full jitter: many writers that failed together must not come back together.
-                wait_s = _random.uniform(0, min(backoff_s, left_s))
+                bound_s = min(backoff_s, max(0.0, self._left_s(began_mono_s)))
+                wait_s = _random.uniform(0, bound_s)
                 is_urgent = self._give_up_mono_s() is not None
                 backoff_s = min(
                     2 * backoff_s, _BACKOFF_S_MAX_URGENT if is_urgent else _BACKOFF_S_MAX
@@ -149,6 +173,19 @@ class Retrying:
                     after_s = round(self._monotonic() - began_mono_s, 3)
                     _log.info("store_recovered", call=call, attempts=attempts, after_s=after_s)
                 return result
+
+    def _leave_alone(self, wanted_s: float | None, began_mono_s: float) -> None:
+        """Wait as long as the store wants, but no longer than is left then.
+
+        In steps: a deadline that comes meanwhile cuts it short.
+        """
+        wanted_s = min(wanted_s or 0.0, _REQUESTED_WAIT_S_MAX)
+        waited_s = 0.0
+        while waited_s < min(wanted_s, left_s := self._left_s(began_mono_s)):
+            step_s = min(wanted_s - waited_s, left_s, _BACKOFF_S_MAX_URGENT)
+            if self._stop.wait(step_s):
+                return
+            waited_s += step_s
 
     def _left_s(self, began_mono_s: float) -> float:
         give_up_mono_s = self._give_up_mono_s()

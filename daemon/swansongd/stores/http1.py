@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads HTTP/1.1 answers, strictly: what is not plainly right is Transient, and the connection is lost.
+
+Only what stores send: a length or chunks, interim answers, no compression, no upgrade.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from html import unescape
+
+from swansongd.errors import Transient
+
+HEAD_BYTES_MAX = 64 * 2**10
+_LINE_BYTES_MAX = 4096
+_INTERIM_MAX = 16
+_RECEIVE_BYTES = 16 * 2**10
+"""One TLS record: more never comes at once."""
+
+_STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
+_FIELD = re.compile(r"\r\n([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[^\r\n]*)?")
+_SECONDS = re.compile(r"[0-9]{1,6}")
+_LENGTH = re.compile(r"[0-9]{1,15}")
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """How long the other side wants to be left alone; None when it does not say, or gives a date."""
+    text = headers.get("retry-after", "")
+    return float(text) if _SECONDS.fullmatch(text) else None
+
+
+def xml_text(body: bytes, tag: str) -> str:
+    """The text of the first ``tag`` in the body of a refusal; empty where there is none."""
+    match = re.search(rb"<%b>([^<]{0,1000})</%b>" % (tag.encode(), tag.encode()), body)
+    return unescape(match[1].decode("utf-8", "replace")) if match else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before the body of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case; values of a repeated one are joined by commas."""
+    size_bytes: int | None
+    """Length of the body; None when it is chunked, or ends with the connection."""
+    is_chunked: bool
+    keeps_open: bool
+    """The connection may be used again once the body is read."""
+
+
+class AnswerReader:
+    """Takes one answer from a connection.
+
+    Args:
+        receive_into: fills some of a window, and returns how many bytes; 0 at the end.
+        method: of the request: the answer to a HEAD has no body.
+    """
+
+    def __init__(self, receive_into: Callable[[memoryview], int], method: str) -> None:
+        self._receive_into = receive_into
+        self._method = method
+        self._held = bytearray()
+        """Received, and not handed out yet."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing came that is no part of the answer."""
+        return not self._held
+
+    def head(self) -> Head:
+        """The final head; interim ones are passed over."""
+        for _ in range(_INTERIM_MAX):
+            head = self._parsed(self._until(b"\r\n\r\n", HEAD_BYTES_MAX))
+            if head.status >= 200:
+                return head
+            if head.status == 101:
+                break
+        raise Transient("the answer is no answer to what was asked")
+
+    def pieces(self, head: Head, window: memoryview) -> Iterator[memoryview]:
+        """The body, piece by piece, each a beginning of ``window``; raises Transient when it ends early."""
+        if head.is_chunked:
+            while size_bytes := self._chunk_size_bytes():
+                yield from self._exactly(size_bytes, window)
+                if self._until(b"\r\n", 2):
+                    raise Transient("a chunk of the answer does not end where it should")
+            while self._until(b"\r\n", _LINE_BYTES_MAX):
+                pass  # trailers
+        elif head.size_bytes is not None:
+            yield from self._exactly(head.size_bytes, window)
+        else:
+            while count := self._some(window):
+                yield window[:count]
+
+    def _exactly(self, size_bytes: int, window: memoryview) -> Iterator[memoryview]:
+        left_bytes = size_bytes
+        while left_bytes:
+            piece = window[: min(left_bytes, window.nbytes)]
+            filled = 0
+            while filled < piece.nbytes:
+                count = self._some(piece[filled:])
+                if not count:
+                    raise Transient("the answer ended early")
+                filled += count
+            left_bytes -= filled
+            yield piece
+
+    def _some(self, window: memoryview) -> int:
+        if not self._held:
+            return self._receive_into(window)
+        count = min(len(self._held), window.nbytes)
+        window[:count] = self._held[:count]
+        del self._held[:count]
+        return count
+
+    def _chunk_size_bytes(self) -> int:
+        match = _CHUNK.fullmatch(self._until(b"\r\n", _LINE_BYTES_MAX))
+        if not match:
+            raise Transient("the answer has a chunk without a size")
+        return int(match[1], 16)
+
+    def _until(self, mark: bytes, size_bytes_max: int) -> bytes:
+        """What comes before ``mark``, which is taken as well."""
+        while (end := self._held.find(mark)) < 0 or end > size_bytes_max:
+            if len(self._held) > size_bytes_max:
+                raise Transient("the answer is not HTTP, or far too long")
+            window = memoryview(bytearray(_RECEIVE_BYTES))
+            count = self._receive_into(window)
+            if not count:
+                raise Transient("the connection ended before the answer did")
+            self._held += window[:count]
+        taken = bytes(self._held[:end])
+        del self._held[: end + len(mark)]
+        return taken
+
+    def _parsed(self, text: bytes) -> Head:
+        whole = text.decode("latin-1")
+        status_line = _STATUS.match(whole)
+        at = status_line.end() if status_line else 0
+        if not status_line or whole[at : at + 2] not in ("", "\r\n"):
+            raise Transient(f"the answer is not HTTP: {text!r:.60}")
+        headers: dict[str, str] = {}
+        while at < len(whole):
+            field = _FIELD.match(whole, at)
+            # What stops a field short is a character that has no place in one.
+            if not field or whole[(at := field.end()) : at + 2] not in ("", "\r\n"):
+                raise Transient(f"the answer has a broken header: {whole[at : at + 60]!r}")
+            name, value = field[1].lower(), field[2].strip(" \t")
+            if name == "content-length" and headers.get(name, value) != value:
+                raise Transient("the answer has two lengths")
+            is_repeated = name in headers and name != "content-length"
+            headers[name] = f"{headers[name]}, {value}" if is_repeated else value
+        status = int(status_line[2])
+        has_body = self._method != "HEAD" and status >= 200 and status not in (204, 304)
+        length = headers.get("content-length")
+        coding = headers.get("transfer-encoding", "").lower()
+        if coding not in ("", "chunked") or (coding and length is not None):
+            raise Transient("the answer does not say where its body ends")
+        if length is not None and not _LENGTH.fullmatch(length):
+            raise Transient(f"the answer has no length but {length!r:.40}")
+        size_bytes = int(length) if length is not None else None
+        wants_close = "close" in headers.get("connection", "").lower()
+        has_end = not has_body or bool(coding) or size_bytes is not None
+        return Head(
+            status=status,
+            headers=headers,
+            size_bytes=size_bytes if has_body else 0,
+            is_chunked=has_body and bool(coding),
+            keeps_open=status_line[1] == "1" and not wants_close and has_end,
+        )

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3 as users have it: where the bucket is, who we are, and what happens when either changes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bodies import BytesBody, BytesSink
+from botocore.credentials import CredentialResolver
+from contract.raw_server import Peer, RawServer
+from contract.store_backends import PART, Cloud, in_threads
+from swansongd.errors import NotFound, Permanent, StoreError, Transient
+from swansongd.stores.s3 import S3Store
+
+CONTENT = os.urandom(2 * 2**20 + 777)
+
+
+@pytest.fixture(params=["s3", "s3-tls"])
+def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
+    """The strict emulator, without and with TLS."""
+    return open_cloud(request.param)
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes the credentials of the profile ``ours``, the only ones there are."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    path = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+
+    def write(access_key: str, secret_key: str, token: str) -> None:
+        path.write_text(
+            f"[ours]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n"
+            f"aws_session_token = {token}\n"
+        )
+
+    return write
+
+
+def stored(store: S3Store, key: str = "shard") -> bytes:
+    sink = BytesSink()
+    store.get_range(key, 0, len(CONTENT), sink)
+    return sink.data
+
+
+@pytest.fixture
+def below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name below localhost is this machine, as not every resolver knows."""
+    ask = socket.getaddrinfo
+
+    def resolved(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return ask("127.0.0.1" if str(host).endswith("localhost") else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+@pytest.mark.usefixtures("below_localhost")
+@pytest.mark.parametrize("addressing", ["auto", "path", "virtual"])
+@pytest.mark.parametrize("checksums", ["trailer", "header"])
+def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
+    """Bucket in the path or in the host, checksum behind or before the body: the store verifies all."""
+    if addressing == "virtual" and cloud.ca:
+        pytest.skip("does not apply: OpenSSL takes no wildcard for the names below localhost")
+    endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
+    store = cloud.open(endpoint, addressing=addressing, checksums=checksums)
+    body = BytesBody(CONTENT)
+    store.put_shard("shard", body)
+    assert body.passes == (1 if cloud.ca and checksums == "trailer" else 2)
+    assert stored(store) == CONTENT
+    assert [info.key for info in store.list("")] == ["shard"]
+    upload = store.begin("big", PART + 3, PART)
+    parts = [
+        store.put_part(upload, 1, BytesBody(bytes(PART))),
+        store.put_part(upload, 2, BytesBody(b"end")),
+    ]
+    assert list(store.parts(upload)) == parts
+    store.complete(upload, parts)
+    assert store.head("big") is not None
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When botocore was asked to look for credentials."""
+    asked: list[float] = []
+    load = CredentialResolver.load_credentials
+
+    def counted(resolver: CredentialResolver) -> object:
+        asked.append(time.monotonic())
+        return load(resolver)
+
+    monkeypatch.setattr(CredentialResolver, "load_credentials", counted)
+    return asked
+
+
+class Together(BytesBody):
+    """Eight bodies that are sent when all eight requests are signed."""
+
+    def __init__(self, signed: threading.Barrier, passes: int) -> None:
+        super().__init__(CONTENT)
+        self._signed = signed
+        self._awaited_passes = passes
+
+    def read_into(self, window: memoryview) -> None:
+        if self.passes == self._awaited_passes:
+            self._awaited_passes = 0
+            self._signed.wait(20)
+        super().read_into(window)
+
+
+def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
+    """What eight threads get that sign with the same credentials at the same time."""
+    signed = threading.Barrier(8)
+    errors: list[StoreError] = []
+
+    def send(number: int) -> None:
+        try:
+            store.put_shard(f"shard{number}", Together(signed, 1 if cloud.ca else 2))
+        except StoreError as error:
+            errors.append(error)
+
+    in_threads(8, send)
+    return errors
+
+
+@pytest.mark.fault("O05")
+def test_expired_and_no_others(
+    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+) -> None:
+    """Expired for eight threads at once, with no others there: asked for once, and it is said what to do."""
+    profile("first", "secret", "token")
+    cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
+    store = cloud.open(profile="ours")
+    store.put_shard("shard", BytesBody(CONTENT))
+    cloud.order("expire")
+    errors = eight_refused(cloud, store)
+    assert [type(error) for error in errors] == [Permanent] * 8
+    assert all("instance role" in error.hint for error in errors)
+    assert len(loads) == 2, "the same ones again, and nobody else asked"
+    with pytest.raises(Permanent):
+        store.check()
+    assert len(loads) == 2
+
+
+@pytest.mark.fault("O05")
+def test_expired_and_new_ones_there(
+    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+) -> None:
+    """Eight refused requests are Transient, new ones are fetched once, and the repetitions are good."""
+    profile("first", "secret", "token")
+    cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
+    store = cloud.open(profile="ours")
+    store.check()
+    cloud.order("expire")
+    profile("second", "other", "new")
+    errors = eight_refused(cloud, store)
+    assert [type(error) for error in errors] == [Transient] * 8
+    assert len(loads) == 2
+    cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
+    store.put_shard("shard", BytesBody(CONTENT))
+    cloud.order("expire")
+    profile("third", "more", "newer")
+    with pytest.raises(Transient):
+        store.check()
+    cloud.order("credentials", access_key="third", secret_key="more", session_token="newer")
+    store.check()
+    assert stored(store) == CONTENT
+
+
+def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
+    """Permanent, and says which setting to mend."""
+    store = cloud.open(profile="nobody")
+    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x")), store.warm):
+        with pytest.raises(Permanent) as caught:
+            call()
+        assert "store.profile" in caught.value.hint
+
+
+@pytest.mark.fault("O07")
+def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
+    """A redirect is followed once: the request is Transient, and the next one goes where the bucket is."""
+    store = cloud.open()
+    store.put_shard("shard", BytesBody(CONTENT))
+    cloud.order("region", name="eu-west-1")
+    with pytest.raises(Transient):
+        store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", BytesBody(CONTENT))
+    assert stored(store) == CONTENT
+    store.check()
+
+
+@pytest.mark.fault("O07")
+def test_no_such_bucket(cloud: Cloud) -> None:
+    """NotFound from the wire as from control calls, with the way out."""
+    store = cloud.open(bucket="elsewhere")
+    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+        with pytest.raises(NotFound) as caught:
+            call()
+        assert "store.url" in caught.value.hint
+
+
+@pytest.mark.fault("O06")
+def test_a_wrong_clock(cloud: Cloud) -> None:
+    """Permanent, from the wire too: no storm, and a hint that names the clock."""
+    store = cloud.open()
+    cloud.order("clock", ahead_s=3600)
+    with pytest.raises(Permanent) as caught:
+        store.put_shard("key", BytesBody(b"x"))
+    assert "clock" in caught.value.hint
+
+
+# ---------------------------------------------------------------- servers that misbehave
+
+
+@pytest.fixture
+def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
+    """A store before a server that answers every request of the wire with the same words."""
+    servers: list[RawServer] = []
+
+    def start(status: int, body: bytes = b"", *headers: str) -> S3Store:
+        def script(peer: Peer) -> None:
+            while peer.request() is not None:
+                peer.answer(status, body, *headers)
+
+        server = RawServer(script).__enter__()
+        servers.append(server)
+        return S3Store("s3://bucket", server.url, "us-east-1")
+
+    yield start
+    for server in servers:
+        server.__exit__(None, None, None)
+
+
+@pytest.mark.fault("O04")
+@pytest.mark.parametrize(("wait", "seconds"), [("7", 7.0), ("soon", None), ("-1", None)])
+def test_how_long_to_stay_away(
+    said: Callable[..., S3Store], wait: str, seconds: float | None
+) -> None:
+    """SlowDown carries the store's own word on when to come back, where it is one."""
+    store = said(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
+    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+        with pytest.raises(Transient, match="SlowDown") as caught:
+            call()
+        assert caught.value.retry_after_s == seconds
+
+
+@pytest.mark.fault("O13")
+def test_the_store_says_it_has_other_bytes(said: Callable[..., S3Store]) -> None:
+    """A checksum in the answer that is not that of what was sent: not stored, Transient."""
+    store = said(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
+    with pytest.raises(Transient, match="other bytes"):
+        store.put_shard("key", BytesBody(b"something"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, b"0123456789"),
+        (206, b"0123456789", "Content-Range: bytes 0-9/20"),
+        (206, b"01234", "Content-Range: bytes 5-9/10"),
+        (416, b"<Error><Code>InvalidRange</Code></Error>"),
+    ],
+)
+def test_another_range_than_asked_for(
+    said: Callable[..., S3Store], answer: tuple[object, ...]
+) -> None:
+    """The whole object, another range, a shorter one: Permanent, and nothing reaches the sink."""
+    sink = BytesSink()
+    with pytest.raises(Permanent):
+        said(*answer).get_range("key", 5, 10, sink)
+    assert (sink.data, sink.passes) == (b"", 0)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store rows of the fault matrix at the level where they are decided: the wrapper around a backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from bodies import BytesBody
+from contract.store_backends import (
+    MIB,
+    PART,
+    Cloud,
+    get_range,
+    in_threads,
+    retrying,
+    send_part,
+    send_parts,
+    staged_upload,
+)
+from emulators.store_control import POINTS
+from swansongd.errors import NotFound, StoreError, Transient
+from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt
+
+CONTENT = os.urandom(2 * MIB + 17)
+LIMITS = {"connect_timeout_s": 1.0, "read_timeout_s": 0.5}
+
+
+def careful(cloud: Cloud, **options: object) -> ObjectStore:
+    return retrying(cloud.open(**LIMITS), budget_s=30.0, **options)
+
+
+class Errand:
+    """One call of each kind, each with a way to see that it did exactly what it should."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        store.put_shard("old", BytesBody(CONTENT))
+        self.upload, self.receipts = staged_upload(store, CONTENT)
+
+    def put(self) -> None:
+        self.store.put("small", CONTENT[:1000])
+        assert self.store.get("small") == CONTENT[:1000]
+
+    def put_shard(self) -> None:
+        self.store.put_shard("new", BytesBody(CONTENT))
+        assert get_range(self.store, "new", 0, len(CONTENT)) == CONTENT
+
+    def put_part(self) -> None:
+        assert send_part(self.store, self.upload, 1, CONTENT).crc32c == self.receipts[0].crc32c
+
+    def complete(self) -> None:
+        self.store.complete(self.upload, self.receipts)
+        assert self.store.head("shard") == ObjectInfo("shard", len(CONTENT))
+
+    def get_range(self) -> None:
+        assert get_range(self.store, "old", 1, len(CONTENT) - 1) == CONTENT[1:]
+
+
+CALLS = {
+    "put": ("small", ""),
+    "put_shard": ("new", "PUT"),
+    "put_part": ("partNumber", "PUT"),
+    "complete": ("uploadId", "POST"),
+    "get_range": ("old", "GET"),
+}
+"""By call: what its target holds, and the method where that does not tell enough."""
+
+
+@pytest.mark.fault("O01", "O11")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:
+    """Wherever the connection breaks, also after the request took effect, the retry makes it right."""
+    errand = Errand(careful(cloud))
+    match, method = CALLS[call]
+    cloud.order("break", kind="reset", at=point, match=match, method=method)
+    getattr(errand, call)()
+
+
+@pytest.mark.fault("O02")
+@pytest.mark.parametrize(
+    ("call", "point"),
+    [
+        ("put_part", "mid_body"),
+        ("put_part", "before_answer"),
+        ("complete", "before_answer"),
+        ("get_range", "in_answer"),
+    ],
+)
+def test_a_stall(cloud: Cloud, call: str, point: str) -> None:
+    """Where it stops to move, that is noticed, freed, and tried again on another connection."""
+    errand = Errand(careful(cloud))
+    match, method = CALLS[call]
+    cloud.order("break", kind="stall", at=point, match=match, method=method)
+    began = time.monotonic()
+    getattr(errand, call)()
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.fault("O04")
+def test_a_store_that_says_when_to_come_back(cloud: Cloud) -> None:
+    """Nobody asks again before that; then all goes on."""
+    store = careful(cloud)
+    store.check()
+    cloud.order("answer", status=503, code="SlowDown", retry_after_s=1)
+    began = time.monotonic()
+    store.put("key", b"content")
+    assert time.monotonic() - began >= 1.0
+    assert store.get("key") == b"content"
+
+
+@pytest.mark.fault("O04")
+def test_the_deadline_is_stronger_than_retry_after(cloud: Cloud) -> None:
+    """A store that wants to be left alone for an hour is not waited for beyond the deadline."""
+    bare = cloud.open(**LIMITS)
+    bare.check()
+    cloud.order("outage", seconds=60, retry_after_s=3600)
+    give_up = time.monotonic() + 0.5
+    with pytest.raises(Transient):
+        retrying(bare, give_up_mono_s=lambda: give_up).put("key", b"content")
+    assert time.monotonic() - give_up < 5
+
+
+@pytest.mark.fault("O04")
+def test_a_storm_of_refusals(cloud: Cloud) -> None:
+    """Eight senders, every second request refused: all parts arrive, each as it was sent."""
+    store = careful(cloud)
+    content = os.urandom(7 * PART + 1)
+    upload = store.begin("shard", len(content), PART)
+    receipts: dict[int, PartReceipt] = {}
+    cloud.order("answer", status=503, code="SlowDown", match="partNumber", times=8)
+
+    def send(thread: int) -> None:
+        number = thread + 1
+        piece = content[thread * PART : number * PART]
+        receipts[number] = send_part(store, upload, number, piece)
+
+    in_threads(8, send)
+    store.complete(upload, [receipts[number] for number in range(1, 9)])
+    assert get_range(store, "shard", 0, len(content)) == content
+
+
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
+def test_an_error_under_200_is_tried_again(cloud: Cloud, code: str) -> None:
+    """The completion that said so has failed; the wrapper asks again, and the object is whole."""
+    errand = Errand(careful(cloud))
+    cloud.order("answer", status=200, code=code, method="POST", match="uploadId")
+    errand.complete()
+
+
+@pytest.mark.fault("O13")
+@pytest.mark.parametrize("call", ["put", "put_shard", "put_part"])
+def test_a_bit_that_changes_on_the_way(cloud: Cloud, call: str) -> None:
+    """The store refuses what does not have its checksum, and it is sent again."""
+    errand = Errand(careful(cloud))
+    match, _ = CALLS[call]
+    cloud.order("flip", match=match)
+    getattr(errand, call)()
+
+
+@pytest.mark.fault("O11", "O19")
+def test_an_upload_that_the_store_forgot(cloud: Cloud) -> None:
+    """Every call that names it says NotFound, at once: the caller begins anew."""
+    store = careful(cloud)
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("forget")
+    calls: list[Callable[[], object]] = [
+        lambda: send_part(store, upload, 1, CONTENT),
+        lambda: store.parts(upload),
+        lambda: store.complete(upload, receipts),
+    ]
+    for call in calls:
+        with pytest.raises(NotFound):
+            call()
+    store.abort(upload.key, upload.upload_id)
+    assert store.head("shard") is None
+
+
+@pytest.mark.fault("O19")
+def test_an_abort_that_races_a_part(cloud: Cloud) -> None:
+    """The part finds its upload gone, whichever was first; nothing becomes visible, nothing is left."""
+    store = careful(cloud)
+    upload = store.begin("shard", PART, PART)
+    cloud.order("pace", connection_bytes_per_s=8 * MIB)
+    outcomes: list[object] = []
+
+    def send() -> None:
+        try:
+            outcomes.append(send_part(store, upload, 1, bytes(PART)))
+        except StoreError as error:
+            outcomes.append(type(error))
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    store.abort(upload.key, upload.upload_id)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert outcomes[0] is NotFound or isinstance(outcomes[0], PartReceipt)
+    assert store.head("shard") is None
+    assert list(store.uploads("")) == []
+
+
+@pytest.mark.fault("O03")
+def test_a_slow_store_is_not_a_stalled_one(cloud: Cloud) -> None:
+    """At a trickle, but moving: no attempt is cut off, one request is enough."""
+    store = retrying(cloud.open())
+    upload = store.begin("shard", len(CONTENT), PART)
+    cloud.order("clear")
+    cloud.order("pace", connection_bytes_per_s=MIB)
+    store.complete(upload, [send_part(store, upload, 1, CONTENT)])
+    assert len([target for _, target in cloud.requests() if "partNumber" in target]) == 1
+
+
+@pytest.mark.fault("O21")
+def test_no_name_is_written_twice_in_a_second(cloud: Cloud) -> None:
+    """A multipart upload, however many parts, writes its object once: the limit on one name is far."""
+    store = careful(cloud)
+    content = os.urandom(3 * PART)
+    upload = store.begin("shard", len(content), PART)
+    receipts = send_parts(store, upload, content)
+    store.complete(upload, receipts)
+    asked = [target for _, target in cloud.requests()]
+    assert len([target for target in asked if "/shard" in target and "uploadId" not in target]) <= 1
+
+
+# ---------------------------------------------------------------- credentials in the middle
+
+
+@pytest.mark.fault("O05")
+def test_credentials_that_expire_in_the_middle(
+    open_cloud: Callable[[str], Cloud], renewable: Renewable
+) -> None:
+    """All eight senders meet the refusal; the credentials are fetched about once, and all parts arrive."""
+    cloud = open_cloud("s3-tls")
+    with renewable(cloud):
+        store = retrying(cloud.open(profile="swansong"), budget_s=30.0)
+        content = os.urandom(8 * PART)
+        upload = store.begin("shard", len(content), PART)
+        fetched = renewable.fetched
+        renewable.renew(cloud)
+        receipts: dict[int, PartReceipt] = {}
+
+        def send(thread: int) -> None:
+            piece = content[thread * PART : (thread + 1) * PART]
+            receipts[thread + 1] = send_part(store, upload, thread + 1, piece)
+
+        in_threads(8, send)
+        store.complete(upload, [receipts[number] for number in range(1, 9)])
+        assert get_range(store, "shard", 0, len(content)) == content
+        assert renewable.fetched - fetched <= 2
+
+
+class Renewable:
+    """Credentials by a helper program, as the AWS configuration names one: it counts its runs."""
+
+    def __init__(self, folder: os.PathLike[str]) -> None:
+        self.folder = os.fspath(folder)
+        self._serial = 0
+
+    @property
+    def config(self) -> str:
+        return f"{self.folder}/config"
+
+    @property
+    def fetched(self) -> int:
+        path = f"{self.folder}/runs"
+        if not os.path.exists(path):
+            return 0
+        with open(path) as runs:
+            return len(runs.readlines())
+
+    def renew(self, cloud: Cloud) -> None:
+        """From now on the store knows only new ones."""
+        self._serial += 1
+        name = f"key{self._serial}"
+        with open(f"{self.folder}/answer.new", "w") as answer:
+            answer.write(
+                f'{{"Version": 1, "AccessKeyId": "{name}", "SecretAccessKey": "secret",'
+                f' "SessionToken": "token", "Expiration": "2100-01-01T00:00:00Z"}}'
+            )
+        os.replace(f"{self.folder}/answer.new", f"{self.folder}/answer")
+        cloud.order("credentials", access_key=name, secret_key="secret", session_token="token")
+
+    @contextmanager
+    def __call__(self, cloud: Cloud) -> Iterator[None]:
+        with open(self.config, "w") as config:
+            program = f"sh -c 'echo run >> {self.folder}/runs; cat {self.folder}/answer'"
+            config.write(f"[profile swansong]\ncredential_process = {program}\n")
+        self.renew(cloud)
+        yield
+
+
+@pytest.fixture
+def renewable(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> Renewable:
+    made = Renewable(tmp_path)
+    monkeypatch.setenv("AWS_CONFIG_FILE", made.config)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    return made

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GCS needs beyond the contract: tokens, checksums that come with the answer, emulator hosts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bodies import BytesBody, BytesSink
+from contract.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from emulators.process import EmulatorProcess
+from swansongd.errors import ConfigError, NotFound, Permanent, Transient
+from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt
+from swansongd.stores.checksums import crc32c
+from swansongd.stores.gcs import GcsStore
+
+LARGE = 2 * MIB + 17
+"""More than a window: its checksum is compared when the answer comes."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, handle: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _serve(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                handle(self)
+
+            do_GET = do_PUT = do_POST = _serve  # noqa: N815
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+def answer(to: BaseHTTPRequestHandler, body: bytes = b"", **headers: str) -> None:
+    to.send_response(200)
+    for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        to.send_header(name, value)
+    to.end_headers()
+    to.wfile.write(body)
+
+
+class TokenDesk:
+    """Where a service account gets its tokens: t1, t2, ...  ``asked`` counts them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.asked = 0
+        self.server = _Server(self._hand_out)
+
+    def _hand_out(self, to: BaseHTTPRequestHandler) -> None:
+        with self._lock:
+            self.asked += 1
+            token = {"access_token": f"t{self.asked}", "expires_in": 3600, "token_type": "Bearer"}
+        answer(to, json.dumps(token).encode())
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def account_key() -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+@pytest.fixture
+def desk(
+    account_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cloud_environment: None
+) -> Iterator[TokenDesk]:
+    """Default credentials are those of a service account's file."""
+    desk = TokenDesk()
+    account = {
+        "type": "service_account",
+        "project_id": "project",
+        "client_email": "trainer@project.iam.gserviceaccount.com",
+        "private_key_id": "1",
+        "private_key": account_key,
+        "token_uri": f"{desk.server.url}/token",
+    }
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+    yield desk
+    desk.close()
+
+
+@pytest.fixture
+def gcs(open_cloud: Callable[[str], Cloud]) -> Cloud:
+    return open_cloud("gcs")
+
+
+@pytest.fixture
+def gcs_tls(open_cloud: Callable[[str], Cloud]) -> Cloud:
+    return open_cloud("gcs-tls")
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
+    """Every request of either interface carries the one token that was asked for."""
+    gcs_tls.order("token", valid="t1")
+    store = gcs_tls.open()
+    store.warm()
+    store.put("small", b"1")
+    store.put_shard("large", BytesBody(bytes(LARGE)))
+    assert store.get("small") == b"1"
+    assert [info.key for info in store.list("")] == ["large", "small"]
+    store.warm()
+    assert desk.asked == 1
+
+
+@pytest.mark.fault("O05")
+def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> None:
+    """Many threads find it refused in the middle: one new token is fetched, and all of them go on."""
+    gcs_tls.order("token", valid="t1")
+    store = gcs_tls.open()
+    store.put_shard("first", BytesBody(b"1"))
+    gcs_tls.order("token", valid="t2")
+    tried = retrying(store)
+
+    def work(number: int) -> None:
+        if number % 2:
+            tried.put_shard(f"shard-{number}", BytesBody(bytes(LARGE)))
+        else:
+            tried.put(f"small-{number}", b"x")
+
+    in_threads(12, work)
+    assert desk.asked == 2
+    assert len(list(store.list("s"))) == 12
+
+
+@pytest.mark.fault("O05")
+def test_a_token_refused_for_good(gcs_tls: Cloud, desk: TokenDesk) -> None:
+    """When the new token is refused as well, that is Permanent, says the way out, and asks no more."""
+    gcs_tls.order("token", valid="none of these")
+    store = gcs_tls.open()
+    with pytest.raises(Transient):
+        store.put_shard("shard", BytesBody(b"1"))
+    for _ in range(5):
+        with pytest.raises(Permanent) as caught:
+            store.put_shard("shard", BytesBody(b"1"))
+        assert "service account" in caught.value.hint
+    assert desk.asked == 2
+    gcs_tls.order("token", valid="t2")
+    store.put_shard("shard", BytesBody(b"1"))
+    gcs_tls.order("token", valid="t3")
+    retrying(store).put_shard("shard", BytesBody(b"1"))
+    assert desk.asked == 3
+
+
+@pytest.mark.fault("O05")
+def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> None:
+    """Whoever hands out tokens does not answer: that may pass."""
+    gcs_tls.order("token", valid="t1")
+    store = gcs_tls.open()
+    store.put_shard("shard", BytesBody(b"1"))
+    gcs_tls.order("token", valid="t2")
+    desk.close()
+    with pytest.raises(Transient):
+        store.put_shard("shard", BytesBody(b"1"))
+
+
+def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
+    """Not even where it is demanded: nobody asks for one."""
+    gcs.order("token", valid="t1")
+    store = gcs.open()
+    store_calls: list[Callable[[], object]] = [
+        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put("small", b"1"),
+        lambda: list(store.list("")),
+        store.warm,
+    ]
+    for call in store_calls:
+        with pytest.raises(Permanent) as caught:
+            call()
+        assert "service account" in caught.value.hint
+    assert desk.asked == 0
+
+
+def test_the_service_account_of_the_vm(
+    gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file the token comes from the metadata server."""
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    with EmulatorProcess("emulators.gcp_metadata") as metadata:
+        host = metadata.url.removeprefix("http://")
+        monkeypatch.setenv("GCE_METADATA_HOST", host)
+        monkeypatch.setenv("GCE_METADATA_IP", host)
+        gcs_tls.order("token", valid="none that it has")
+        with pytest.raises(Transient, match="renewed"):
+            gcs_tls.open().put_shard("shard", BytesBody(b"1"))
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@pytest.mark.fault("O13")
+@pytest.mark.parametrize("size_bytes", [1000, LARGE])
+def test_a_shard_corrupted_on_its_way(gcs: Cloud, size_bytes: int) -> None:
+    """Before or after the store has taken it, the difference is seen; sent again it is whole."""
+    content = bytes(range(250)) * (size_bytes // 250)
+    gcs.order("flip", method="PUT")
+    store = gcs.open()
+    with pytest.raises(Transient):
+        store.put_shard("shard", BytesBody(content))
+    gcs.order("flip", method="PUT")
+    assert retrying(store).put_shard("shard", BytesBody(content)) == crc32c(content)
+    assert store.get("shard") == content
+
+
+@pytest.mark.fault("O13")
+def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
+    """What is too large to be hashed beforehand is not entrusted to a store that tells no checksum."""
+    server = _Server(lambda to: answer(to, ETag='"1"'))
+    try:
+        store = GcsStore(f"gs://{BUCKET}/prefix", server.url)
+        with pytest.raises(Permanent) as caught:
+            store.put_shard("shard", BytesBody(bytes(LARGE)))
+        assert "CRC32C" in caught.value.hint
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.fault("O11")
+def test_a_completion_unheard_is_settled_by_checksum(gcs: Cloud) -> None:
+    """An object of the right size that holds other bytes is not taken for ours."""
+    store = gcs.open()
+    content = b"a" * PART + b"b"
+    upload = store.begin("shard", len(content), PART)
+    receipts = [
+        store.put_part(upload, 1, BytesBody(content[:PART])),
+        store.put_part(upload, 2, BytesBody(content[PART:])),
+    ]
+    gcs.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
+    retrying(store).complete(upload, receipts)
+    assert store.get("shard") == content
+    store.complete(upload, receipts)
+    store.put_shard("shard", BytesBody(content[:-1] + b"c"))
+    with pytest.raises(NotFound):
+        store.complete(upload, receipts)
+
+
+@pytest.mark.fault("O13")
+def test_an_object_put_together_wrongly(gcs: Cloud) -> None:
+    """The store's checksum of the whole is not that of the parts: the upload counts as lost."""
+    store = gcs.open()
+    upload = store.begin("shard", 3, PART)
+    receipt = store.put_part(upload, 1, BytesBody(b"abc"))
+    with pytest.raises(NotFound, match="other bytes"):
+        store.complete(upload, [PartReceipt(1, receipt.etag, receipt.crc32c ^ 1)])
+
+
+# ---------------------------------------------------------------- uploads
+
+
+def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
+    """Receipts that were kept hold against what the store lists, page by page; it tells no checksums."""
+    gcs.order("page", size=1)
+    store = gcs.open()
+    upload = store.begin("shard", 2 * PART + 1, PART)
+    kept = [store.put_part(upload, n, BytesBody(bytes([n]) * PART)) for n in (1, 2)]
+    store.put_part(upload, 2, BytesBody(b"x" * PART))
+    listed = store.parts(upload)
+    assert [part.number for part in listed] == [1, 2]
+    assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
+    assert {part.crc32c for part in listed} == {CRC32C_UNTOLD}
+    third = store.put_part(upload, 3, BytesBody(b"3"))
+    with pytest.raises(Permanent):
+        store.complete(upload, [*listed, third])
+    store.abort(upload.key, upload.upload_id)
+    with pytest.raises(NotFound):
+        store.parts(upload)
+
+
+@pytest.mark.fault("O19")
+def test_uploads_are_listed_page_by_page(gcs: Cloud) -> None:
+    """All of the prefix and no others, with their keys as we know them, and young."""
+    gcs.order("page", size=2)
+    store = gcs.open()
+    keys = [f"data/ä &+ {n}" for n in (0, 0, 1, 2, 3)]
+    ids = {(key, store.begin(key, 1, PART).upload_id) for key in keys}
+    store.begin("other/shard", 1, PART)
+    found = list(store.uploads("data/"))
+    assert {(u.key, u.upload_id) for u in found} == ids
+    assert len(found) == len(ids)
+    assert all(0 <= u.age_s < 120 for u in found)
+    for u in found:
+        store.abort(u.key, u.upload_id)
+        store.abort(u.key, u.upload_id)
+    assert list(store.uploads("data/")) == []
+
+
+# ---------------------------------------------------------------- addresses, trust, errors
+
+
+def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used where no endpoint is configured, with and without its scheme."""
+    server = gcs.server.url
+    for named in (server, server.removeprefix("http://")):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
+        store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}")
+        store.put_shard("shard", BytesBody(named.encode()))
+        store.put("small", b"1")
+        assert store.get("shard") == named.encode()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert GcsStore(f"gs://{BUCKET}/{gcs.prefix}", server).get("small") == b"1"
+
+
+@pytest.mark.parametrize("endpoint", ["storage", "ftp://storage", "https://", "http://s/path?x"])
+def test_an_endpoint_that_is_none(endpoint: str) -> None:
+    """The key of the configuration that is wrong is named at once."""
+    with pytest.raises(ConfigError, match=r"store\.endpoint"):
+        GcsStore("gs://bucket/prefix", endpoint)
+
+
+def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An authority of one's own by configuration or environment; the configured one is what counts."""
+
+    def use(store: GcsStore) -> None:
+        store.put_shard("shard", BytesBody(b"1"))
+        store.put("small", b"1")
+
+    where = f"gs://{BUCKET}/{gcs_tls.prefix}"
+    for call in (lambda s: s.put_shard("shard", BytesBody(b"1")), lambda s: s.put("small", b"1")):
+        with pytest.raises(Permanent) as caught:
+            call(GcsStore(where, gcs_tls.server.url))
+        assert "not trusted" in caught.value.hint
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(gcs_tls.ca))
+    use(GcsStore(where, gcs_tls.server.url))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "nowhere"))
+    use(gcs_tls.open())
+
+
+@pytest.mark.fault("O04")
+def test_what_the_store_wants_is_heard(gcs: Cloud) -> None:
+    """Retry-After comes through from either interface."""
+    store = gcs.open()
+    calls: list[Callable[[], object]] = [
+        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put("small", b"1"),
+        store.check,
+    ]
+    for call in calls:
+        gcs.order("answer", status=503, code="SlowDown", retry_after_s=7)
+        with pytest.raises(Transient) as caught:
+            call()
+        assert caught.value.retry_after_s == 7
+
+
+@pytest.mark.fault("S5")
+def test_what_a_body_or_sink_raises_passes_unchanged(gcs: Cloud) -> None:
+    """Not even an OSError is taken for one of the network, and nothing becomes visible."""
+
+    class Torn(BytesBody):
+        def read_into(self, window: memoryview) -> None:
+            raise OSError("torn")
+
+    class Full(BytesSink):
+        def write(self, window: memoryview) -> None:
+            raise OSError("torn")
+
+    store = gcs.open()
+    for size_bytes in (3, LARGE):
+        with pytest.raises(OSError, match=r"^torn$"):
+            store.put_shard("shard", Torn(bytes(size_bytes)))
+    assert store.head("shard") is None
+    store.put("key", b"abc")
+    with pytest.raises(OSError, match=r"^torn$"):
+        store.get_range("key", 0, 3, Full())

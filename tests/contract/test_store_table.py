@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/stores.md is what the servers really do: asked anew each time.
+
+``WRITE_STORES_TABLE=1 pytest tests/contract/test_store_table.py`` writes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import pytest
+from bodies import BytesBody
+from contract.store_backends import PART, SERVERS, Cloud, get_range, send_part
+from contract.store_by_hand import signed
+from swansongd.errors import Exists, NotFound, StoreError
+from swansongd.stores.base import CRC32C_UNTOLD
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "stores.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+CONTENT = os.urandom(PART + 1)
+WRONG = base64.b64encode(b"none").decode()
+
+
+def moves_objects(cloud: Cloud) -> bool:
+    """put, get, head, list, delete, put_shard, get_range, check."""
+    store = cloud.open()
+    store.check()
+    store.put("a/small", b"1")
+    store.put_shard("a/shard", BytesBody(CONTENT))
+    seen = store.get("a/small") == b"1" and get_range(store, "a/shard", 7, 1000) == CONTENT[7:1007]
+    seen = seen and [info.size_bytes for info in store.list("a/")] == [len(CONTENT), 1]
+    store.delete("a/small")
+    return bool(seen and store.head("a/small") is None)
+
+
+def moves_parts(cloud: Cloud) -> bool:
+    """begin, put_part, parts, uploads, complete, abort."""
+    store = cloud.open()
+    upload = store.begin("shard", len(CONTENT), PART)
+    receipts = [
+        send_part(store, upload, 1, CONTENT[:PART]),
+        send_part(store, upload, 2, CONTENT[PART:]),
+    ]
+    seen = [found.upload_id for found in store.uploads("")] == [upload.upload_id]
+    store.complete(upload, receipts)
+    other = store.begin("other", 10, PART)
+    store.abort(other.key, other.upload_id)
+    try:
+        store.parts(other)
+    except NotFound:
+        return bool(seen and get_range(store, "shard", 0, len(CONTENT)) == CONTENT)
+    return False
+
+
+def creates_only_if_absent(cloud: Cloud) -> bool:
+    store = cloud.open()
+    store.put("claim", b"1", if_absent=True)
+    try:
+        store.put("claim", b"2", if_absent=True)
+    except Exists:
+        return True
+    return False
+
+
+def replaces_a_part(cloud: Cloud) -> bool:
+    store = cloud.open()
+    upload = store.begin("shard", 3, PART)
+    send_part(store, upload, 1, b"old")
+    try:
+        store.complete(upload, [send_part(store, upload, 1, b"new")])
+    except StoreError:
+        return False
+    return bool(store.get("shard") == b"new")
+
+
+def tells_checksums_of_parts(cloud: Cloud) -> bool:
+    store = cloud.open()
+    upload = store.begin("shard", 3, PART)
+    receipt = send_part(store, upload, 1, b"abc")
+    told = [part.crc32c for part in store.parts(upload)]
+    return told not in ([], [CRC32C_UNTOLD]) and told == [receipt.crc32c]
+
+
+def refuses_a_wrong_checksum(cloud: Cloud) -> bool:
+    if not cloud.is_s3:
+        return _put(cloud, {"x-goog-hash": f"crc32c={WRONG}"}) == 400
+    headers = {"x-amz-checksum-crc32c": WRONG, "x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
+    return _put(cloud, headers) == 400
+
+
+def refuses_a_wrong_signature(cloud: Cloud) -> bool | None:
+    if not cloud.is_s3:
+        return None  # tokens instead
+    return signed(cloud, "PUT", secret_key="guessed").status_code == 403
+
+
+def reads_trailing_checksums(cloud: Cloud) -> bool | None:
+    if not cloud.is_s3:
+        return None
+    right = base64.b64encode(google_crc32c.value(b"1234").to_bytes(4, "big"))
+    headers = {
+        "content-encoding": "aws-chunked",
+        "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
+        "x-amz-decoded-content-length": "4",
+        "x-amz-trailer": "x-amz-checksum-crc32c",
+    }
+    body = b"4\r\n1234\r\n0\r\nx-amz-checksum-crc32c:%b\r\n\r\n"
+    refused = _put(cloud, headers, body % WRONG.encode()) == 400
+    return refused and _put(cloud, headers, body % right) == 200
+
+
+def _put(cloud: Cloud, headers: dict[str, str], body: bytes = b"1234") -> int:
+    return signed(cloud, "PUT", body, headers).status_code
+
+
+ROWS: dict[str, Callable[[Cloud], bool | None]] = {
+    "objects: put, get, head, list, delete, put_shard, get_range, check": moves_objects,
+    "uploads: begin, put_part, uploads, complete, abort": moves_parts,
+    "put, if absent": creates_only_if_absent,
+    "put_part, again with other bytes": replaces_a_part,
+    "parts, with their checksums": tells_checksums_of_parts,
+    "a wrong CRC32C in a header is refused": refuses_a_wrong_checksum,
+    "a CRC32C behind the body is read, and refused when wrong": reads_trailing_checksums,
+    "a wrong signature is refused": refuses_a_wrong_signature,
+}
+WORDS = {True: "seen", False: "**no**", None: "-"}
+
+
+@pytest.fixture
+def measured(open_cloud: Callable[[str], Cloud]) -> str:
+    lines = ["| call | " + " | ".join(SERVERS) + " |", "| --- |" + " --- |" * len(SERVERS)]
+    for row, ask in ROWS.items():
+        words = [WORDS[ask(open_cloud(name))] for name in SERVERS]
+        lines.append(f"| {row} | " + " | ".join(words) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_is_true(measured: str) -> None:
+    """docs/stores.md says of each server what it does today, no more and no less."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    if os.environ.get("WRITE_STORES_TABLE"):
+        PAGE.write_text(f"{before}{BEGIN}\n{measured}\n{END}{after}")
+        return
+    assert table.strip() == measured

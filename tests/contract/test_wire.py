@@ -1,0 +1,848 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire against servers of bare sockets: what it sends, what it makes of answers, and of trouble."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import socket
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.raw_server import Peer, RawServer, Request, Script, certificate
+from crc32c import crc32c
+from swansongd.errors import Permanent, Transient
+from swansongd.stores import connections
+from swansongd.stores.base import WINDOW_BYTES
+from swansongd.stores.wire import Answer, Wire
+from waiting import until
+
+CONTENT = os.urandom(2 * WINDOW_BYTES + 12_345)
+TRAILER = "x-amz-checksum-crc32c"
+Fails = pytest.raises(Transient)
+
+
+class Bytes:
+    """A body of bytes that are there."""
+
+    def __init__(self, content: bytes) -> None:
+        self.size_bytes = len(content)
+        self._content = content
+        self._position = 0
+
+    def rewind(self) -> None:
+        self._position = 0
+
+    def read_into(self, window: memoryview) -> None:
+        assert 0 < window.nbytes <= WINDOW_BYTES
+        window[:] = self._content[self._position : self._position + window.nbytes]
+        self._position += window.nbytes
+
+
+class Endless:
+    """A large body that costs nothing to read."""
+
+    size_bytes = 2**40
+
+    def rewind(self) -> None:
+        pass
+
+    def read_into(self, window: memoryview) -> None:
+        pass
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.rewinds = 0
+
+    def rewind(self) -> None:
+        self.content.clear()
+        self.rewinds += 1
+
+    def write(self, window: memoryview) -> None:
+        assert 0 < window.nbytes <= WINDOW_BYTES
+        self.content += window
+
+
+class Place:
+    """Starts servers of one kind, and wires to them, and ends them all."""
+
+    def __init__(self, stack: ExitStack, pem: Path | None) -> None:
+        self.pem = pem
+        self._stack = stack
+
+    def server(self, script: Script) -> RawServer:
+        return self._stack.enter_context(RawServer(script, self.pem))
+
+    def wire(self, server: RawServer, **options: Any) -> Wire:
+        options = {"connections": 8, "stall_s": 5.0, **options}
+        wire = Wire(server.url, ca_bundle=str(self.pem) if self.pem else None, **options)
+        self._stack.callback(wire.close)
+        return wire
+
+    def both(self, script: Script, **options: Any) -> tuple[RawServer, Wire]:
+        server = self.server(script)
+        return server, self.wire(server, **options)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def plain() -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(stack, None)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def place(request: pytest.FixtureRequest, pem: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(stack, pem if request.param == "tls" else None)
+
+
+def answering(*args: Any, seen: list[Request] | None = None) -> Script:
+    """Every request of a connection gets the same answer."""
+
+    def script(peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            if seen is not None:
+                seen.append(request)
+            peer.answer(*args)
+
+    return script
+
+
+def saying(raw: bytes) -> Script:
+    """One request is answered with these bytes, then the connection ends."""
+
+    def script(peer: Peer) -> None:
+        if peer.request() is not None:
+            peer.send(raw)
+
+    return script
+
+
+def put(wire: Wire, content: bytes = CONTENT, **options: Any) -> Answer:
+    return wire.request("PUT", "/bucket/key", {}, body=Bytes(content), **options)
+
+
+def get(wire: Wire, sink: Any = None, **headers: str) -> Answer:
+    return wire.request("GET", "/bucket/key", headers, sink=sink)
+
+
+class Running:
+    """A request in a thread; ``error`` is what it raised."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, WINDOW_BYTES + 1, len(CONTENT)])
+def test_a_body_arrives_as_it_is(place: Place, size_bytes: int) -> None:
+    """The server gets exactly the body, with its length, and the caller its CRC32C."""
+    seen: list[Request] = []
+    _, wire = place.both(answering(200, b"", "ETag: mine", seen=seen))
+    content = CONTENT[:size_bytes]
+    answer = put(wire, content)
+    assert (answer.status, answer.body, answer.headers["etag"]) == (200, b"", "mine")
+    assert answer.crc32c == crc32c(content)
+    (request,) = seen
+    assert request.line == "PUT /bucket/key HTTP/1.1"
+    assert request.header("content-length") == str(size_bytes)
+    assert request.header("host") == wire.host
+    assert request.body == content
+    assert wire.counters().sent_bytes == size_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, WINDOW_BYTES + 1, len(CONTENT)])
+def test_a_trailer_carries_the_checksum(place: Place, size_bytes: int) -> None:
+    """aws-chunked: a window a chunk, the checksum behind it, and Content-Length counts it all."""
+    seen: list[Request] = []
+    _, wire = place.both(answering(200, seen=seen))
+    content = CONTENT[:size_bytes]
+    assert put(wire, content, trailer=TRAILER).crc32c == crc32c(content)
+    rest, decoded = seen[0].body, b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        count = int(size, 16)
+        if not count:
+            break
+        assert rest[count : count + 2] == b"\r\n"
+        decoded, rest = decoded + rest[:count], rest[count + 2 :]
+        assert count == WINDOW_BYTES or len(decoded) == size_bytes
+    assert decoded == content
+    value = base64.b64encode(crc32c(content).to_bytes(4, "big"))
+    assert rest == TRAILER.encode() + b":" + value + b"\r\n\r\n"
+
+
+def test_no_line_break_gets_into_a_head(plain: Place) -> None:
+    """A header or a target cannot smuggle in another header."""
+    server, wire = plain.both(answering(200))
+    for target, value in (("/a\r\nX: 1", "y"), ("/a", "y\r\nX: 1"), ("/a", "y\nX: 1")):
+        with pytest.raises(ValueError, match="line break"):
+            wire.request("GET", target, {"x": value})
+    with pytest.raises(Permanent):
+        wire.request("GET", "/a", {"x": "y" * 2**15})
+    assert server.accepted == 0
+
+
+# ---------------------------------------------------------------- what is received
+
+
+def test_a_range_goes_to_the_sink(place: Place) -> None:
+    """A 206 of exactly the range asked for goes to the sink, in windows, after a rewind."""
+    sink = Kept()
+    _, wire = place.both(
+        answering(206, CONTENT, f"Content-Range: bytes 5-{len(CONTENT) + 4}/9999999")
+    )
+    for _ in range(2):
+        answer = get(wire, sink, Range=f"bytes=5-{len(CONTENT) + 4}")
+        assert (answer.status, answer.body) == (206, b"")
+        assert sink.content == CONTENT
+    assert sink.rewinds == 2
+    assert wire.counters().received_bytes == 2 * len(CONTENT)
+    assert wire.counters().connections_opened == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, CONTENT),
+        (206, CONTENT),
+        (206, CONTENT, "Content-Range: bytes 0-9/100"),
+        (206, CONTENT, "Content-Range: bytes 1-100/200"),
+        (206, b"", "Content-Range: bytes 0-9/100"),
+    ],
+)
+def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -> None:
+    """An answer that is not the range asked for leaves the sink alone, and its connection is closed."""
+    sink = Kept()
+    server, wire = plain.both(answering(*answer))
+    assert get(wire, sink, Range="bytes=0-99").body == b""
+    assert (sink.content, sink.rewinds) == (b"", 0)
+    server.script = answering(200, b"fine")
+    assert get(wire).body == b"fine"
+    assert server.accepted == 2
+
+
+@pytest.mark.fault("O01")
+@pytest.mark.parametrize("size_bytes", [0, 9, 11, 3 * WINDOW_BYTES])
+def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
+    """A body that is not as long as its own Content-Range says is Transient, never too much for a sink."""
+    sink = Kept()
+    server, wire = plain.both(answering(206, bytes(size_bytes), "Content-Range: bytes 0-9/10"))
+    with Fails:
+        get(wire, sink, Range="bytes=0-9")
+    assert len(sink.content) <= 10
+    server.script = answering(200, b"0123456789", "Content-Range: bytes 0-9/10")
+    get(wire, sink, Range="bytes=0-9")
+    assert sink.content == b"0123456789"
+
+
+def test_an_error_comes_back_whole(place: Place) -> None:
+    """Refusals are answers, their bodies too, and leave the connection usable."""
+    sink = Kept()
+    server, wire = place.both(answering(404, b"<Code>NoSuchKey</Code>", "Retry-After: 3"))
+    for _ in range(3):
+        answer = get(wire, sink, Range="bytes=0-9")
+        assert (answer.status, answer.body) == (404, b"<Code>NoSuchKey</Code>")
+        assert answer.headers["retry-after"] == "3"
+    assert sink.rewinds == 0
+    assert server.accepted == 1
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfine"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        CHUNKED + b"2\r\nfi\r\n2;x=y\r\nne\r\n0\r\n\r\n",
+        CHUNKED + b"4 \r\nfine\r\n0\r\nSome-Trailer: 1\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + FINE,
+        b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfine",
+        b"HTTP/1.1 200 \r\ncontent-length:4\r\nX: a\r\nx: b\r\n\r\nfine",
+        b"HTTP/1.1 200\r\nConnection: close\r\n\r\nfine",
+    ],
+)
+def test_shapes_of_answers(place: Place, raw: bytes) -> None:
+    """Chunks, interim answers, a body to the end of the connection: the same body, sink or not."""
+    server = place.server(saying(raw))
+    assert get(place.wire(server)).body == b"fine"
+    sink = Kept()
+    assert get(place.wire(server), sink).body == b""
+    assert sink.content == b"fine"
+
+
+@pytest.mark.parametrize(
+    ("method", "status"), [("HEAD", 200), ("HEAD", 404), ("DELETE", 204), ("GET", 304)]
+)
+def test_answers_without_a_body(place: Place, method: str, status: int) -> None:
+    """The length of a HEAD is that of a body that does not come; the connection stays good."""
+    raw = f"HTTP/1.1 {status} X\r\nContent-Length: 1000\r\n\r\n".encode()
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            peer.send(raw)
+
+    server, wire = place.both(script)
+    for _ in range(3):
+        answer = wire.request(method, "/", {})
+        assert (answer.status, answer.body) == (status, b"")
+    assert server.accepted == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\r\n\r\n",
+        b"HTTP/2 200 OK\r\n\r\n",
+        b"HTTP/1.1 999 OK\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\n\r\n" + FINE,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 1000 + FINE,
+        b"SSH-2.0-OpenSSH\r\n" * 10_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nContent-Length: four\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nfine!",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nContent-Length : 4\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\n folded\r\nContent-Length: 4\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2**17 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nfine",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + bytes(9 * 2**20),
+        CHUNKED + b"fine\r\n",
+        CHUNKED + b"4\r\nfine0\r\n\r\n",
+        CHUNKED + b"4\r\nfi",
+        CHUNKED + b"4\r\nfine\r\n",
+        CHUNKED + b"fffffffffffffffff\r\n",
+    ],
+)
+def test_garbage(plain: Place, raw: bytes) -> None:
+    """What is no right answer is Transient, takes bounded memory, and spoils nothing after it."""
+    server, wire = plain.both(saying(raw))
+    with Fails:
+        get(wire)
+    server.script = answering(200, b"fine")
+    assert get(wire).body == b"fine"
+
+
+# ---------------------------------------------------------------- connections
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfine",
+        FINE + FINE,
+        b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfine",
+    ],
+)
+def test_a_connection_that_must_not_be_used_again(plain: Place, raw: bytes) -> None:
+    """Close asked for, an older protocol, bytes that nobody asked for: the next request dials anew."""
+
+    def script(peer: Peer) -> None:
+        if peer.request() is not None:
+            peer.send(raw)
+            peer.wait_for_end()
+
+    server, wire = plain.both(script)
+    assert [get(wire).body for _ in range(3)] == [b"fine"] * 3
+    assert server.accepted == 3
+
+
+def test_the_server_closes_what_is_idle(place: Place) -> None:
+    """A kept connection that was closed meanwhile costs nothing: the request goes out on a new one."""
+    closed = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.answer(200, b"fine")
+        with suppress(OSError):
+            peer.sock.shutdown(socket.SHUT_RDWR)
+        closed.set()
+
+    server, wire = place.both(script)
+    for number in range(1, 4):
+        closed.clear()
+        assert get(wire).body == b"fine"
+        assert closed.wait(10)
+        assert server.accepted == number
+
+
+def test_many_share_few_connections(plain: Place) -> None:
+    """No more are opened than were granted; who finds all busy waits, for a while."""
+    gate = threading.Event()
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            gate.wait(20)
+            peer.answer(200, b"fine")
+
+    server, wire = plain.both(script, connections=2)
+    running = [Running(lambda: get(wire)) for _ in range(8)]
+    until(lambda: server.accepted == 2, what="both connections")
+    gate.set()
+    until(lambda: all(one.is_over for one in running), what="all eight")
+    assert [one.error for one in running] == [None] * 8
+    assert server.accepted == 2
+
+    gate.clear()
+    short = plain.wire(server, connections=1, reply_s=0.3, stall_s=0.3)
+    first = Running(lambda: get(short))
+    until(lambda: server.accepted == 3, what="the only connection")
+    with Fails:
+        get(short)
+    gate.set()
+    until(lambda: first.is_over)
+
+
+def test_what_is_idle_is_closed_and_costs_nothing(
+    plain: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle connections are closed in time, and the watching thread ends with the last one."""
+    monkeypatch.setattr(connections, "IDLE_S_MAX", 0.2)
+    ended = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.answer(200)
+        peer.wait_for_end()
+        ended.set()
+
+    _, wire = plain.both(script, stall_s=0.2)
+    before = threading.active_count()
+    get(wire)
+    assert ended.wait(10)
+    until(lambda: threading.active_count() < before + 1, what="the end of the watching thread")
+    ended.clear()
+    get(wire)
+    assert ended.wait(10)
+
+
+def test_nobody_there(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused connection and a name that nobody knows are Transient."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Fails:
+        get(Wire(f"http://127.0.0.1:{port}", connections=1))
+
+    def unknown(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with Fails:
+        get(Wire("http://store.invalid", connections=1))
+
+
+@pytest.mark.fault("O07")
+def test_a_certificate_that_nobody_knows(pem: Path) -> None:
+    """Permanent, with the way out: trying again does not mend it.  So is one for another host."""
+    with RawServer(answering(200), pem) as server:
+        with pytest.raises(Permanent) as caught:
+            get(Wire(server.url, connections=1))
+        assert "certificate" in caught.value.hint
+        other = server.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(Permanent):
+            get(Wire(other, connections=1, ca_bundle=str(pem)))
+
+
+def test_through_a_proxy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS goes through a tunnel, plain requests name the whole address; both say who they are."""
+    seen: list[Request] = []
+    server = place.server(answering(200, b"fine", seen=seen))
+    asked: list[Request] = []
+
+    def script(peer: Peer) -> None:
+        request = peer.request()
+        assert request is not None
+        asked.append(request)
+        if not request.line.startswith("CONNECT"):
+            peer.answer(200, b"fine")
+            return
+        peer.send(b"HTTP/1.1 200 Connected\r\n\r\n")
+        host, _, port = request.line.split()[1].partition(":")
+        with socket.create_connection((host, int(port))) as beyond:
+            back = threading.Thread(target=_pump, args=(beyond, peer.sock), daemon=True)
+            back.start()
+            _pump(peer.sock, beyond)
+            back.join(timeout=10)
+
+    with RawServer(script) as proxy:
+        where = proxy.url.replace("http://", "http://me:pass%20word@")
+        monkeypatch.setenv("http_proxy", where)
+        monkeypatch.setenv("https_proxy", where)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        wire = place.wire(server)
+        assert get(wire).body == b"fine"
+        wire.close()
+    host = server.url.partition("://")[2]
+    target = f"CONNECT {host}" if place.pem else f"GET {server.url}/bucket/key"
+    assert asked[0].line == f"{target} HTTP/1.1"
+    assert asked[0].header("proxy-authorization") == "Basic bWU6cGFzcyB3b3Jk"
+    assert [request.header("proxy-authorization") for request in seen] == [None] * len(seen)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+# ---------------------------------------------------------------- trouble on the way
+
+
+@pytest.mark.fault("O01")
+@pytest.mark.parametrize(
+    "offset",
+    [0, 1, 20, 300, 3000, WINDOW_BYTES, WINDOW_BYTES + 77, len(CONTENT) - 1, len(CONTENT)],
+)
+def test_a_reset_while_sending(place: Place, offset: int) -> None:
+    """Wherever in the request the connection breaks: Transient, and the same body goes out again."""
+
+    def script(peer: Peer) -> None:
+        peer.body(offset)
+        peer.reset()
+
+    server, wire = place.both(script)
+    body = Bytes(CONTENT)
+    with Fails:
+        wire.request("PUT", "/", {}, body=body, trailer=TRAILER)
+    seen: list[Request] = []
+    server.script = answering(200, seen=seen)
+    assert wire.request("PUT", "/", {}, body=body).crc32c == crc32c(CONTENT)
+    assert seen[0].body == CONTENT
+
+
+@pytest.mark.fault("O01")
+@pytest.mark.parametrize("how", ["reset", "close"])
+@pytest.mark.parametrize("offset", [0, 1, 12, 30, 60, 5000, WINDOW_BYTES + 500, len(CONTENT)])
+def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
+    """An answer that breaks off is Transient wherever it does, and the next attempt starts over."""
+    raw = f"HTTP/1.1 200 OK\r\nContent-Length: {len(CONTENT)}\r\n\r\n".encode() + CONTENT
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(raw[:offset])
+        if how == "reset":
+            peer.reset()
+
+    server, wire = place.both(script)
+    sink = Kept()
+    with Fails:
+        get(wire, sink)
+    server.script = answering(200, CONTENT)
+    get(wire, sink)
+    assert sink.content == CONTENT
+
+
+@pytest.mark.fault("O01")
+def test_a_reset_of_a_reused_connection(place: Place) -> None:
+    """A kept connection that dies under a request is Transient like any other."""
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.answer(200)
+        peer.body(50)
+        peer.reset()
+
+    server, wire = place.both(script)
+    put(wire, b"first")
+    with Fails:
+        put(wire)
+    assert server.accepted == 1
+
+
+@pytest.mark.fault("O04")
+@pytest.mark.parametrize("read_bytes", [0, 1, WINDOW_BYTES + 5])
+@pytest.mark.parametrize("trailer", [None, TRAILER])
+def test_a_refusal_before_the_body_is_there(
+    place: Place, read_bytes: int, trailer: str | None
+) -> None:
+    """The store's 503 reaches the caller, though the body never got through."""
+
+    def script(peer: Peer) -> None:
+        peer.head()
+        peer.body(read_bytes)
+        peer.answer(503, b"<Code>SlowDown</Code>", "Retry-After: 2", "Connection: close")
+        peer.sock.shutdown(socket.SHUT_WR) if place.pem is None else None
+        refused.set()
+        gone.wait(20)
+
+    refused, gone = threading.Event(), threading.Event()
+    server, wire = place.both(script, stall_s=0.4)
+    answer = wire.request("PUT", "/", {}, body=Endless(), trailer=trailer)
+    gone.set()
+    assert refused.is_set()
+    assert (answer.status, answer.body) == (503, b"<Code>SlowDown</Code>")
+    assert answer.headers["retry-after"] == "2"
+    server.script = answering(200)
+    assert put(wire).status == 200
+
+
+@pytest.mark.fault("O04")
+def test_a_refusal_and_a_reset(plain: Place) -> None:
+    """The refusal is read even when the store resets the connection right behind it."""
+
+    def script(peer: Peer) -> None:
+        peer.head()
+        peer.answer(503, b"busy", "Connection: close")
+
+    _, wire = plain.both(script)
+    assert wire.request("PUT", "/", {}, body=Endless()).status == 503
+
+
+# ---------------------------------------------------------------- what hangs
+
+
+def _reads_no_more(peer: Peer, gate: threading.Event) -> None:
+    peer.body(1000)
+    gate.wait(20)
+
+
+def _never_answers(peer: Peer, gate: threading.Event) -> None:
+    peer.request()
+    gate.wait(20)
+
+
+def _stops_within_the_head(peer: Peer, gate: threading.Event) -> None:
+    peer.request()
+    peer.send(FINE[:20])
+    gate.wait(20)
+
+
+def _stops_within_the_body(peer: Peer, gate: threading.Event) -> None:
+    peer.request()
+    peer.send(FINE[:-2])
+    gate.wait(20)
+
+
+@pytest.mark.fault("O02")
+@pytest.mark.parametrize(
+    "hang", [_reads_no_more, _never_answers, _stops_within_the_head, _stops_within_the_body]
+)
+def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> None:
+    """Wherever the other side stops, the worker gets out, with the reason, and goes on elsewhere."""
+    gate = threading.Event()
+    server, wire = place.both(lambda peer: hang(peer, gate), stall_s=0.4, reply_s=0.4)
+    body = Endless() if hang is _reads_no_more else Bytes(CONTENT)
+    with pytest.raises(Transient, match="nothing moved"):
+        wire.request("PUT", "/", {}, body=body)
+    assert not gate.is_set()
+    assert wire.counters().cuts == 1
+    server.script = answering(200)
+    assert put(wire).status == 200
+    gate.set()
+
+
+@pytest.mark.fault("O02")
+def test_an_answer_may_take_longer_than_a_stall(place: Place) -> None:
+    """A store that thinks before it answers has ``reply_s``; a part of it is not ended by ``stall_s``."""
+    paused = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        paused.wait(1.0)
+        peer.answer(200, b"fine")
+
+    _, wire = place.both(script, stall_s=0.2, reply_s=15)
+    assert put(wire).body == b"fine"
+    assert wire.counters().cuts == 0
+
+
+def test_slow_is_not_stalled(plain: Place) -> None:
+    """As long as something moves, and while a body or a sink takes its time, nothing is ended."""
+    pause = threading.Event()
+
+    class Slow(Bytes, Kept):
+        def __init__(self) -> None:
+            Bytes.__init__(self, b"0123456789")
+            Kept.__init__(self)
+
+        def rewind(self) -> None:
+            Bytes.rewind(self)
+            Kept.rewind(self)
+
+        def read_into(self, window: memoryview) -> None:
+            pause.wait(0.8)
+            super().read_into(window)
+
+        def write(self, window: memoryview) -> None:
+            pause.wait(0.8)
+            super().write(window)
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        raw = b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20
+        for at in range(0, len(raw), 4):
+            peer.send(raw[at : at + 4])
+            pause.wait(0.1)
+
+    _, wire = plain.both(script, stall_s=0.4, reply_s=0.4)
+    slow = Slow()
+    wire.request("PUT", "/", {}, body=slow, sink=slow)
+    assert slow.content == b"x" * 20
+    assert wire.counters().cuts == 0
+
+
+@pytest.mark.fault("O02")
+def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One far slower than the others is freed to go elsewhere; slow again, it is left to end."""
+    monkeypatch.setattr(connections, "_OUTLIER_AFTER_S", 0.3)
+    done = threading.Event()
+    begun: list[bool] = []
+
+    def script(peer: Peer) -> None:
+        head = peer.head()
+        is_slow = b"slow" in (head or b"")
+        begun.append(is_slow)
+        pause_s, piece = (0.05, 2**12) if is_slow else (0.005, 2**20)
+        if is_slow:
+            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        while not done.wait(pause_s) and peer.body(piece):
+            pass
+
+    _, wire = plain.both(script, connections=8)
+
+    def sending(name: str) -> Running:
+        return Running(lambda: wire.request("PUT", f"/{name}", {}, body=Endless()))
+
+    fast = [sending(f"fast{number}") for number in range(4)]
+    first = sending("slow-one")
+    until(lambda: first.is_over, what="the outlier to be cut")
+    assert isinstance(first.error, Transient)
+    assert re.search("slower", str(first.error))
+    again = sending("slow-one")
+    until(lambda: sum(begun) == 2, what="the same again")
+    other = sending("slow-other")
+    until(lambda: other.is_over, what="another outlier to be cut")
+    assert not again.is_over
+    assert wire.counters().cuts == 2
+    assert not any(one.is_over for one in fast)
+    done.set()
+    until(lambda: all(one.is_over for one in (again, *fast)), what="the end")
+
+
+# ---------------------------------------------------------------- bodies and sinks
+
+
+class _Trouble(OSError):
+    pass
+
+
+def test_trouble_of_a_body_is_not_the_network_s(place: Place) -> None:
+    """What a body raises comes out unchanged, the half request is cut off, and the wire goes on."""
+    got: list[bytes] = []
+
+    class Torn(Bytes):
+        def read_into(self, window: memoryview) -> None:
+            if self._position:
+                raise _Trouble("cannot be read")
+            super().read_into(window)
+
+    def script(peer: Peer) -> None:
+        peer.head()
+        got.append(peer.body(len(CONTENT)))
+
+    server, wire = place.both(script)
+    with pytest.raises(_Trouble):
+        wire.request("PUT", "/", {}, body=Torn(CONTENT))
+    until(lambda: got, what="the end of the connection")
+    assert CONTENT[:WINDOW_BYTES].startswith(got[0])
+    server.script = answering(200)
+    assert put(wire).status == 200
+
+
+def test_trouble_of_a_sink_is_not_the_network_s(place: Place) -> None:
+    """What a sink raises comes out unchanged, and what is left of the answer spoils no other request."""
+
+    class Full(Kept):
+        def write(self, window: memoryview) -> None:
+            raise _Trouble("no space")
+
+    server, wire = place.both(answering(200, CONTENT))
+    with pytest.raises(_Trouble):
+        get(wire, Full())
+    sink = Kept()
+    get(wire, sink)
+    assert sink.content == CONTENT
+    assert server.accepted == 2
+
+
+@pytest.mark.fault("H07")
+def test_memory_is_bounded(plain: Place) -> None:
+    """One window a connection, whatever a body or an answer measures."""
+    total_bytes = 48 * 2**20
+
+    class Zeros(Endless):
+        size_bytes = total_bytes
+
+    class Gone(Kept):
+        def write(self, window: memoryview) -> None:
+            pass
+
+    piece = bytes(2**18)
+
+    def script(peer: Peer) -> None:
+        window = memoryview(bytearray(2**16))
+        while peer.head() is not None:
+            left = total_bytes - len(peer.held())
+            while left and (count := peer.sock.recv_into(window[: min(left, window.nbytes)])):
+                left -= count
+            peer.send(f"HTTP/1.1 200 OK\r\nContent-Length: {total_bytes}\r\n\r\n".encode())
+            for _ in range(total_bytes // len(piece)):
+                peer.send(piece)
+
+    _, wire = plain.both(script, connections=2)
+    tracemalloc.start()
+    try:
+        running = [
+            Running(lambda: wire.request("PUT", "/", {}, body=Zeros(), sink=Gone()))
+            for _ in range(4)
+        ]
+        until(lambda: all(one.is_over for one in running), what="four requests", timeout_s=60)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [one.error for one in running] == [None] * 4
+    assert wire.counters().received_bytes == 4 * total_bytes
+    assert peak_bytes < 2 * WINDOW_BYTES * 1.5 + 2**20
