@@ -13,6 +13,7 @@ from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.base import ObjectStore
+from swansongd.stores.checksums import crc32c
 from swansongd.stores.files import FileStore
 
 PART_SIZE_BYTES = 1000
@@ -46,6 +47,8 @@ def commit(
     nodes: int = 1,
     attempt: str = "a1",
     loss: float = 2.5,
+    health: Mapping[str, float] | None = None,
+    kind: CheckpointKind = CheckpointKind.PERIODIC,
 ) -> Manifest:
     """Store the files as one node's part of a checkpoint, and commit it."""
     keys = RunKeys(run)
@@ -61,18 +64,19 @@ def commit(
                 digest=digest_of(data),
                 key=key,
                 part_size_bytes=PART_SIZE_BYTES,
+                crc32c=crc32c(data),
             )
         )
     made = Manifest(
         run=run,
         generation=generation,
         step=step,
-        kind=CheckpointKind.PERIODIC,
+        kind=kind,
         node=node,
         nodes=nodes,
         nonce=f"{attempt}{node}",
         shards=tuple(shards),
-        health={"loss": loss},
+        health={"loss": loss} if health is None else health,
         created="2030-01-01T00:00:00Z",
     )
     store.put(keys.commit(CommitRef(generation, step), node, nodes), manifest.encode(made))

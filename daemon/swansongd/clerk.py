@@ -13,22 +13,29 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from swansongd import commit, durable
+from swansongd import catalog, commit, durable
+from swansongd.core.cadence import History
 from swansongd.core.events import (
+    CheckComplete,
+    CommitCompleted,
     CommitDone,
     CommitFailed,
     CommitManifest,
     Event,
     FenceFound,
     GenerationClaimed,
+    HistoryRead,
 )
 from swansongd.errors import Exists, FencedError, StoreError, SwansongError
+from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
+from swansongd.model import CommitRef
 from swansongd.sources.base import HealthTracker
 from swansongd.stores.base import ObjectStore
 
@@ -47,6 +54,8 @@ class ClaimRecord:
     store_url: str
     boot_id: str
     generation: int
+    incarnation: str = ""
+    """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
 
     def save(self, own_directory: Path) -> None:
         body = {name: getattr(self, name) for name in self.__slots__}
@@ -61,6 +70,10 @@ class ClaimRecord:
             return None
         return record if type(record.generation) is int else None
 
+    def is_of(self, run: str, store_url: str, boot_id: str) -> bool:
+        """Whether it was made on this boot for this run and this store."""
+        return (self.run, self.store_url, self.boot_id) == (run, store_url, boot_id)
+
 
 class Clerk:
     """Claims, commits and says farewell.
@@ -69,10 +82,12 @@ class Clerk:
         store: wrapped so that it retries, and gives up at the deadline.
         keys: of the run.
         own_directory: the daemon's own, in staging; holds the claim over restarts.
+        journal: told what is committed, and what the newest commit of an earlier VM has stored.
         boot_id: of this boot of the kernel.
         post: takes what came of it.
         wall: wall clock in UTC, as text; informational.
         health: told of what worked and what failed.
+        several_vms: whether the generation is that of an incarnation of the job, see :meth:`join`.
     """
 
     def __init__(
@@ -82,18 +97,27 @@ class Clerk:
         own_directory: Path,
         post: Callable[[Event], None],
         *,
+        journal: Journal,
         boot_id: str,
         wall: Callable[[], str],
         health: HealthTracker,
+        several_vms: bool = False,
     ) -> None:
         self._store = store
         self._keys = keys
         self._own_directory = own_directory
         self._post = post
+        self._journal = journal
         self._boot_id = boot_id
         self._wall = wall
         self._health = health
-        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._several_vms = several_vms
+        record = ClaimRecord.load(own_directory)
+        is_ours = record is not None and record.is_of(keys.run, store.url, boot_id)
+        self._record = record if is_ours else None
+        self.incarnation = self._record.incarnation if self._record else ""
+        """The one that this boot has joined last; empty before it has."""
+        self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
         self._stop = threading.Event()
         self._idle = threading.Event()
         self._hurry = threading.Event()
@@ -119,6 +143,29 @@ class Clerk:
         """Look whether a newer generation is claimed; posts FenceFound if so."""
         self._jobs.put(lambda: self._check_fence(generation))
 
+    def claim_next(self, generation: int) -> None:
+        """Claim another generation after our own; posts GenerationClaimed or FenceFound."""
+
+        overtaken: int | None = generation
+
+        def claim() -> int:
+            nonlocal overtaken
+            if overtaken is not None:
+                commit.ensure_not_fenced(self._store, self._keys, overtaken)
+                overtaken = None  # from here on, a newer one may be our own
+            return self._claim_new()
+
+        self._jobs.put(lambda: self._claim(claim, is_first=False))
+
+    def join(self, incarnation: str) -> None:
+        """Share the generation of this incarnation; posts GenerationClaimed or FenceFound."""
+        self.incarnation = incarnation
+        self._jobs.put(lambda: self._join(incarnation))
+
+    def check_complete(self, order: CheckComplete) -> None:
+        """Look for the manifests of all VMs; posts CommitCompleted when they are there."""
+        self._jobs.put(lambda: self._check_complete(order))
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until what was ordered so far is done; False when it was not in time."""
         done = threading.Event()
@@ -131,7 +178,8 @@ class Clerk:
         self._hurry.set()
 
     def _run(self) -> None:
-        if not self._claim():
+        may_claim = not self._several_vms or self._record is not None
+        if may_claim and not self._claim(self._claimed) and not self._several_vms:
             return
         while not self._stop.is_set():
             job = self._jobs.get()
@@ -142,11 +190,12 @@ class Clerk:
 
     # ------------------------------------------------------------------ the claim
 
-    def _claim(self) -> bool:
+    def _claim(self, find: Callable[[], int], *, is_first: bool = True) -> bool:
         wait_s = _CLAIM_RETRY_S
-        while not self._stop.is_set():
+        incarnation = self.incarnation
+        while not self._stop.is_set() and incarnation == self.incarnation:
             try:
-                generation = self._claimed()
+                generation = find()
                 newest = commit.newest_whole_commit(self._store, self._keys)
             except FencedError as error:
                 self._post(FenceFound(error.newer))
@@ -158,7 +207,11 @@ class Clerk:
                 self._health.failed(f"{type(error).__name__}: {error}")
             else:
                 self._health.ok()
-                self._post(GenerationClaimed(generation, newest))
+                self._post(GenerationClaimed(generation, newest, is_rollback=not is_first))
+                if is_first:
+                    self._jobs.put(partial(self._read_history, generation))
+                if newest is not None:
+                    self._jobs.put(partial(self._seed, newest))
                 return True
             self._hurry.wait(wait_s)
             wait_s = min(2 * wait_s, _CLAIM_RETRY_S_MAX)
@@ -166,21 +219,29 @@ class Clerk:
                 self._stop.wait(0.5)
         return False
 
+    def _join(self, incarnation: str) -> None:
+        if incarnation != self.incarnation:
+            return  # yet another one has begun meanwhile
+        self._claim(lambda: self._claim_new(incarnation), is_first=False)
+
     def _claimed(self) -> int:
-        record = ClaimRecord.load(self._own_directory)
-        url, run = self._store.url, self._keys.run
-        if record is not None and (record.run, record.store_url, record.boot_id) == (
-            run,
-            url,
-            self._boot_id,
-        ):
+        record = self._record
+        if record is not None:
             # A daemon that was restarted goes on under its number, unless it was overtaken.
             commit.ensure_not_fenced(self._store, self._keys, record.generation)
             return record.generation
+        return self._claim_new()
+
+    def _claim_new(self, incarnation: str = "") -> int:
+        url, run = self._store.url, self._keys.run
         self._store.check()
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
-            self._store, self._keys, identity=identity, nonce=secrets.token_hex(8)
+            self._store,
+            self._keys,
+            identity=identity,
+            nonce=secrets.token_hex(8),
+            incarnation=incarnation,
         )
         if not claim.honours_if_absent:
             _log.error(
@@ -189,7 +250,8 @@ class Clerk:
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
         try:
-            ClaimRecord(run, url, self._boot_id, claim.generation).save(self._own_directory)
+            record = ClaimRecord(run, url, self._boot_id, claim.generation, incarnation)
+            record.save(self._own_directory)
         except OSError as error:
             _log.warning(
                 "claim_not_recorded",
@@ -233,7 +295,32 @@ class Clerk:
             self._post(CommitFailed(order.flush_id, reason, conflict=False))
         else:
             self._health.ok()
+            self._journal.committed(str(staged.id), order.shards)
             self._post(CommitDone(order.flush_id, manifest.ref))
+
+    def _seed(self, newest: CommitRef) -> None:
+        """What an earlier VM has committed need not be sent again; an evacuation does not wait for it."""
+        if self._hurry.is_set():
+            return
+        try:
+            for found in catalog.list_commits(self._store, self._keys):
+                if found.ref == newest and found.is_complete:
+                    manifests = catalog.load(self._store, self._keys, found)
+                    self._journal.seed([shard for made in manifests for shard in made.shards])
+        except SwansongError as error:
+            _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
+
+    def _read_history(self, generation: int) -> None:
+        """How often VMs of this run were lost; an evacuation does not wait for it."""
+        if self._hurry.is_set():
+            return
+        try:
+            history = catalog.history(self._store, self._keys, generation)
+        except SwansongError as error:
+            _log.warning("history_not_read", error=error.line())
+        else:
+            if history != History():
+                self._post(HistoryRead(history.observed_s, history.uncovered))
 
     def _check_fence(self, generation: int) -> None:
         try:
@@ -242,6 +329,17 @@ class Clerk:
             self._post(FenceFound(error.newer))
         except StoreError as error:  # the next commit looks again
             self._health.failed(error.line())
+
+    def _check_complete(self, order: CheckComplete) -> None:
+        try:
+            infos = self._store.list(self._keys.parts(order.ref))
+            found = [self._keys.parse_commit(info.key) for info in infos]
+        except StoreError as error:  # it is looked for again
+            self._health.failed(error.line())
+            return
+        nodes = {key.node for key in found if key is not None and key.nodes == order.nodes}
+        if len(nodes) == order.nodes:
+            self._post(CommitCompleted(order.ref))
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

@@ -1,130 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flush: moves the shards of one sealed set to the object store, part by part, in many threads.
+"""The flush: moves the shards of one set to the object store, part by part, in many threads.
 
-One set at a time; whoever decides which is :mod:`swansongd.core`.  A part is read into the buffer of
-its worker, hashed there and sent from there, so memory is bounded by workers times part size whatever
-the files measure.  Between parts a worker looks whether its flush still stands: that is how a flush is
-cancelled, and nothing waits for a request that hangs.  Uploads of a cancelled flush are left alone (an
-abort would cost time when there is none); a lifecycle rule of the bucket removes them.
+One set at a time; whoever decides which is :mod:`swansongd.core`.  A worker opens a staged file, and a
+part of it passes window by window through the digest and onto the wire, so memory is bounded by workers
+times window whatever the files measure.  Before each window a worker looks whether its bytes are still
+wanted: that is how a flush is cancelled, and nothing waits for a request that hangs.
 
-The keys of each flush carry a nonce of their own, so no key is ever written twice.
+Nothing that is stored is sent again.  A set that comes back after another one, or under its sealed name,
+goes on where it was (:mod:`swansongd.flush_set`), and so does a daemon that was restarted
+(:mod:`swansongd.journal`), once the store has confirmed what the journal says.  A file whose bytes the
+newest committed set has stored under the same path is referenced instead.
+
+No key is written twice with different bytes: keys carry a nonce, which is new for each set in each life
+of the daemon, and whenever a file of the set is not the same any more.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
-from swansongd.digests import part_count, part_digest, shard_digest
-from swansongd.errors import StagingError, SwansongError
+from swansongd.digests import part_count, shard_digest
+from swansongd.errors import NotFound, StagingError, SwansongError
+from swansongd.flush_parts import Cancelled, FileBody, opened, part_size_for, within_means
+from swansongd.flush_set import ADVANCE, FlushSet, Order, Outcome, Shard, Task
+from swansongd.journal import SETS_MAX, HeldShard, HeldUpload, Journal
 from swansongd.keys import RunKeys
-from swansongd.model import Staged, StagedFile, StoredShard
+from swansongd.model import CheckpointId, Staged, StoredShard
 from swansongd.staging import scan
-from swansongd.stores.base import ObjectStore, PartReceipt, Upload
+from swansongd.stores.base import CRC32C_UNTOLD, ObjectStore, PartReceipt
+from swansongd.stores.checksums import crc32c_of_parts
 
-PARTS_MAX = 10_000
-"""Of one object, at S3 and GCS alike."""
 _PROGRESS_INTERVAL_S = 0.05
 
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
-class _Shard:
-    """One file on its way.  Guarded by the lock of its job, but for the beginning of the upload."""
-
-    file: StagedFile
-    key: str
-    part_size_bytes: int
-    begin_lock: threading.Lock = field(default_factory=threading.Lock)
-    fd: int = -1
-    upload: Upload | None = None
-    digests: dict[int, bytes] = field(default_factory=dict)
-    receipts: dict[int, PartReceipt] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> int:
-        return part_count(self.file.size_bytes, self.part_size_bytes)
-
-    def length_bytes(self, number: int) -> int:
-        """Of part ``number``, counted from 1."""
-        return min(self.part_size_bytes, self.file.size_bytes - (number - 1) * self.part_size_bytes)
-
-    def close(self) -> None:
-        """Only when no worker reads it any more."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-class _Job:
-    """One flush: which parts are still to be sent, and what came of the others."""
-
-    def __init__(self, flush_id: str, staged: Staged, shards: list[_Shard], now: float) -> None:
-        self.flush_id = flush_id
-        self.staged = staged
-        self.lock = threading.Lock()
-        self.is_over = False
-        self.stored: list[StoredShard] = []
-        self.bytes_stored = 0
-        self.progress_mono_s = now
-        self._shards = shards
-        markers = [s for s in shards if s.file.path in staged.markers]
-        data = [s for s in shards if s.file.path not in staged.markers]
-        # The largest first: a big one that begins last would keep one worker busy alone.
-        data.sort(key=lambda shard: shard.file.size_bytes, reverse=True)
-        self._tasks = deque((shard, number + 1) for shard in data for number in range(shard.parts))
-        self._markers = deque((s, number + 1) for s in markers for number in range(s.parts))
-        self._data_left = len(data)
-
-    def next_task(self) -> tuple[_Shard, int] | None:
-        """A part to send; None when none may begin now.  Markers wait for all the data they cover."""
-        with self.lock:
-            if self.is_over:
-                return None
-            if self._tasks:
-                return self._tasks.popleft()
-            return self._markers.popleft() if self._markers and not self._data_left else None
-
-    def shard_done(self, shard: _Shard, stored: StoredShard) -> bool:
-        """Note it; True when it was the last one."""
-        with self.lock:
-            self.stored.append(stored)
-            if shard.file.path not in self.staged.markers:
-                self._data_left -= 1
-            return len(self.stored) == len(self._shards)
-
-    def end(self) -> bool:
-        """No part begins any more; True for the one caller that ended it."""
-        with self.lock:
-            was_over, self.is_over = self.is_over, True
-        return not was_over
-
-    def close_files(self) -> None:
-        """Only when no worker reads any more."""
-        for shard in self._shards:
-            shard.close()
-
-
 class FlushEngine:
-    """Sends one sealed set at a time.
+    """Sends one set at a time.
 
     Args:
         store: wrapped so that it retries, and gives up at the deadline.
         keys: of the run.
         run_directory: staging directory of the run.
         post: takes FlushProgress, Flushed and FlushFailed.
+        journal: of this run and store.
         nonce: a new short random word at each call.
         connections: how many parts travel at once.
-        part_size_bytes: of each part, but for files so large that they would have too many.
+        part_size_bytes: of each part, but for large files.
+        is_urgent: whether an evacuation is open.
     """
 
     def __init__(
@@ -134,173 +65,410 @@ class FlushEngine:
         run_directory: Path,
         post: Callable[[Event], None],
         *,
+        journal: Journal,
         nonce: Callable[[], str],
         connections: int,
         part_size_bytes: int,
+        is_urgent: Callable[[], bool],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._keys = keys
         self._run_directory = run_directory
         self._post = post
+        self._journal = journal
         self._nonce = nonce
-        self._part_size_bytes = max(part_size_bytes, store.part_size_bytes_min)
+        self._part_size_bytes = part_size_bytes
+        self._is_urgent = is_urgent
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._job: _Job | None = None
-        self._working: dict[_Job, int] = {}
+        self._idle = 0
+        self._sets: dict[CheckpointId, FlushSet] = {}
+        self._active: FlushSet | None = None
+        self._ordered: tuple[Order, FlushSet] | None = None
+        """What the next free worker begins: whoever gives the order must not wait for the journal."""
+        self._is_beginning = False
+        self._progress_mono_s = monotonic()
         for number in range(connections):
-            name = f"flush-{number}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+            self._start_worker(number)
 
-    def start(self, flush_id: str, staged: Staged, generation: int) -> None:
-        """Send this set, and forget about whatever was being sent."""
-        attempt = self._nonce()
-        shards = [
-            _Shard(
-                file=file,
-                key=self._keys.shard(generation, staged.id, attempt, staged.node, file.path),
-                part_size_bytes=self._part_size_for(file.size_bytes),
-            )
-            for file in staged.files
-        ]
-        self._replace(_Job(flush_id, staged, shards, self._monotonic()))
+    def start(
+        self, flush_id: str, staged: Staged, generation: int, *, is_sealed: bool = True
+    ) -> None:
+        """Send this set, and leave whatever else was being sent where it is.
+
+        Of a set that is not sealed the files so far are sent; FlushProgress is all that is heard of it,
+        or FlushFailed when the store fails.
+        """
+        order = Order(flush_id, staged, is_sealed)
+        with self._changed:
+            flush_set = self._sets.get(staged.id) or self._new_set(staged, generation)
+            if self._active is not flush_set:
+                self._halt()
+            self._ordered = order, flush_set
+            self._changed.notify()
 
     def cancel(self, flush_id: str) -> None:
-        """Begin no further part of this flush; says nothing more about it."""
+        """Send no further byte of this flush; says nothing more about it."""
         with self._changed:
-            stands = self._job is not None and self._job.flush_id == flush_id
-        if stands:
-            self._replace(None)
+            if self._ordered is not None and self._ordered[0].flush_id == flush_id:
+                self._ordered = None
+                self._halt()  # what was to go on as this one
+            order = self._active.order if self._active is not None else None
+            if order is not None and order.flush_id == flush_id:
+                self._halt()
 
-    def _replace(self, job: _Job | None) -> None:
-        with self._changed:
-            before, self._job = self._job, job
-            if before is not None:
-                before.end()
-                self._close_if_idle(before)
-            self._changed.notify_all()
+    def _new_set(self, staged: Staged, generation: int) -> FlushSet:
+        others = [
+            checkpoint for checkpoint, other in self._sets.items() if other is not self._active
+        ]
+        for checkpoint in others[: len(self._sets) - SETS_MAX + 1]:
+            del self._sets[checkpoint]
+        key_of = partial(self._key_of, generation, staged)
+        made = self._sets[staged.id] = FlushSet(str(staged.id), key_of, self._nonce)
+        return made
 
-    def _part_size_for(self, size_bytes: int) -> int:
-        size = self._part_size_bytes
-        while part_count(size_bytes, size) > PARTS_MAX:
-            size *= 2
-        return size
+    def _key_of(self, generation: int, staged: Staged, path: str, attempt: str) -> str:
+        return self._keys.shard(generation, staged.id, attempt, staged.node, path)
+
+    def _halt(self) -> None:
+        flush_set, self._active = self._active, None
+        if flush_set is not None and flush_set.order is not None:
+            order, flush_set.order = flush_set.order, None
+            self._close_if_over(order, flush_set)
 
     # ------------------------------------------------------------------ in the workers
 
-    def _work(self) -> None:
-        buffer = bytearray()
-        while True:
-            job, shard, number = self._take()
-            try:
-                wanted = shard.length_bytes(number)
-                if len(buffer) < wanted:
-                    buffer = bytearray(max(wanted, min(shard.part_size_bytes, 2 * len(buffer))))
-                self._send(job, shard, number, memoryview(buffer)[:wanted])
-            except StagingError as error:
-                self._fail(job, error.line(), void=True)
-            except SwansongError as error:
-                self._fail(job, error.line(), void=False)
-            except Exception as error:  # a fault of ours must not end the worker
-                _log.exception("flush_fault", flush_id=job.flush_id)
-                self._fail(job, f"{type(error).__name__}: {error}", void=False)
-            finally:
-                self._release(job)
+    def _start_worker(self, number: int) -> None:
+        try:
+            threading.Thread(target=self._work, name=f"flush-{number}", daemon=True).start()
+        except RuntimeError as error:  # as many as this VM allows, and at least one
+            if not number:
+                raise
+            _log.warning("flush_worker_not_started", number=number, error=str(error))
 
-    def _take(self) -> tuple[_Job, _Shard, int]:
+    def _work(self) -> None:
+        while True:
+            order, flush_set, task = self._take()
+            outcome: Outcome = "again"
+            try:
+                if task == "begin":
+                    self._begin(order, flush_set)
+                elif task == "end":
+                    self._end(order, flush_set)
+                else:
+                    self._carry_out(order, flush_set, *task)
+                outcome = "done"
+            except Cancelled:
+                pass
+            except StagingError as error:
+                outcome = "aside"
+                self._fail(order, flush_set, error.line(), void=True)
+            except SwansongError as error:
+                self._fail(order, flush_set, error.line(), void=False)
+            except Exception as error:  # a fault of ours must not end the worker
+                _log.exception("flush_fault", flush_id=order.flush_id)
+                self._fail(order, flush_set, f"{type(error).__name__}: {error}", void=False)
+            self._leave(order, flush_set, task, outcome)
+
+    def _take(self) -> tuple[Order, FlushSet, Task | Literal["begin"]]:
         with self._changed:
             while True:
-                job = self._job
-                task = job.next_task() if job is not None else None
-                if job is not None and task is not None:
-                    self._working[job] = self._working.get(job, 0) + 1
-                    return job, *task
+                if self._ordered is not None and not self._is_beginning:
+                    self._is_beginning = True
+                    return *self._ordered, "begin"
+                active = self._active
+                task = active.next_task() if active is not None else None
+                if active is not None and active.order is not None and task is not None:
+                    self._wake()
+                    active.order.workers += 1
+                    return active.order, active, task
+                self._idle += 1
                 self._changed.wait()
+                self._idle -= 1
 
-    def _release(self, job: _Job) -> None:
+    def _wake(self) -> None:
+        """One worker at a time, who wakes the next: there may be less to do than there are workers."""
+        if self._idle and self._active is not None and self._active.has_task():
+            self._changed.notify()
+
+    def _leave(
+        self,
+        order: Order,
+        flush_set: FlushSet,
+        task: Task | Literal["begin"],
+        outcome: Outcome,
+    ) -> None:
         with self._changed:
-            self._working[job] -= 1
-            if not self._working[job]:
-                del self._working[job]
-            if job.is_over:
-                self._close_if_idle(job)
-            self._changed.notify_all()  # the markers may be due
+            if task == "begin":
+                self._is_beginning = False
+                self._changed.notify()
+            elif task != "end":
+                if outcome == "aside" and flush_set.order is not order:
+                    outcome = "again"  # what the order before could not read, this one may
+                flush_set.settle(*task, outcome)
+            order.workers -= task != "begin"
+            self._close_if_over(order, flush_set)
+            self._wake()
+        self._report(flush_set, at_once=task == "begin")
 
-    def _close_if_idle(self, job: _Job) -> None:
-        if job not in self._working:
-            job.close_files()
-
-    def _send(self, job: _Job, shard: _Shard, number: int, view: memoryview) -> None:
-        with shard.begin_lock:
-            if shard.fd < 0:
-                shard.fd = scan.open_file(self._run_directory, job.staged.directory, shard.file)
-            if shard.upload is None and shard.parts > 1:
-                shard.upload = self._store.begin(
-                    shard.key, shard.file.size_bytes, shard.part_size_bytes
-                )
-        _read(shard, (number - 1) * shard.part_size_bytes, view)
-        digest = part_digest(view)
-        receipt = None
-        if shard.upload is None:
-            self._store.put(shard.key, view)
-        else:
-            receipt = self._store.put_part(shard.upload, number, view)
-        with job.lock:
-            if job.is_over:
+    def _fail(self, order: Order, flush_set: FlushSet, reason: str, *, void: bool) -> None:
+        with self._changed:
+            # A set that is not sealed may still change: its files are looked at again when it is.
+            if flush_set.order is not order or (void and not order.is_sealed):
                 return
-            shard.digests[number] = digest
-            if receipt is not None:
-                shard.receipts[number] = receipt
-            is_last = len(shard.digests) == shard.parts
-            job.bytes_stored += len(view)
-            now = self._monotonic()
-            is_due = now - job.progress_mono_s >= _PROGRESS_INTERVAL_S
-            if is_due:
-                job.progress_mono_s = now
-        if is_due:
-            self._post(FlushProgress(job.flush_id, job.bytes_stored))
-        if is_last:
-            self._finish(job, shard)
+            flush_set.order = None
+            if self._active is flush_set:
+                self._active = None
+        self._post(FlushFailed(order.flush_id, reason, void))
 
-    def _finish(self, job: _Job, shard: _Shard) -> None:
-        numbers = range(1, shard.parts + 1)
-        if shard.upload is not None:
-            self._store.complete(shard.upload, [shard.receipts[number] for number in numbers])
-        if not scan.unchanged(shard.fd, shard.file):
-            raise StagingError(f"{shard.file.path} changed while it was read")
-        shard.close()  # all its parts are sent; a set may have more files than we may have open
-        stored = StoredShard(
-            path=shard.file.path,
-            size_bytes=shard.file.size_bytes,
-            digest=shard_digest([shard.digests[number] for number in numbers]),
-            key=shard.key,
-            part_size_bytes=shard.part_size_bytes,
-        )
-        if not job.shard_done(shard, stored):
-            return
-        if not scan.same_listing(self._run_directory, job.staged):
+    def _begin(self, order: Order, flush_set: FlushSet) -> None:
+        held = self._journal.held(flush_set.name)
+        with self._changed:
+            if self._ordered is None or self._ordered[0] is not order:
+                return  # there is another by now, or none
+            self._ordered = None
+            self._active = flush_set
+            before = flush_set.order
+            flush_set.begin(order, held)
+            if before is not None:
+                self._close_if_over(before, flush_set)
+
+    def _end(self, order: Order, flush_set: FlushSet) -> None:
+        if not scan.same_listing(self._run_directory, order.staged):
             raise StagingError(
-                f"{job.staged.directory} changed while it was read",
+                f"{order.staged.directory} changed while it was read",
                 hint="If the trainer was still writing, raise trainer.settle_s",
             )
-        if job.end():
-            shards = tuple(sorted(job.stored, key=lambda item: item.path))
-            self._post(Flushed(job.flush_id, shards))
+        with self._changed:
+            if flush_set.order is not order:
+                return
+            stored = [shard.stored for _, shard in sorted(flush_set.shards.items())]
+            self._halt()
+        held = [item for item in stored if item is not None]
+        referenced = [item.shard.size_bytes for item in held if item.is_referenced]
+        self._post(Flushed(order.flush_id, tuple(item.shard for item in held), sum(referenced)))
 
-    def _fail(self, job: _Job, reason: str, *, void: bool) -> None:
-        if job.end():
-            self._post(FlushFailed(job.flush_id, reason, void))
+    # ------------------------------------------------------------------ one shard
 
+    def _carry_out(self, order: Order, flush_set: FlushSet, shard: Shard, number: int) -> None:
+        upload = shard.upload
+        if not shard.is_believed:
+            self._recover(flush_set, shard)
+        elif upload is None:
+            self._open(order, flush_set, shard)
+        elif number != ADVANCE:
+            self._send_part(order, flush_set, shard, upload, number)
+        elif upload.is_whole:
+            self._complete(flush_set, shard, upload)
 
-def _read(shard: _Shard, offset: int, view: memoryview) -> None:
-    """Fill ``view`` from the file.  A short read means that the file was cut: its set is void."""
-    done = 0
-    while done < len(view):
+    def _recover(self, flush_set: FlushSet, shard: Shard) -> None:
+        """Ask the store about what the journal says, and believe what both say."""
+        held = shard.held
+        if isinstance(held, HeldShard):
+            if self._is_there(held.shard):
+                self._stored(flush_set, shard, held)
+            else:
+                self._renew(flush_set, shard, NotFound(f"{held.shard.key} is gone"))
+        elif held is not None:
+            try:
+                receipts = {receipt.number: receipt for receipt in self._store.parts(held.upload)}
+            except NotFound as error:
+                whole = _whole(held) if held.is_whole else None
+                if whole is not None and self._is_there(whole.shard):  # completed, unheard
+                    self._stored(flush_set, shard, whole)
+                else:
+                    self._renew(flush_set, shard, error)
+                return
+            with self._changed:
+                for number, part in list(held.parts.items()):
+                    is_true = _agree(part.receipt, receipts.get(number))
+                    if not is_true and number not in shard.in_flight:
+                        del held.parts[number]
+                shard.is_believed = True
+                flush_set.count(shard)
+
+    def _open(self, order: Order, flush_set: FlushSet, shard: Shard) -> None:
+        """Reference the shard, store it in one request, or begin its upload."""
+        file = shard.file
+        referenced = self._reference(order, flush_set, shard)
+        if referenced is not None:
+            self._stored(flush_set, shard, referenced)
+            return
+        part_size_bytes = part_size_for(
+            file.size_bytes,
+            wanted_bytes=self._part_size_bytes,
+            least_bytes=self._store.part_size_bytes_min,
+        )
+        if file.size_bytes > part_size_bytes:
+            upload = self._store.begin(shard.key, file.size_bytes, part_size_bytes)
+            held = self._journal.upload_begun(flush_set.name, file, upload)
+            with self._changed:
+                shard.held = held
+            return
+        with opened(self._directory(order), file) as fd:
+            body = _body(flush_set, shard, fd, 0, file.size_bytes, self._moved(order, flush_set))
+            crc32c = self._store.put_shard(shard.key, body)
+        stored = StoredShard(
+            path=file.path,
+            size_bytes=file.size_bytes,
+            digest=shard_digest([body.digest]),
+            key=shard.key,
+            part_size_bytes=part_size_bytes,
+            crc32c=crc32c,
+        )
+        self._stored(flush_set, shard, HeldShard(file, stored, (body.digest,)))
+
+    def _reference(self, order: Order, flush_set: FlushSet, shard: Shard) -> HeldShard | None:
+        """The shard as the newest committed set has stored it, when it has the same bytes.
+
+        Its first part tells nearly always when it has not.  Where nothing is known of the parts the whole
+        file has to be read, for which there is no time in an evacuation.
+        """
+        file = shard.file
+        known = self._journal.known(file.path)
+        if known is None or known.shard.size_bytes != file.size_bytes or not file.size_bytes:
+            return None
+        if not known.part_digests and self._is_urgent():
+            return None
+        part_size_bytes = known.shard.part_size_bytes
+        digests: list[bytes] = []
+        with opened(self._directory(order), file) as fd:
+            for index in range(part_count(file.size_bytes, part_size_bytes)):
+                offset = index * part_size_bytes
+                size_bytes = min(part_size_bytes, file.size_bytes - offset)
+                body = _body(flush_set, shard, fd, offset, size_bytes)
+                digests.append(body.read_all())
+                if known.part_digests and digests[-1] != known.part_digests[index]:
+                    return None
+        if shard_digest(digests) != known.shard.digest or not self._is_there(known.shard):
+            return None
+        return HeldShard(file, known.shard, tuple(digests), is_referenced=True)
+
+    def _send_part(
+        self, order: Order, flush_set: FlushSet, shard: Shard, held: HeldUpload, number: int
+    ) -> None:
+        upload = held.upload
+        offset = (number - 1) * upload.part_size_bytes
+        size_bytes = upload.part_length_bytes(number)
+        with opened(self._directory(order), shard.file) as fd:
+            body = _body(flush_set, shard, fd, offset, size_bytes, self._moved(order, flush_set))
+            try:
+                receipt = self._store.put_part(upload, number, body)
+            except NotFound as error:
+                self._renew(flush_set, shard, error)
+                raise Cancelled from None
+        self._journal.part_stored(flush_set.name, held, receipt, body.digest)
+
+    def _complete(self, flush_set: FlushSet, shard: Shard, held: HeldUpload) -> None:
+        whole = _whole(held)
+        receipts = [held.parts[number].receipt for number in sorted(held.parts)]
         try:
-            count = os.preadv(shard.fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise StagingError(f"{shard.file.path} cannot be read: {error.strerror}") from error
-        if not count:
-            raise StagingError(f"{shard.file.path} ends early: it was cut after it was sealed")
-        done += count
+            self._store.complete(held.upload, receipts)
+        except NotFound as error:
+            self._renew(flush_set, shard, error)
+        except BaseException:
+            with self._changed:
+                shard.is_believed = False  # the next try asks for the parts first
+                flush_set.count(shard)
+            raise
+        else:
+            self._stored(flush_set, shard, whole)
+
+    def _renew(self, flush_set: FlushSet, shard: Shard, error: NotFound) -> None:
+        _log.warning("stored_part_gone", key=shard.key, error=str(error))
+        with self._changed:
+            if not flush_set.renew(shard):
+                raise error
+
+    def _stored(self, flush_set: FlushSet, shard: Shard, held: HeldShard) -> None:
+        self._journal.shard_stored(flush_set.name, held)
+        with self._changed:
+            flush_set.stored(shard, held)
+
+    def _directory(self, order: Order) -> scan.SetDirectory:
+        """Of the set, opened once an order."""
+        if order.directory is not None:
+            return order.directory
+        name = order.staged.directory
+        mine = within_means(lambda: scan.SetDirectory(self._run_directory, name))
+        with self._changed:
+            if order.directory is None:
+                order.directory = mine
+                return mine
+        mine.close()
+        return order.directory
+
+    def _close_if_over(self, order: Order, flush_set: FlushSet) -> None:
+        if flush_set.order is not order and not order.workers and order.directory is not None:
+            order.directory.close()
+            order.directory = None
+
+    def _moved(self, order: Order, flush_set: FlushSet) -> Callable[[int], None]:
+        """Counts what leaves, window by window: with many parts under way none of them may end for long."""
+
+        def moved(size_bytes: int) -> None:
+            order.moved(size_bytes)
+            self._report(flush_set)
+
+        return moved
+
+    def _report(self, flush_set: FlushSet, *, at_once: bool = False) -> None:
+        """Say how far the flush is, now and then."""
+        now = self._monotonic()
+        if not at_once and now - self._progress_mono_s < _PROGRESS_INTERVAL_S:
+            return  # nearly always, and then without waiting for the lock
+        with self._changed:
+            order = flush_set.order
+            is_due = at_once or now - self._progress_mono_s >= _PROGRESS_INTERVAL_S
+            if order is None or not is_due:
+                return
+            self._progress_mono_s = now
+            sent_bytes = sum(list(order.sent_bytes.values()))
+            progress = FlushProgress(order.flush_id, flush_set.bytes_stored, sent_bytes)
+        self._post(progress)
+
+    def _is_there(self, shard: StoredShard) -> bool:
+        info = self._store.head(shard.key)
+        return info is not None and info.size_bytes == shard.size_bytes
+
+
+def _body(
+    flush_set: FlushSet,
+    shard: Shard,
+    fd: int,
+    offset: int,
+    size_bytes: int,
+    moved: Callable[[int], None] = lambda _bytes: None,
+) -> FileBody:
+    def is_unwanted() -> bool:
+        return not flush_set.wants(shard)
+
+    return FileBody(fd, shard.file.path, offset, size_bytes, is_unwanted, moved)
+
+
+def _agree(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
+    """Whether the store has the part that we have a receipt of."""
+    if theirs is None or theirs != ours:
+        return False
+    return theirs.crc32c in (ours.crc32c, CRC32C_UNTOLD)
+
+
+def _whole(held: HeldUpload) -> HeldShard:
+    """The shard that comes of an upload that has all its parts."""
+    upload = held.upload
+    parts = [held.parts[number] for number in sorted(held.parts)]
+    digests = tuple(part.digest for part in parts)
+    lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
+    return HeldShard(
+        held.file,
+        StoredShard(
+            path=held.file.path,
+            size_bytes=upload.size_bytes,
+            digest=shard_digest(digests),
+            key=upload.key,
+            part_size_bytes=upload.part_size_bytes,
+            crc32c=crc32c_of_parts(lengths),
+        ),
+        digests,
+    )

@@ -26,6 +26,7 @@ FORMAT = "swansong-manifest"
 VERSION = 1
 
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
+_CRC32C = re.compile(r"[0-9a-f]{8}")
 _KEY = re.compile(r"[A-Za-z0-9_+=@,. -]+(/[A-Za-z0-9_+=@,. -]+)*")
 _INT_MAX = 2**63 - 1
 _PARTS_MAX = 1_000_000
@@ -69,7 +70,9 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: it holds a number that is not finite, or a value that JSON does not have.
     """
-    body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    for shard in body["shards"]:
+        shard["crc32c"] = f"{shard['crc32c']:08x}"
     return _canonical({**body, "digest": _own_digest(body)})
 
 
@@ -166,12 +169,16 @@ def check_paths(paths: Sequence[str]) -> None:
 def _shard(item: Any) -> StoredShard:
     if not isinstance(item, dict):
         raise CorruptError("the manifest has a shard that is no object")
+    crc32c = _field(item, "crc32c", str)
+    if not _CRC32C.fullmatch(crc32c):
+        raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, not of 8 hex digits")
     shard = StoredShard(
         path=_field(item, "path", str),
         size_bytes=_count(item, "size_bytes"),
         digest=_field(item, "digest", str),
         key=_field(item, "key", str),
         part_size_bytes=_count(item, "part_size_bytes"),
+        crc32c=int(crc32c, 16),
     )
     is_legal = 1 <= shard.part_size_bytes <= PART_SIZE_BYTES_MAX
     if not is_legal or part_count(shard.size_bytes, shard.part_size_bytes) > _PARTS_MAX:

@@ -14,6 +14,7 @@ import pytest
 from clouds import Aws, Bucket, Gcp
 from emulators.process import EmulatorProcess
 from rig import EXAMPLES, Process, Vm, control
+from strict_bucket import ACCOUNT, Strict
 
 NewVm = Callable[..., Vm]
 WITNESS = str(Path(__file__).with_name("witness.py"))
@@ -86,3 +87,17 @@ def weights_after() -> Callable[[int], str]:
         return known[steps]
 
     return digest
+
+
+@pytest.fixture(scope="module")
+def strict_s3() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess("emulators.s3_strict", "--port", "0", "--bucket", "ckpt") as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def strict_bucket(strict_s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strict]:
+    for name, value in ACCOUNT.items():
+        monkeypatch.setenv(name, value)
+    yield Strict(strict_s3.url, secrets.token_hex(4))
+    control(strict_s3.url, "clear")

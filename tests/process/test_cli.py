@@ -108,6 +108,7 @@ def test_restore_as_json_with_every_option(place: Place) -> None:
         "step": 100,
         "path": str(place.to),
         "size_bytes": 50_004,
+        "reused_bytes": 0,
         "skipped": [],
     }
     assert tree(place.to) == FILES
@@ -203,8 +204,8 @@ import sys, threading
 from swansongd.cli import main
 from swansongd.stores.files import FileStore
 read = FileStore.get_range
-def get_range(self, key, offset, into):
-    read(self, key, offset, into)
+def get_range(self, key, offset, size_bytes, sink):
+    read(self, key, offset, size_bytes, sink)
     if offset:
         threading.Event().wait(0.5 if {mild} else 60)
 FileStore.get_range = get_range
@@ -226,11 +227,12 @@ def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]
         text=True,
     )
     try:
-        until(lambda: place.to.parent.exists() and os.listdir(place.to.parent), what="the download")
-        until(
-            lambda: any(map(len, tree(place.to.parent).values())) or process.poll() is not None,
-            what="the first bytes",
-        )
+
+        def has_part() -> bool:
+            journals = place.to.parent.glob(".here.partial-*/journal")
+            return any(path.read_bytes().count(b"\n") > 1 for path in journals)
+
+        until(lambda: has_part() or process.poll() is not None, what="the first part")
         yield process
     finally:
         process.kill()
@@ -239,34 +241,39 @@ def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]
 
 @pytest.mark.fault("G11")
 def test_a_killed_restore_can_be_run_again(place: Place) -> None:
-    """SIGKILL in the middle: no destination; the second run succeeds and removes what was left."""
+    """SIGKILL in the middle: no destination; the second run succeeds and uses what was left."""
     commit(place.store, FILES)
     with slow_restore(place, mild=False) as process:
         process.kill()
         process.wait(30)
     (left,) = os.listdir(place.to.parent)
     assert left.startswith(".here.partial-")
-    assert place.run("restore", "--to", str(place.to)).returncode == 0
+    assert place.run_json("restore", "--to", str(place.to))["reused_bytes"] > 0
     assert tree(place.to) == FILES
     assert os.listdir(place.to.parent) == ["here"]
 
 
 @pytest.mark.fault("G11")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_restore_cleans_up(place: Place, number: signal.Signals) -> None:
-    """Ctrl-C or a stopping unit: exit 9 in one line, nothing left."""
+def test_a_stopped_restore_keeps_what_it_has(place: Place, number: signal.Signals) -> None:
+    """Ctrl-C or a stopping unit: exit 9, and the word that the same command goes on from there."""
     commit(place.store, FILES)
     with slow_restore(place, mild=True) as process:
         process.send_signal(number)
         _, complaint = process.communicate(timeout=30)
     assert process.returncode == 9
-    assert "swansong: stopped before it was done\n" in complaint
+    assert "swansong: stopped before it was done. What was fetched is kept" in complaint
     assert "Traceback" not in complaint
-    assert os.listdir(place.to.parent) == []
+    assert not place.to.exists()
+    done = place.run("restore", "--to", str(place.to))
+    assert done.returncode == 0, done.stderr
+    assert "of it were here already" in done.stdout
+    assert tree(place.to) == FILES
+    assert os.listdir(place.to.parent) == ["here"]
 
 
 def test_a_second_signal_ends_a_restore_that_hangs(place: Place) -> None:
-    """Who insists is obeyed at once; the next restore removes what was left."""
+    """Who insists is obeyed at once; the next restore goes on with what was left."""
     commit(place.store, FILES)
     with slow_restore(place, mild=False) as process:
 
@@ -339,6 +346,9 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "size_bytes": 50_004,
         "created": "2030-01-01T00:00:00Z",
         "loss": 1.25,
+        "health": {"loss": 1.25},
+        "healthy": None,
+        "pins": ["best loss"],
         "problem": None,
     }
     done = place.run("ls")
@@ -353,14 +363,54 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "SIZE",
         "CREATED",
         "LOSS",
+        "HEALTHY",
+        "PINNED",
     ]
     assert first.split()[:3] == ["2", "50", "?"]
     assert second.split()[:5] == ["1", "200", "periodic", "1/2", "no"]
     assert third.split() == [
-        "1", "100", "periodic", "1/1", "yes", "50", "kB", "2030-01-01T00:00:00Z", "1.25",
+        "1", "100", "periodic", "1/1", "yes", "50", "kB", "2030-01-01T00:00:00Z", "1.25", "-", "best", "loss",
     ]  # fmt: skip
     assert place.run_json("ls", "--run", "other") == []
     assert "run other has no commit" in place.run("ls", "--run", "other").stderr
+
+
+def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
+    """Of the complete ones; --best takes another metric, --highest the other end of it."""
+    for step, loss, accuracy, is_finite in ((1, 2.0, 0.7, 1.0), (2, 3.0, 0.9, 1.0), (3, 0, 0.5, 0)):
+        health = {"accuracy": accuracy, "loss_is_finite": is_finite}
+        commit(
+            place.store,
+            {"a": b"x"},
+            step=step,
+            health={**health, **({"loss": loss} if loss else {})},
+        )
+    commit(place.store, {"a": b"x"}, step=4, nodes=2, health={"loss": 0.1, "loss_is_finite": 1.0})
+    incomplete, bad, healthy, best = place.run_json("ls")
+    assert [row["healthy"] for row in (incomplete, bad, healthy, best)] == [True, False, True, True]
+    assert [row["pins"] for row in (incomplete, bad, healthy, best)] == [
+        [],
+        [],
+        ["healthy"],
+        ["best loss"],
+    ]
+    rows = place.run_json("ls", "--best", "accuracy", "--highest")
+    assert rows[2]["pins"] == ["healthy", "best accuracy"]
+    header, *lines = place.run("ls", "--best", "accuracy").stdout.splitlines()
+    assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PINNED"]
+    assert lines[1].split()[-4:] == ["-", "0.5", "no", "-"]
+
+
+def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> None:
+    """Newer ones are passed over; with none that is known to be healthy there is nothing to restore."""
+    commit(place.store, {"a": b"unknown"}, step=1, attempt="x")
+    refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
+    assert refused.returncode == 7
+    commit(place.store, {"a": b"good"}, step=2, attempt="y", health={"loss_is_finite": 1.0})
+    commit(place.store, {"a": b"bad"}, step=3, attempt="z", health={"loss_is_finite": 0.0})
+    restored = place.run_json("restore", "--healthy", "--to", str(place.to))
+    assert (restored["step"], restored["skipped"]) == (2, [])
+    assert (place.to / "a").read_bytes() == b"good"
 
 
 @pytest.mark.fault("O20")

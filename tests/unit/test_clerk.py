@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,10 +28,12 @@ from swansongd.core.events import (
     Event,
     FenceFound,
     GenerationClaimed,
+    HistoryRead,
     SourceChanged,
 )
+from swansongd.journal import HeldShard, Journal
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef, Health
+from swansongd.model import CommitRef, Health, StagedFile
 from swansongd.sources.base import HealthTracker
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.files import FileStore
@@ -50,6 +53,7 @@ class Desk:
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
         self.events: queue.Queue[Event] = queue.Queue()
+        self.journal = Journal(self.own, run="r", store_url=self.store.url)
         self.health: list[Health] = []
 
     @contextmanager
@@ -65,6 +69,7 @@ class Desk:
             keys,
             self.own,
             self.events.put,
+            journal=self.journal,
             boot_id=boot,
             wall=lambda: NOW,
             health=HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note),
@@ -76,7 +81,11 @@ class Desk:
             clerk.close()
 
     def next(self) -> Event:
-        return self.events.get(timeout=10)
+        """The next one, but for what is read of earlier generations whenever one was claimed."""
+        while True:
+            event = self.events.get(timeout=10)
+            if not isinstance(event, HistoryRead):
+                return event
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -175,7 +184,7 @@ def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> 
 
 def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None:
     """Staging is full or gone: the generation is ours, and the next start takes another one."""
-    desk.own.rmdir()
+    shutil.rmtree(desk.own)
     assert desk.claimed() == 1
     assert desk.claimed() == 2
 
@@ -323,3 +332,60 @@ def test_orders_are_carried_out_in_order(desk: Desk, working: Clerk) -> None:
         working.commit(an_order(step))
     answers = list(itertools.islice(iter(desk.next, None), 20))
     assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
+
+
+def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
+    """What it has stored can be referenced; a commit of which a node is missing is none."""
+    old = committed.commit(desk.store, {"model": b"m" * 2500}, step=10)
+    committed.commit(desk.store, {"model": b"n" * 2500}, step=20, nodes=2)
+    with desk.clerk():
+        known = until(lambda: desk.journal.known("model"), what="the newest commit to be read")
+    assert known.shard == old.shards[0]
+
+
+def test_what_was_committed_is_known(desk: Desk) -> None:
+    """The journal hears of a commit before anybody else does."""
+    shard = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
+    file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
+    with desk.clerk() as clerk:
+        assert isinstance(desk.next(), GenerationClaimed)
+        order = replace(an_order(), shards=(shard,))
+        desk.journal.shard_stored(str(order.staged.id), HeldShard(file, shard, (b"d" * 32,) * 3))
+        clerk.commit(order)
+        assert isinstance(desk.next(), CommitDone)
+        known = desk.journal.known("model")
+    assert known is not None
+    assert known.shard == shard
+
+
+def test_a_commit_that_cannot_be_read_seeds_nothing(desk: Desk) -> None:
+    """The claim stands, and the clerk goes on working."""
+    made = committed.commit(desk.store, {"model": b"m"})
+    committed.flip_bit(desk.bucket / KEYS.commit(made.ref, 0, 1), 99)
+    with desk.clerk() as clerk:
+        assert isinstance(desk.next(), GenerationClaimed)
+        assert clerk.drain(10)
+    assert desk.journal.known("model") is None
+
+
+def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: Desk) -> None:
+    """After a rollback, for the same boot; a restarted daemon goes on under it.  Never over a newer VM's."""
+    with desk.clerk() as clerk:
+        assert desk.next() == GenerationClaimed(1, None)
+        clerk.claim_next(1)
+        assert desk.next() == GenerationClaimed(2, None, is_rollback=True)
+    with desk.clerk() as clerk:
+        assert desk.next() == GenerationClaimed(2, None)
+        with desk.clerk(boot="other"):
+            assert desk.next() == GenerationClaimed(3, None)
+        clerk.claim_next(2)
+        assert desk.next() == FenceFound(3)
+
+
+def test_what_became_of_earlier_vms_is_told(desk: Desk) -> None:
+    """Once for each claim, after it; a first VM has nothing to tell."""
+    with desk.clerk(boot="first"):
+        assert desk.next() == GenerationClaimed(1, None)
+    with desk.clerk(boot="second"):
+        assert desk.next() == GenerationClaimed(2, None)
+        assert desk.events.get(timeout=10) == HistoryRead(0.0, 1)

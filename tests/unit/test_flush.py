@@ -4,113 +4,22 @@
 from __future__ import annotations
 
 import os
-import queue
 import random
+import resource
 import threading
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from committed import digest_of, file_store
-from staged import ME, write_files
-from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
+from flush_rig import PART, SET, Flush, staged_set
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_store import WINDOW_BYTES
+from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
-from swansongd.flush import FlushEngine
-from swansongd.keys import RunKeys
-from swansongd.model import CheckpointId, CheckpointKind, Staged
-from swansongd.staging import scan
-from swansongd.stores.base import ObjectStore, PartReceipt, Upload
-from swansongd.stores.files import FileStore
+from swansongd.flush_parts import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
+from swansongd.stores.base import Body, PartReceipt, Upload
 from waiting import until
-
-PART = 1000
-KEYS = RunKeys("r")
-SET = "step-000000000005.abc"
-
-
-def staged_set(
-    run_directory: Path, files: dict[str, bytes], markers: tuple[str, ...] = ()
-) -> Staged:
-    write_files(run_directory / SET, files)
-    return Staged(
-        id=CheckpointId(5, "abc"),
-        directory=SET,
-        kind=CheckpointKind.PERIODIC,
-        files=scan.listing(run_directory, SET, ME),
-        markers=frozenset(markers),
-    )
-
-
-class Hooked:
-    """A real store with a word to say before each request: fail, hold on, or look."""
-
-    part_size_bytes_min = 1
-
-    def __init__(self, store: FileStore, before: Callable[[str, str, memoryview], None]) -> None:
-        self.url = store.url
-        self._store = store
-        self._before = before
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self._before("put", key, memoryview(data))
-        self._store.put(key, data, if_absent=if_absent)
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        self._before("begin", key, memoryview(b""))
-        return self._store.begin(key, size_bytes, part_size_bytes)
-
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
-        self._before("part", upload.key, data)
-        return self._store.put_part(upload, number, data)
-
-    def complete(self, upload: Upload, parts: list[PartReceipt]) -> None:
-        self._before("complete", upload.key, memoryview(b""))
-        self._store.complete(upload, parts)
-
-
-class Flush:
-    """An engine over a directory, and what it has said."""
-
-    def __init__(self, tmp_path: Path, *, connections: int = 3) -> None:
-        self.store = file_store(tmp_path / "store")
-        self.run_directory = tmp_path / "staging" / "r"
-        self.run_directory.mkdir(parents=True)
-        self.before: Callable[[str, str, memoryview], None] = lambda *_: None
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.requests: list[tuple[str, str]] = []
-        nonces = count(1)
-        hooked: ObjectStore = Hooked(self.store, self._look)  # type: ignore[assignment]
-        self.engine = FlushEngine(
-            hooked,
-            KEYS,
-            self.run_directory,
-            self.events.put,
-            nonce=lambda: f"n{next(nonces)}",
-            connections=connections,
-            part_size_bytes=PART,
-        )
-
-    def _look(self, what: str, key: str, data: memoryview) -> None:
-        self.requests.append((what, key))
-        self.before(what, key, data)
-
-    def outcome(self) -> Flushed | FlushFailed:
-        """The next word that ends a flush."""
-        while True:
-            event = self.events.get(timeout=20)
-            if isinstance(event, Flushed | FlushFailed):
-                return event
-            assert isinstance(event, FlushProgress)
-
-    def open_files(self) -> list[str]:
-        names = []
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                names.append(os.readlink(f"/proc/self/fd/{fd}"))
-            except OSError:
-                continue
-        return [name for name in names if name.startswith(str(self.run_directory))]
 
 
 @pytest.fixture
@@ -118,28 +27,18 @@ def flush(tmp_path: Path) -> Iterator[Flush]:
     made = Flush(tmp_path)
     yield made
     until(lambda: not made.open_files(), what="every staged file to be closed")
+    assert not made.store.overwritten, "no key is written twice with different bytes"
 
 
-def test_every_byte_arrives_under_a_key_of_its_own(flush: Flush) -> None:
-    """Empty, tiny, exactly one part, several parts, many files: identical, with the digest of each."""
+def test_every_byte_arrives_under_the_generation(flush: Flush) -> None:
+    """Empty, tiny, exactly one part, several parts, many files: identical, with digest and CRC32C."""
     sizes = (0, 1, PART - 1, PART, PART + 1, 7 * PART, 7 * PART + 13)
     files = {f"d/{size}": random.Random(size).randbytes(size) for size in sizes}
     files |= {f"many/{number}": bytes([number]) for number in range(60)}
-    flush.engine.start("f1", staged_set(flush.run_directory, files), generation=3)
-    done = flush.outcome()
-    assert isinstance(done, Flushed)
-    assert [shard.path for shard in done.shards] == sorted(files)
-    for shard in done.shards:
-        assert shard.digest == digest_of(files[shard.path], PART)
-        assert shard.size_bytes == len(files[shard.path])
-        info = flush.store.head(shard.key)
-        assert info is not None
-        assert flush.store.get(shard.key) == files[shard.path]
-        assert "/00000003/" in shard.key
-    flush.engine.start("f2", staged_set(flush.run_directory, files), generation=3)
-    again = flush.outcome()
-    assert isinstance(again, Flushed)
-    assert not {s.key for s in done.shards} & {s.key for s in again.shards}, "a key is written once"
+    done = flush.flushed(staged_set(flush.run_directory, files), generation=3)
+    assert all("/00000003/" in shard.key for shard in done.shards)
+    assert flush.store.count("begin") == 3, "what fits one part goes in one request"
+    assert flush.store.bytes_sent == sum(map(len, files.values()))
 
 
 def test_markers_come_after_all_the_data_that_they_cover(flush: Flush) -> None:
@@ -148,14 +47,14 @@ def test_markers_come_after_all_the_data_that_they_cover(flush: Flush) -> None:
     seen: list[set[str]] = []
     early = threading.Event()
 
-    def before(what: str, key: str, data: memoryview) -> None:
+    def before(what: str, key: str) -> None:
         if key.endswith("/0/b"):
             early.wait(0.3)  # gives a marker that does not wait its chance to show
         if key.endswith(".metadata"):
             early.set()
-            seen.append({info.key.split("/00000/")[1] for info in flush.store.list("r/data/")})
+            seen.append({key.split("/00000/")[1] for key in flush.store.objects})
 
-    flush.before = before
+    flush.store.before = before
     flush.engine.start("f", staged_set(flush.run_directory, files, (".metadata",)), 1)
     assert isinstance(flush.outcome(), Flushed)
     assert seen == [{"0/a", "0/b", "0/c"}]
@@ -168,8 +67,8 @@ def test_a_set_that_changes_under_the_flush_is_void(flush: Flush, damage: str) -
     staged = staged_set(flush.run_directory, {"a": b"a" * 20 * PART, "b": b"b"})
     path = flush.run_directory / SET / "a"
 
-    def before(what: str, key: str, data: memoryview) -> None:
-        if what != "part" or len([r for r in flush.requests if r[0] == "part"]) != 8:
+    def before(what: str, key: str) -> None:
+        if what != "put_part" or len([r for r in flush.store.requests if r[0] == "put_part"]) != 8:
             return
         if damage == "changed":
             with path.open("r+b") as file:
@@ -184,7 +83,7 @@ def test_a_set_that_changes_under_the_flush_is_void(flush: Flush, damage: str) -
         else:
             path.unlink()
 
-    flush.before = before
+    flush.store.before = before
     flush.engine.start("f", staged, 1)
     failed = flush.outcome()
     assert isinstance(failed, FlushFailed)
@@ -195,9 +94,7 @@ def test_a_set_that_changes_under_the_flush_is_void(flush: Flush, damage: str) -
 def test_a_file_that_cannot_be_read_voids_its_set_only(flush: Flush) -> None:
     """The engine says why, and the next set goes through."""
     staged = staged_set(flush.run_directory, {"a": b"a", "b": b"b" * 3 * PART})
-    flush.before = lambda what, *_: what == "put" and os.unlink(flush.run_directory / SET / "b")
     (flush.run_directory / SET / "b").unlink()
-    flush.before = lambda *_: None
     flush.engine.start("f", staged, 1)
     failed = flush.outcome()
     assert isinstance(failed, FlushFailed)
@@ -211,16 +108,16 @@ def test_a_file_that_cannot_be_read_voids_its_set_only(flush: Flush) -> None:
 def test_a_refusing_store_fails_the_flush_and_not_the_set(flush: Flush, error: Exception) -> None:
     """The set is still good: it may be tried again, and then arrives."""
 
-    def before(what: str, key: str, data: memoryview) -> None:
+    def before(what: str, key: str) -> None:
         raise error
 
     staged = staged_set(flush.run_directory, {"a": b"a" * 9 * PART, "b": b"b"})
-    flush.before = before
+    flush.store.before = before
     flush.engine.start("f", staged, 1)
     failed = flush.outcome()
     assert isinstance(failed, FlushFailed)
     assert not failed.void
-    flush.before = lambda *_: None
+    flush.store.before = lambda *_: None
     flush.engine.start("g", staged, 1)
     assert isinstance(flush.outcome(), Flushed)
     assert flush.events.empty(), "a failure is said once"
@@ -230,20 +127,20 @@ def test_a_refusing_store_fails_the_flush_and_not_the_set(flush: Flush, error: E
 def test_an_unexpected_error_becomes_an_event(flush: Flush) -> None:
     """No worker dies of a fault of ours: as many are at work afterwards as before."""
 
-    def before(what: str, key: str, data: memoryview) -> None:
+    def before(what: str, key: str) -> None:
         raise ZeroDivisionError
 
     staged = staged_set(flush.run_directory, {str(number): b"x" for number in range(20)})
-    flush.before = before
+    flush.store.before = before
     for attempt in range(5):
         flush.engine.start(f"f{attempt}", staged, 1)
         failed = flush.outcome()
         assert isinstance(failed, FlushFailed)
         assert not failed.void
     # A worker that is still at a part of the last one would be a fourth at the barrier.
-    until(lambda: not flush.engine._working, what="the workers to let go of what failed")
+    until(lambda: flush.engine._idle == 3, what="the workers to let go of what failed")
     together = threading.Barrier(3)
-    flush.before = lambda *_: together.wait(20) and None
+    flush.store.before = lambda *_: together.wait(20) and None
     wide = staged_set(flush.run_directory, {str(number): b"x" for number in range(21)})
     flush.engine.start("g", wide, 1)
     assert isinstance(flush.outcome(), Flushed)
@@ -254,36 +151,37 @@ def test_cancel_begins_nothing_more_and_says_nothing(flush: Flush) -> None:
     held = threading.Event()
     begun = threading.Event()
 
-    def before(what: str, key: str, data: memoryview) -> None:
-        if what == "part":
+    def before(what: str, key: str) -> None:
+        if what == "put_part":
             begun.set()
             assert held.wait(20)
 
-    flush.before = before
+    flush.store.before = before
     flush.engine.start("f", staged_set(flush.run_directory, {"a": b"a" * 50 * PART}), 1)
     assert begun.wait(20)
     flush.engine.cancel("another")
     flush.engine.cancel("f")
     held.set()
     until(lambda: not flush.open_files(), what="the files to be closed")
-    assert len([r for r in flush.requests if r[0] == "part"]) <= 3
+    assert len([r for r in flush.store.requests if r[0] == "put_part"]) <= 3
     assert not any(isinstance(e, Flushed | FlushFailed) for e in list(flush.events.queue))
 
 
 def test_a_replaced_flush_gives_way_at_once(flush: Flush) -> None:
     """The next set begins while requests of the old one still hang, and only it is heard of."""
     held = threading.Event()
-    begun = threading.Event()
+    begun = threading.Semaphore(0)
 
-    def before(what: str, key: str, data: memoryview) -> None:
-        if key.endswith("/old") and what == "part":
-            begun.set()
+    def before(what: str, key: str) -> None:
+        if key.endswith("/old") and what == "put_part":
+            begun.release()
             assert held.wait(20)
 
-    flush.before = before
+    flush.store.before = before
     old = staged_set(flush.run_directory, {"old": b"a" * 2 * PART})
     flush.engine.start("old", old, 1)
-    assert begun.wait(20)
+    for _ in range(2):  # both parts: the file must not be opened once more
+        assert begun.acquire(timeout=20)
     (flush.run_directory / SET / "old").unlink()
     flush.engine.start("new", staged_set(flush.run_directory, {"new": b"n" * 5 * PART}), 1)
     done = flush.outcome()
@@ -299,41 +197,46 @@ def test_flushed_only_after_every_completion(flush: Flush) -> None:
     held = threading.Event()
     waiting = threading.Event()
 
-    def before(what: str, key: str, data: memoryview) -> None:
+    def before(what: str, key: str) -> None:
         if what == "complete" and key.endswith("/a"):
             waiting.set()
             assert held.wait(20)
 
-    flush.before = before
+    flush.store.before = before
     files = {"a": b"a" * 2 * PART, "b": b"b" * 2 * PART, "c": b"c"}
     flush.engine.start("f", staged_set(flush.run_directory, files), 1)
     assert waiting.wait(20)
-    until(lambda: sum(r[0] == "complete" for r in flush.requests) == 2)
-    until(lambda: ("put", "c") in [(w, k.split("/")[-1]) for w, k in flush.requests])
+    until(lambda: sum(r[0] == "complete" for r in flush.store.requests) == 2)
+    until(lambda: ("put_shard", "c") in [(w, k.split("/")[-1]) for w, k in flush.store.requests])
     assert not any(isinstance(e, Flushed) for e in list(flush.events.queue))
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 
 
 @pytest.mark.fault("H06")
-def test_memory_is_bounded_by_connections_and_part_size(tmp_path: Path) -> None:
-    """However large the files: one buffer for each worker, none larger than a part."""
-    flush = Flush(tmp_path, connections=4)
-    buffers: dict[int, int] = {}
+def test_memory_is_bounded_by_windows(flush: Flush) -> None:
+    """The engine holds no bytes of its own: it fills the windows that the store hands it, and those only."""
+    sizes: set[int] = set()
+    sent = flush.store.put_part
 
-    def before(what: str, key: str, data: memoryview) -> None:
-        if what in ("put", "part"):
-            buffers[id(data.obj)] = len(data.obj)  # type: ignore[arg-type]
+    def put_part(upload: Upload, number: int, body: Body) -> PartReceipt:
+        read_into = body.read_into
 
-    flush.before = before
-    files = {str(number): bytes(300 * PART + number) for number in range(3)}
-    flush.engine.start("f", staged_set(flush.run_directory, files), 1)
-    assert isinstance(flush.outcome(), Flushed)
-    assert max(buffers.values()) <= PART
-    assert len(buffers) <= 3 * 4, "a few short ones while they grow, and then no more"
+        def look(window: memoryview) -> None:
+            sizes.add(len(window))
+            held = [value for value in vars(body).values() if isinstance(value, bytes | bytearray)]
+            assert not held
+            read_into(window)
+
+        body.read_into = look  # type: ignore[method-assign]
+        return sent(upload, number, body)
+
+    flush.store.put_part = put_part  # type: ignore[method-assign]
+    flush.flushed(staged_set(flush.run_directory, {"a": bytes(300 * PART)}))
+    assert sizes == {WINDOW_BYTES}
 
 
-@pytest.mark.fault("O18")
+@pytest.mark.fault("O18", "H07")
 def test_open_files_are_bounded_by_connections(flush: Flush) -> None:
     """A set may have many more files than a process may have open; each is closed when it is sent."""
     most = 0
@@ -342,16 +245,47 @@ def test_open_files_are_bounded_by_connections(flush: Flush) -> None:
         nonlocal most
         most = max(most, len(flush.open_files()))
 
-    flush.before = look
-    staged = staged_set(flush.run_directory, {f"part-{n}": b"x" for n in range(60)})
-    flush.engine.start("f", staged, 1)
-    assert isinstance(flush.outcome(), Flushed)
+    flush.store.before = look
+    flush.flushed(staged_set(flush.run_directory, {f"part-{n}": b"x" for n in range(60)}))
     assert 1 <= most <= 10, "a few for each of three connections, directories included"
 
 
-def test_a_huge_file_gets_parts_that_are_large_enough(flush: Flush) -> None:
-    """No object has more than 10,000 parts, whatever is configured."""
-    for size in (0, PART, 10_000 * PART, 10_000 * PART + 1, 2**45):
-        part = flush.engine._part_size_for(size)
-        assert -(-size // part) <= 10_000
-        assert part >= PART
+@pytest.mark.fault("H07")
+def test_without_a_free_descriptor_the_flush_fails_and_the_set_stays_good(flush: Flush) -> None:
+    """Having no descriptor says nothing about the file: nothing is void, and the next flush gets through."""
+    staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART, "b": b"b"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        flush.engine.start("f", staged, 1)
+        failed = flush.outcome()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(failed, FlushFailed)
+    assert not failed.void
+    assert "Too many open files" in failed.reason
+    assert "LimitNOFILE" in failed.reason
+    flush.flushed(staged)
+
+
+@pytest.mark.fault("O18")
+@given(
+    size_bytes=st.integers(0, 5 * 2**40),
+    wanted_bytes=st.integers(5 * 2**20, 2**30),
+    least_bytes=st.integers(1, 2**26),
+)
+def test_every_file_is_cut_as_stores_allow(
+    size_bytes: int, wanted_bytes: int, least_bytes: int
+) -> None:
+    """Never more than 10,000 parts, never below the minimum of the store, never beyond 1 GiB."""
+    part = part_size_for(size_bytes, wanted_bytes=wanted_bytes, least_bytes=least_bytes)
+    assert -(-size_bytes // part) <= PARTS_MAX
+    assert max(wanted_bytes, least_bytes) <= part <= 2**30
+
+
+def test_parts_are_as_configured_and_twice_that_for_large_files() -> None:
+    """16 MiB, 32 MiB above 8 GiB, more only where there would be too many."""
+    mib = 2**20
+    sizes = [0, 16 * mib, LARGE_FILE_BYTES, LARGE_FILE_BYTES + 1, 32 * mib * PARTS_MAX + 1]
+    parts = [part_size_for(size, wanted_bytes=16 * mib, least_bytes=1) for size in sizes]
+    assert parts == [16 * mib, 16 * mib, 16 * mib, 32 * mib, 64 * mib]

@@ -22,6 +22,7 @@ SHARD = StoredShard(
     digest="blake3-parts:" + "0a" * 32,
     key="my-run/data/00000001/000000000100-abc-a1/00000/rank-00000/model.pt",
     part_size_bytes=1000,
+    crc32c=0x00C0FFEE,
 )
 MANIFEST = Manifest(
     run="my-run",
@@ -54,6 +55,7 @@ shards = st.builds(
     digest=st.binary(min_size=32, max_size=32).map(lambda raw: f"blake3-parts:{raw.hex()}"),
     key=paths.map(lambda path: f"my-run/data/{path}"),
     part_size_bytes=st.integers(5 * 2**20, 2**30),
+    crc32c=st.integers(0, 2**32 - 1),
 )
 
 
@@ -250,6 +252,9 @@ def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> Non
         (lambda: with_shard(part_size_bytes=2**31), "part size"),
         (lambda: with_shard(part_size_bytes=1, size_bytes=2**40), "part size"),
         (lambda: with_shard(digest="md5:00"), "digest"),
+        (lambda: with_shard(crc32c=1), "crc32c"),
+        (lambda: with_shard(crc32c="C0FFEE00"), "CRC32C"),
+        (lambda: with_shard(crc32c="123"), "CRC32C"),
         (lambda: signed(shards=[1]), "shard"),
         (lambda: signed(shards={}), "shards"),
         (lambda: signed(kind="sometimes"), "kind"),

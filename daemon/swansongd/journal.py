@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The upload journal: what is stored of which set, so that a restarted daemon goes on where it was.
+
+One file of lines in the daemon's own directory, a record in each: the digest of everything up to it,
+and JSON.  Reading ends at the first line whose digest does not fit, so a torn tail, one with a hole in
+it, or one written twice is as good as none.  Nothing is ever synced: after SIGKILL the kernel still has
+all of it, and what a power cut takes away is sent again.  A record is a claim, never a proof: whoever
+reads one of an earlier daemon asks the store whether it is so.
+
+All that the file says is held in memory as well, as :class:`HeldUpload` and :class:`HeldShard`, which
+is what a flush works with.  Methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+from blake3 import blake3
+
+from swansongd.digests import part_count
+from swansongd.model import StagedFile, StoredShard
+from swansongd.stores.base import PartReceipt, Upload
+
+FILE_NAME = "uploads.journal"
+SETS_MAX = 4
+"""Sets that are remembered; the one begun first is forgotten for a fifth."""
+_COMPACT_OVER_BYTES = 4 * 2**20
+_VERSION = 1
+
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
+_log = structlog.get_logger(__name__)
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """A part that the store has acknowledged, and the BLAKE3 of its bytes."""
+
+    receipt: PartReceipt
+    digest: bytes
+
+
+@dataclass(eq=False, slots=True)
+class HeldUpload:
+    """A multipart upload under way, and its parts so far, by number."""
+
+    file: StagedFile
+    upload: Upload
+    parts: dict[int, HeldPart] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its parts are there."""
+        return len(self.parts) == part_count(self.upload.size_bytes, self.upload.part_size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard that is stored whole."""
+
+    file: StagedFile
+    shard: StoredShard
+    part_digests: tuple[bytes, ...]
+    """BLAKE3 of each part; empty when only that of the whole is known."""
+    is_referenced: bool = False
+    """It was stored by another set."""
+
+
+Held = HeldUpload | HeldShard
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a journal says, record by record."""
+
+    sets: dict[str, dict[str, Held]] = field(default_factory=dict)
+    """By set and path."""
+    known: dict[str, HeldShard] = field(default_factory=dict)
+    """The shards of the newest committed set, by path."""
+
+    def apply(self, record: Record) -> None:
+        """Take one record in.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none that this version writes.
+        """
+        match record["is"]:
+            case "upload":
+                upload = Upload(*record["upload"])
+                self.put(record["set"], HeldUpload(_file(record), upload))
+            case "part":
+                held = self.sets.get(record["set"], {}).get(record["path"])
+                if isinstance(held, HeldUpload):
+                    receipt = PartReceipt(*record["receipt"])
+                    held.parts[receipt.number] = HeldPart(receipt, bytes.fromhex(record["digest"]))
+            case "shard":
+                self.put(record["set"], _shard(record))
+            case "known":
+                held = _shard(record)
+                self.known[held.shard.path] = held
+            case "dropped":
+                held_of_set = self.sets.get(record["set"], {})
+                held_of_set.pop(record["path"], None)
+                if not held_of_set:
+                    self.sets.pop(record["set"], None)
+            case "committed":
+                held_of_set = self.sets.pop(record["set"], {})
+                self.known = {
+                    path: held for path, held in held_of_set.items() if isinstance(held, HeldShard)
+                }
+            case unknown:
+                raise ValueError(unknown)
+
+    def records(self) -> Iterator[Record]:
+        """The fewest records that say the same."""
+        for held in self.known.values():
+            yield _shard_record("", held) | {"is": "known"}
+        for name, paths in self.sets.items():
+            for path, held_of_path in paths.items():
+                if isinstance(held_of_path, HeldShard):
+                    yield _shard_record(name, held_of_path)
+                    continue
+                yield _upload_record(name, held_of_path)
+                for part in list(held_of_path.parts.values()):
+                    yield _part_record(name, path, part)
+
+    def put(self, name: str, held: Held) -> None:
+        """Hold this of the set of that name."""
+        while name not in self.sets and len(self.sets) >= SETS_MAX:
+            del self.sets[next(iter(self.sets))]
+        self.sets.setdefault(name, {})[held.file.path] = held
+
+
+class Journal:
+    """The journal of one run and one store.
+
+    Reads what is there, and begins a file anew that says the same in as few lines.  A disk that does not
+    take it is logged, and costs only what a restart would have to send again.
+
+    Args:
+        directory: the daemon's own, in staging.
+        run, store_url: a journal of another run or store is not read.
+    """
+
+    def __init__(self, directory: Path, *, run: str, store_url: str) -> None:
+        self._path = directory / FILE_NAME
+        self._header: Record = {
+            "is": "journal", "version": _VERSION, "run": run, "store": store_url,
+        }  # fmt: skip
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._chain = ""
+        self._size_bytes = 0
+        self._compact_at_bytes = 0
+        try:
+            data = self._path.read_bytes()
+        except OSError:
+            data = b""
+        self._contents = replay(data, self._header)
+        with self._lock:
+            self._rewrite()
+
+    def held(self, set_name: str) -> dict[str, Held]:
+        """What is held of a set, by path."""
+        with self._lock:
+            return dict(self._contents.sets.get(set_name, {}))
+
+    def known(self, path: str) -> HeldShard | None:
+        """The shard that the newest committed set has under this path."""
+        with self._lock:
+            return self._contents.known.get(path)
+
+    def holds_upload(self, upload_id: str) -> bool:
+        """Whether a flush may still go on with this upload."""
+        with self._lock:
+            return any(
+                isinstance(held, HeldUpload) and held.upload.upload_id == upload_id
+                for paths in self._contents.sets.values()
+                for held in paths.values()
+            )
+
+    def upload_begun(self, set_name: str, file: StagedFile, upload: Upload) -> HeldUpload:
+        with self._lock:
+            self._take(_upload_record(set_name, HeldUpload(file, upload)))
+            held = self._contents.sets[set_name][file.path]
+        assert isinstance(held, HeldUpload)
+        return held
+
+    def part_stored(
+        self, set_name: str, held: HeldUpload, receipt: PartReceipt, digest: bytes
+    ) -> None:
+        part = HeldPart(receipt, digest)
+        path = held.file.path
+        body = _encoded(_part_record(set_name, path, part))
+        with self._lock:
+            held.parts[receipt.number] = part
+            # Else the set, or this upload of the file, was given up meanwhile.
+            if self._contents.sets.get(set_name, {}).get(path) is held:
+                self._append(body)
+
+    def shard_stored(self, set_name: str, held: HeldShard) -> None:
+        body = _encoded(_shard_record(set_name, held))
+        with self._lock:
+            self._contents.put(set_name, held)
+            self._append(body)
+
+    def committed(self, set_name: str, shards: Sequence[StoredShard]) -> None:
+        """The set is committed as these shards, which may be referenced from now on."""
+        with self._lock:
+            held_of_set = self._contents.sets.get(set_name)
+            named = set(shards)
+            if held_of_set is None:
+                return
+            for path, held in list(held_of_set.items()):
+                if not isinstance(held, HeldShard) or held.shard not in named:
+                    self._take({"is": "dropped", "set": set_name, "path": path})
+            self._take({"is": "committed", "set": set_name})
+
+    def seed(self, shards: Sequence[StoredShard]) -> None:
+        """What the newest commit of an earlier VM has stored; ignored where more is known."""
+        with self._lock:
+            if self._contents.known:
+                return
+            for shard in shards:
+                file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
+                self._take(_shard_record("", HeldShard(file, shard, ())) | {"is": "known"})
+
+    # ------------------------------------------------------------------ the file, under the lock
+
+    def _take(self, record: Record) -> None:
+        self._contents.apply(record)
+        self._append(_encoded(record))
+
+    def _append(self, body: bytes) -> None:
+        if self._fd < 0:
+            return
+        line, self._chain = _line(body, self._chain)
+        try:
+            _write(self._fd, line)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._size_bytes += len(line)
+        if self._size_bytes > self._compact_at_bytes:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Put the shortest file that says the same in the place of what is there."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        lines = []
+        self._chain = ""
+        for record in (self._header, *self._contents.records()):
+            line, self._chain = _line(_encoded(record), self._chain)
+            lines.append(line)
+        data = b"".join(lines)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(temporary, flags, 0o600)
+            _write(self._fd, data)
+            os.replace(temporary, self._path)
+        except OSError as error:
+            self._give_up(error)
+        self._size_bytes = len(data)
+        self._compact_at_bytes = 2 * len(data) + _COMPACT_OVER_BYTES
+
+    def _give_up(self, error: OSError) -> None:
+        """No more is written until the next start: what follows a torn line would not be read."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        _log.warning(
+            "journal_not_written",
+            error=str(error),
+            hint="Make room in staging; a daemon that restarts now sends again what it has sent",
+        )
+
+
+def replay(data: bytes, header: Mapping[str, Any]) -> Contents:
+    """What the bytes of a journal say, as far as they are whole, if they begin with ``header``."""
+    contents = Contents()
+    chain = ""
+    is_first = True
+    for line in data.split(b"\n")[:-1]:  # after the last line feed there is nothing, or a torn line
+        record, chain = _parse(line, chain)
+        if record is None or (is_first and record != header):
+            break
+        try:
+            if not is_first:
+                contents.apply(record)
+        except (KeyError, TypeError, ValueError):
+            break
+        is_first = False
+    return contents
+
+
+def _encoded(record: Record) -> bytes:
+    return _ENCODE(record).encode()
+
+
+def _line(body: bytes, chain: str) -> tuple[bytes, str]:
+    """The line of a record after the line that ``chain`` is of, and its own chain."""
+    chain = _chained(body, chain)
+    return b"%b %b\n" % (chain.encode(), body), chain
+
+
+def _parse(line: bytes, chain: str) -> tuple[Record | None, str]:
+    claimed, _, body = line.partition(b" ")
+    chain = _chained(body, chain)
+    if claimed != chain.encode():
+        return None, chain
+    record: Record = json.loads(body)
+    return record, chain
+
+
+def _chained(body: bytes, chain: str) -> str:
+    return blake3(chain.encode() + body).hexdigest(8)
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+# ---------------------------------------------------------------------- records
+
+
+def _upload_record(set_name: str, held: HeldUpload) -> Record:
+    upload = held.upload
+    fields = [upload.key, upload.upload_id, upload.size_bytes, upload.part_size_bytes]
+    return {"is": "upload", "set": set_name, "file": _fields(held.file), "upload": fields}
+
+
+def _part_record(set_name: str, path: str, part: HeldPart) -> Record:
+    receipt = part.receipt
+    return {
+        "is": "part",
+        "set": set_name,
+        "path": path,
+        "receipt": [receipt.number, receipt.etag, receipt.crc32c],
+        "digest": part.digest.hex(),
+    }
+
+
+def _shard_record(set_name: str, held: HeldShard) -> Record:
+    shard = held.shard
+    return {
+        "is": "shard",
+        "set": set_name,
+        "file": _fields(held.file),
+        "shard": [shard.digest, shard.key, shard.part_size_bytes, shard.crc32c],
+        "parts": [digest.hex() for digest in held.part_digests],
+        "is_referenced": held.is_referenced,
+    }
+
+
+def _fields(file: StagedFile) -> list[str | int]:
+    return [file.path, file.size_bytes, file.mtime_ns, file.inode]
+
+
+def _file(record: Record) -> StagedFile:
+    path, size_bytes, mtime_ns, inode = record["file"]
+    return StagedFile(path=path, size_bytes=size_bytes, mtime_ns=mtime_ns, inode=inode)
+
+
+def _shard(record: Record) -> HeldShard:
+    file = _file(record)
+    digest, key, part_size_bytes, crc32c = record["shard"]
+    return HeldShard(
+        file,
+        StoredShard(
+            path=file.path,
+            size_bytes=file.size_bytes,
+            digest=digest,
+            key=key,
+            part_size_bytes=part_size_bytes,
+            crc32c=crc32c,
+        ),
+        tuple(bytes.fromhex(part) for part in record["parts"]),
+        record["is_referenced"],
+    )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An object store in memory, for tests of what uses one: it notes requests, and a test may step in.
+
+It keeps the contract of :mod:`swansongd.stores.base` strictly: etags differ each time a part is sent, as
+they may, and a key that gets different bytes is noted as a fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from swansongd.errors import Exists, NotFound, Permanent
+from swansongd.stores.base import (
+    Body,
+    ObjectInfo,
+    OpenUpload,
+    PartReceipt,
+    Sink,
+    Upload,
+    expect_all_parts,
+    expect_part,
+    settle_completion,
+)
+from swansongd.stores.checksums import crc32c
+
+WINDOW_BYTES = 100
+"""Small, so that a part of a thousand bytes has several."""
+
+
+@dataclass
+class _Open:
+    upload: Upload
+    parts: dict[int, tuple[PartReceipt, bytes]] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """The store.
+
+    ``before(what, key)`` is called before each request, and may raise or wait; ``after`` when it has
+    taken effect, and what it raises is the lost answer.
+    """
+
+    part_size_bytes_min = 1
+
+    def __init__(self) -> None:
+        self.url = "memory://store"
+        self.before: Callable[[str, str], object] = lambda *_: None
+        self.after: Callable[[str, str], object] = lambda *_: None
+        self.requests: list[tuple[str, str]] = []
+        self.objects: dict[str, bytes] = {}
+        self.open: dict[str, _Open] = {}
+        self.bytes_sent = 0
+        self.overwritten: list[str] = []
+        """Keys that got other bytes than they had: a fault of the writer."""
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+
+    def count(self, what: str) -> int:
+        """How many requests of a kind there were."""
+        return Counter(name for name, _ in self.requests)[what]
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self._request("put", key)
+        with self._lock:
+            if if_absent and key in self.objects:
+                raise Exists(key)
+            self.objects[key] = bytes(data)
+        self.after("put", key)
+
+    def get(self, key: str) -> bytes:
+        self._request("get", key)
+        if key not in self.objects:
+            raise NotFound(key)
+        return self.objects[key]
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        self._request("get", key)
+        data = self.objects[key][offset : offset + size_bytes]
+        if len(data) != size_bytes:
+            raise Permanent(f"{key} has no {size_bytes} bytes from {offset}")
+        sink.rewind()
+        sink.write(memoryview(data))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self._request("head", key)
+        return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._request("list", prefix)
+        for key, data in sorted(self.objects.items()):
+            if key.startswith(prefix):
+                yield ObjectInfo(key, len(data))
+
+    def delete(self, key: str) -> None:
+        self._request("delete", key)
+        self.objects.pop(key, None)
+
+    def put_shard(self, key: str, body: Body) -> int:
+        self._request("put_shard", key)
+        data = self._read(body)
+        self._store(key, data)
+        self.after("put_shard", key)
+        return crc32c(data)
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        self._request("begin", key)
+        with self._lock:
+            upload = Upload(key, f"upload-{next(self._ids)}", size_bytes, part_size_bytes)
+            self.open[upload.upload_id] = _Open(upload)
+        self.after("begin", key)
+        return upload
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        self._request("put_part", upload.key)
+        expect_part(upload, number, body)
+        data = self._read(body)
+        with self._lock:
+            if upload.upload_id not in self.open:
+                raise NotFound(f"upload {upload.upload_id}")
+            receipt = PartReceipt(number, f"etag-{next(self._ids)}", crc32c(data))
+            self.open[upload.upload_id].parts[number] = receipt, data
+            self.bytes_sent += len(data)
+        self.after("put_part", upload.key)
+        return receipt
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        self._request("parts", upload.key)
+        with self._lock:
+            if upload.upload_id not in self.open:
+                raise NotFound(f"upload {upload.upload_id}")
+            return [
+                receipt for _, (receipt, _) in sorted(self.open[upload.upload_id].parts.items())
+            ]
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        self._request("complete", upload.key)
+        expect_all_parts(upload, parts)
+        with self._lock:
+            known = self.open.get(upload.upload_id)
+            if known is not None:
+                theirs = [known.parts[p.number] for p in parts if p.number in known.parts]
+                if [receipt for receipt, _ in theirs] != list(parts):
+                    raise Permanent(f"invalid part of {upload.key}")
+                del self.open[upload.upload_id]
+        if known is None:
+            settle_completion(self, upload, NotFound(f"upload {upload.upload_id}"))
+        else:
+            self._store(upload.key, b"".join(data for _, data in theirs), is_sent=False)
+        self.after("complete", upload.key)
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        self._request("uploads", prefix)
+        for upload_id, known in list(self.open.items()):
+            if known.upload.key.startswith(prefix):
+                yield OpenUpload(known.upload.key, upload_id, age_s=3600.0)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        self._request("abort", key)
+        self.open.pop(upload_id, None)
+
+    def check(self) -> None:
+        self._request("check", "")
+
+    def warm(self) -> None:
+        self._request("warm", "")
+
+    def _request(self, what: str, key: str) -> None:
+        self.requests.append((what, key))
+        self.before(what, key)
+
+    def _read(self, body: Body) -> bytes:
+        data = bytearray(body.size_bytes)
+        for _ in range(2):  # as a store that signs what it sends
+            body.rewind()
+            for start in range(0, len(data), WINDOW_BYTES):
+                body.read_into(memoryview(data)[start : start + WINDOW_BYTES])
+        return bytes(data)
+
+    def _store(self, key: str, data: bytes, *, is_sent: bool = True) -> None:
+        with self._lock:
+            if self.objects.get(key, data) != data:
+                self.overwritten.append(key)
+            self.objects[key] = data
+            self.bytes_sent += len(data) * is_sent

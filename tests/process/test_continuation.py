@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that is stored is sent again, whatever happens to the daemon meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import Process, Vm
+from staged import write_files
+from store_tap import StoreTap, When
+from strict_bucket import ACCOUNT, Strict
+from swansong import protocol
+from swansong.protocol import FileEntry, RankManifest
+from waiting import until
+
+pytestmark = pytest.mark.timeout(110)
+
+MIB = 2**20
+PART = 5 * MIB
+FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+FROZEN = random.Random(7).randbytes(4 * PART + 4321)
+
+
+def save(vm: Vm, step: int, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Seal a set as the hooks do; returns all its files."""
+    entries = [FileEntry(f"rank-00000/{name}", len(content)) for name, content in files.items()]
+    manifest = RankManifest(
+        run=vm.run_directory.name,
+        step=step,
+        kind="periodic",
+        files=entries,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+    )
+    content = {f"rank-00000/{name}": data for name, data in files.items()}
+    content[protocol.rank_manifest_name(0)] = manifest.encode()
+    sealed = vm.run_directory / protocol.sealed_name(step, "abc")
+    write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
+    return content
+
+
+@pytest.mark.fault("H01", "G01", "O19")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_any_request_the_uploads_go_on(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path, when: When
+) -> None:
+    """Each life is killed at a request of its own, and no life begins again what an earlier one stored.
+
+    ``before``: the request never arrives.  ``after``: it took effect, and nobody heard the answer.
+    """
+    with StoreTap(strict_bucket.url) as tap:
+        vm = new_vm("vm", strict_bucket.table(tap.url), settings=FLUSH)
+        vm.start_daemon(**ACCOUNT).lines.wait(event="health", source="store", health="ok")
+        assert vm.daemon is not None
+        vm.daemon.kill()
+        content = save(vm, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
+        seen: dict[str, str] = {}
+        # The first requests of a life are those of the claim: later ones strike in the flush.
+        for request in itertools.count(6):
+            daemon = vm.start_daemon(ready=False, **ACCOUNT)
+            tap.arm(request, when, daemon.kill)
+            until(lambda daemon=daemon: _is_over(daemon, 7), what="its end, or its commit")
+            stored = strict_bucket.objects("run/data/")
+            assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
+            seen = stored
+            if daemon.popen.poll() is None:
+                break
+    lives = request - 5
+    assert lives > 4
+    assert strict_bucket.restored(tmp_path / "restored") == content
+    parts = strict_bucket.parts_sent()
+    begun = {upload for upload, _ in parts}
+    assert len(begun) == 1, "an upload that was begun unheard never got a part"
+    assert sum(parts.values()) <= 5 + 2 * lives, (
+        "two connections, so two parts for each life at most"
+    )
+
+
+@pytest.mark.fault("H01", "D06")
+def test_a_reboot_that_keeps_the_disk_goes_on_with_the_same_uploads(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Another boot claims another generation, and references what the one before has stored."""
+    content, vm = _cut_off(strict_bucket, new_vm)
+    claim = vm.run_directory / ".swansongd" / "claim.json"
+    claim.write_text(json.dumps(json.loads(claim.read_bytes()) | {"boot_id": "the one before"}))
+    before = strict_bucket.parts_sent()
+    strict_bucket.order("clear")
+    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
+
+    assert strict_bucket.restored(tmp_path / "restored") == content
+    (manifest,) = strict_bucket.manifests()
+    assert manifest["generation"] == 2
+    keys = {shard["path"]: shard["key"] for shard in manifest["shards"]}
+    assert keys["rank-00000/model.bin"].startswith("run/data/00000001/")
+    after = strict_bucket.parts_sent()
+    assert {upload for upload, _ in after} == {upload for upload, _ in before}
+    assert {number for _, number in after} == {"3", "4", "5"}
+
+
+def test_a_store_that_forgets_uploads_gets_them_afresh(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Nothing of the journal is believed that the store does not confirm."""
+    content, vm = _cut_off(strict_bucket, new_vm)
+    before = {upload for upload, _ in strict_bucket.parts_sent()}
+    strict_bucket.order("clear")
+    strict_bucket.order("forget")
+    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
+
+    assert strict_bucket.restored(tmp_path / "restored") == content
+    after = strict_bucket.parts_sent()
+    assert len(after) == 5
+    assert not before & {upload for upload, _ in after}
+
+
+def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
+    """A LoRA-like run: the weights travel with the first commit, later ones name them; restarts included."""
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    for step in (1, 2, 3, 4):
+        content = save(vm, step, {"model.bin": FROZEN, "adapter.bin": b"%d" % step * 1000})
+        daemon.lines.wait(event="committed", step=step)
+        if step > 1:
+            assert daemon.lines.wait(event="shards_referenced")["bytes_referenced"] == len(FROZEN)
+        if step == 2:
+            assert vm.status()["bytes_referenced"] == len(FROZEN)
+            daemon.kill()
+            daemon = vm.start_daemon(**ACCOUNT)
+    assert sum(strict_bucket.parts_sent().values()) == 5
+    keys = {
+        shard["key"]
+        for manifest in strict_bucket.manifests()
+        for shard in manifest["shards"]
+        if shard["path"] == "rank-00000/model.bin"
+    }
+    assert len(keys) == 1
+    assert strict_bucket.restored(tmp_path / "restored") == content
+
+    fresh = new_vm("fresh", strict_bucket.table(), settings=FLUSH)
+    daemon = fresh.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="health", source="store", health="ok")
+    until(lambda: (fresh.run_directory / ".swansongd" / "uploads.journal").stat().st_size > 500)
+    save(fresh, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
+    daemon.lines.wait(event="committed", step=5)
+    assert sum(strict_bucket.parts_sent().values()) == 5
+
+
+def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
+    """A daemon that was killed when two of five parts were stored, and the others hung."""
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="health", source="store", health="ok")
+    for number in (3, 4, 5):
+        strict_bucket.order(
+            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
+        )
+    content = save(vm, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
+    journal = vm.run_directory / ".swansongd" / "uploads.journal"
+    until(lambda: journal.read_bytes().count(b'"is":"part"') == 2, what="two parts to be stored")
+    daemon.kill()
+    return content, vm
+
+
+def _is_over(daemon: Process, step: int) -> bool:
+    return daemon.popen.poll() is not None or bool(daemon.lines.all(event="committed", step=step))

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store is there, and too slow for what has to go there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws
+from strict_bucket import ACCOUNT, Strict
+
+pytestmark = pytest.mark.timeout(90)
+
+SMALL = "1000"
+LARGE = "20000000"
+
+
+@pytest.mark.fault("O02", "O03")
+def test_what_cannot_fit_ends_partial_with_the_older_commit_whole(
+    aws: Aws, strict_bucket: Strict, new_vm: Any, witness: str, tmp_path: Any
+) -> None:
+    """60 MB at 2 MB/s within 8 s: the data stops for the reserve, the verdict comes in time, the daemon
+    ends at once, and the commit before is what a fresh VM restores."""
+    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
+    daemon = vm.start_daemon(**ACCOUNT)
+    first = vm.start_trainer("--every-steps", "20", "--size-bytes", SMALL, script=witness)
+    older = daemon.lines.wait(event="committed")["step"]
+    first.kill()
+    stands = max(manifest["step"] for manifest in strict_bucket.manifests())
+    strict_bucket.order("pace", total_bytes_per_s=2_000_000)
+    vm.start_trainer("--size-bytes", LARGE, script=witness).lines.wait(step=stands + 1)
+    aws.notice(in_s=8)
+
+    verdict = daemon.lines.wait(event="verdict", timeout_s=20)
+    assert verdict["verdict"] == "PARTIAL"
+    assert verdict["slack_s"] > -1
+    assert daemon.lines.all(phase="flush_stopped"), "the reserve was spent on data"
+    daemon.kill(15)
+    assert daemon.wait(timeout_s=3) == 0, "it waited for a request that hangs"
+    strict_bucket.order("clear")
+    assert stands >= older
+    assert max(manifest["step"] for manifest in strict_bucket.manifests()) == stands
+    assert len(strict_bucket.restored(tmp_path / "restored")) == 4
