@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, Restoring
+from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 
-from swansongd import commit
+from swansongd import catalog, commit
+from swansongd.core.events import Event, RolledBack
 from swansongd.core.state import State
-from swansongd.errors import NothingToRestore, SwansongError
+from swansongd.errors import CorruptError, NothingToRestore, StagingError, SwansongError
 from swansongd.keys import RunKeys
-from swansongd.model import CheckpointId, CommitRef, Staged
-from swansongd.restore import restore
+from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
+from swansongd.restore import Wanted, health_of, healthy, restore, whole
+from swansongd.restore_target import interrupted
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.retry import Retrying
 
@@ -83,21 +85,35 @@ class Rejoin:
         self._monotonic = monotonic
         self._one_at_a_time = threading.Lock()
         self._given: _Given | None = None
+        self._went_back: tuple[int, float, Restored] | None = None
         self._waiting: dict[str, Reply] = {}
         self._waiting_lock = threading.Lock()
 
     def start(self, query_id: str, reply: Reply) -> None:
         """Answer with Restored in the end, with Restoring on the way; returns at once."""
+        self._begin(query_id, reply, self._answer)
+
+    def start_from(self, query_id: str, wanted: CommitRef, reply: Reply) -> None:
+        """The same, for a trainer whose first rank has chosen a commit for all VMs of the job."""
+        self._begin(query_id, reply, lambda: self._chosen(wanted))
+
+    def start_rollback(
+        self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]
+    ) -> None:
+        """The same, for a trainer that goes back to the newest healthy checkpoint; posts RolledBack first."""
+        self._begin(query.query_id, reply, lambda: self._rollback(query, post))
+
+    def _begin(self, query_id: str, reply: Reply, find: Callable[[], Restored]) -> None:
         with self._waiting_lock:
             self._waiting[query_id] = reply
         threading.Thread(
-            target=self._run, args=(query_id, reply), name="rejoin", daemon=True
+            target=self._run, args=(query_id, reply, find), name="rejoin", daemon=True
         ).start()
 
-    def _run(self, query_id: str, reply: Reply) -> None:
+    def _run(self, query_id: str, reply: Reply, find: Callable[[], Restored]) -> None:
         with self._one_at_a_time:
             try:
-                answer = replace(self._answer(), query_id=query_id)
+                answer = replace(find(), query_id=query_id)
             except SwansongError as error:
                 answer = Restored(query_id, error=error.line())
             except Exception as error:
@@ -121,36 +137,97 @@ class Rejoin:
         given = self._given
         if given is not None and not (given.local == local and given.still_stands()):
             given = None
+        if (
+            state.settings.several_vms
+        ):  # what lies in staging is a part only, and the choice is for all
+            own = given = None
         if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
             return given.answer
-        store = Retrying(
-            self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
-        )
+        store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
         if given is not None and given.newest == newest:
             answer = given.answer
         elif own is not None and _is_as_good(own, state, newest):
-            answer = Restored(
-                "",
-                path=str(self._run_directory / own.directory),
-                step=own.id.step,
-                generation=state.generation if state.generation is not None else -1,
-            )
+            answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
         self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=newest, local=local)
         return answer
 
-    def _fetched(self, store: ObjectStore, newest: CommitRef | None) -> Restored:
+    def _chosen(self, wanted: CommitRef) -> Restored:
+        given = self._given
+        if given is not None and given.newest == wanted and given.still_stands():
+            return given.answer  # to another rank of this VM
+        answer = self._fetched(self._store(), wanted, lambda ref, _: ref == wanted)
+        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=wanted, local=None)
+        return answer
+
+    def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
+        state = self._state()
+        if any(trainer.world_size > trainer.local_world_size for trainer in state.trainers):
+            raise StagingError(
+                "a run over several VMs cannot go back while it runs",
+                hint="End the job, and start it from what swansong restore --healthy brings",
+            )
+        if self._went_back is not None:
+            number, mono_s, answer = self._went_back
+            if number == query.rollback and self._monotonic() - mono_s < ONE_START_S:
+                return answer  # to another rank
+        store = self._store()
+        own = _newest_healthy_own(state, query.before_step)
+        committed = self._newest_healthy_commit(store, query.before_step)
+        if own is not None and _is_as_good(own, state, committed):
+            answer = self._in_staging(own, state)
+        elif committed is not None:
+            answer = self._fetched(store, committed, lambda ref, _: ref == committed)
+        else:
+            raise NothingToRestore(
+                f"run {self._keys.run} has no healthy checkpoint before step {query.before_step}"
+            )
+        post(RolledBack(answer.step))
+        self._given = None
+        self._went_back = (query.rollback, self._monotonic(), answer)
+        return answer
+
+    def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
+        for found in catalog.list_commits(store, self._keys):
+            if found.ref.step >= before_step:
+                continue
+            try:
+                manifests = whole(store, self._keys, found)
+            except CorruptError:
+                continue
+            if healthy(found.ref, health_of(manifests)):
+                return found.ref
+        return None
+
+    def _store(self) -> ObjectStore:
+        return Retrying(
+            self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
+        )
+
+    def _in_staging(self, own: Staged, state: State) -> Restored:
+        return Restored(
+            "",
+            path=str(self._run_directory / own.directory),
+            step=own.id.step,
+            generation=state.generation if state.generation is not None else -1,
+        )
+
+    def _fetched(
+        self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
+    ) -> Restored:
         parent = self._run_directory / RESTORED_DIRECTORY
         parent.mkdir(exist_ok=True)
         before = list(parent.iterdir())
-        destination = parent.resolve() / f"{secrets.token_hex(4)}"
+        # The name of one that was cut off, if there is one: what it fetched is used then.
+        destination = interrupted(parent.resolve()) or parent.resolve() / secrets.token_hex(4)
         try:
             restored = restore(
                 store,
                 self._keys,
                 destination,
+                wanted=wanted,
                 progress=self._progress(),
                 skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
                 stop=self._stop,
@@ -192,6 +269,21 @@ def _newest_own(state: State) -> Staged | None:
     """
     local = state.newest_staged
     return None if local is None or local.id in state.inherited else local
+
+
+def _newest_healthy_own(state: State, before_step: int) -> Staged | None:
+    """Newest set that would do for a rollback."""
+    return max(
+        (
+            staged
+            for staged in state.staged
+            if staged.id not in state.unusable | state.inherited
+            and staged.id.step < before_step
+            and is_healthy(staged.health)
+        ),
+        key=lambda staged: staged.id,
+        default=None,
+    )
 
 
 def _is_as_good(local: Staged, state: State, newest: CommitRef | None) -> bool:

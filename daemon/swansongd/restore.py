@@ -10,25 +10,34 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from swansongd import catalog
 from swansongd.catalog import Commit
-from swansongd.digests import part_count, part_digest, shard_digest
-from swansongd.errors import CorruptError, NotFound, NothingToRestore
+from swansongd.errors import CorruptError, NothingToRestore
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest, check_paths
-from swansongd.model import CommitRef, StoredShard
+from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
+from swansongd.restore_journal import identity_of
+from swansongd.restore_reader import Problems, Progress, Reader
 from swansongd.restore_target import RestoreTarget
 from swansongd.stores.base import ObjectStore
-from swansongd.threads import Task, parallel
 
-Progress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all; called from any thread, one call at a time."""
+CONNECTIONS = 16
+"""More than a flush may take for itself: whoever waits for a restore does nothing else."""
+
 Skipped = Callable[[CommitRef, str], None]
 """Told of a commit that is not restored, and why."""
+
+Wanted = Callable[[CommitRef, Mapping[str, float]], bool]
+"""Whether a commit of this health will do."""
+
+
+def healthy(_ref: CommitRef, health: Mapping[str, float]) -> bool:
+    """A :data:`Wanted`: only what is known to be healthy."""
+    return is_healthy(health) is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,8 @@ class Restored:
     ref: CommitRef
     path: Path
     size_bytes: int
+    reused_bytes: int
+    """So many of them were there already, from a restore that was interrupted."""
     skipped: tuple[tuple[CommitRef, str], ...]
     """Newer commits that could not be restored, and why."""
 
@@ -56,15 +67,19 @@ def restore(
     destination: Path,
     *,
     step: int | None = None,
-    connections: int = 8,
+    wanted: Wanted | None = None,
+    connections: int = CONNECTIONS,
     progress: Progress | None = None,
     skipped: Skipped | None = None,
     stop: threading.Event | None = None,
 ) -> Restored:
     """Bring the newest whole commit of the run (or of ``step``) to ``destination``, or nothing.
 
+    Commits that are not ``wanted`` are passed over.
+
     ``destination`` appears whole or not at all; it must not exist, or be an empty directory.  The
-    store is only read.
+    store is only read.  What an interrupted restore of the same commit left beside the destination is
+    used; one that is ended by Stopped or by an error of the store leaves what it has for the next.
 
     Raises:
         NothingToRestore: no commit is whole; says why for each.
@@ -72,13 +87,17 @@ def restore(
         StoreError: the store could not be read.
         Stopped: ``stop`` was set.
     """
-    reader = _Reader(store, connections, stop)
+    reader = Reader(store, connections, stop)
     refused: list[tuple[CommitRef, str]] = []
     with RestoreTarget(destination) as target:
         for commit in _commits(store, keys, step):
             try:
-                shards = _shards(store, keys, commit)
-                reader.fetch(shards, target, progress)
+                manifests = whole(store, keys, commit)
+                if wanted is not None and not wanted(commit.ref, health_of(manifests)):
+                    continue
+                shards = _merged(manifests)
+                identity = identity_of(keys.run, commit.ref, shards)
+                reused_bytes = _fetch(reader, shards, target, identity, progress)
             except CorruptError as error:
                 refused.append((commit.ref, error.line()))
                 if skipped is not None:
@@ -88,7 +107,8 @@ def restore(
             return Restored(
                 ref=commit.ref,
                 path=destination,
-                size_bytes=_size_bytes(shards),
+                size_bytes=sum(shard.size_bytes for shard in shards),
+                reused_bytes=reused_bytes,
                 skipped=tuple(refused),
             )
     raise _nothing(keys, step, refused)
@@ -99,7 +119,7 @@ def verify(
     keys: RunKeys,
     *,
     step: int | None = None,
-    connections: int = 8,
+    connections: int = CONNECTIONS,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> list[Finding]:
@@ -124,9 +144,10 @@ def verify(
                 owners[shard].append(commit.ref)
         except CorruptError as error:
             findings.append(Finding(ref=commit.ref, problem=error.line()))
-    reader = _Reader(store, connections, stop)
+    reader = Reader(store, connections, stop)
     bad = reader.check_sizes(list(owners))
-    bad |= reader.read([shard for shard in owners if shard not in bad], None, progress)
+    sized = [shard for shard in owners if shard not in bad]
+    bad |= reader.read(dict(enumerate(sized)), progress=progress)[0]
     findings += [
         Finding(ref=ref, problem=problem) for shard, problem in bad.items() for ref in owners[shard]
     ]
@@ -154,18 +175,29 @@ def _nothing(
     return NothingToRestore(f"{wanted} has no commit that is whole: {reasons}")
 
 
-def _shards(store: ObjectStore, keys: RunKeys, commit: Commit) -> list[StoredShard]:
-    """The shards of all nodes of a commit, each path once.
+def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:
+    """The manifests of all nodes of a commit.
 
     Raises:
-        CorruptError: the commit is not complete, or its manifests cannot be believed.
+        CorruptError: the commit is not complete, or a manifest cannot be believed.
+        StoreError: the store could not be read.
     """
     if not commit.is_complete:
         raise CorruptError(f"{len(commit.manifest_keys)} of {commit.nodes} nodes committed it")
-    return _merged(catalog.load(store, keys, commit))
+    return catalog.load(store, keys, commit)
+
+
+def health_of(manifests: Sequence[Manifest]) -> dict[str, float]:
+    """The health of a commit, over its nodes."""
+    return merged_health([manifest.health for manifest in manifests])
 
 
 def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
+    """The shards of all nodes of a commit, each path once.
+
+    Raises:
+        CorruptError: the manifests contradict each other.
+    """
     by_path: dict[str, StoredShard] = {}
     for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
@@ -175,120 +207,31 @@ def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     return list(by_path.values())
 
 
-def _size_bytes(shards: Sequence[StoredShard]) -> int:
-    return sum(shard.size_bytes for shard in shards)
+def _fetch(
+    reader: Reader,
+    shards: Sequence[StoredShard],
+    target: RestoreTarget,
+    identity: str,
+    progress: Progress | None,
+) -> int:
+    """Bring the shards into the target, verified and synced; returns the bytes that were there already.
+
+    Raises:
+        CorruptError: a shard is gone, or does not match its digest when read again.
+    """
+    _refuse(reader.check_sizes(shards))
+    noted = target.begin(identity, shards)
+    numbered = dict(enumerate(shards))
+    problems, reused_bytes = reader.read(numbered, target=target, noted=noted, progress=progress)
+    if problems:
+        # The wire or our own memory may have been at fault; an older commit would cost more.
+        again = {number: shard for number, shard in numbered.items() if shard in problems}
+        problems, _ = reader.read(again, target=target)
+    _refuse(problems)
+    return reused_bytes
 
 
-# ---------------------------------------------------------------- shards
-
-_MISSING = "{} is missing from the store"
-_Write = Callable[[str, int, memoryview], None]
-"""Given path, offset and bytes of what was read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    shard: StoredShard
-    index: int
-
-    @property
-    def offset(self) -> int:
-        return self.index * self.shard.part_size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return min(self.shard.part_size_bytes, self.shard.size_bytes - self.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads shards over many connections.  What is wrong with them comes back by shard, in words."""
-
-    store: ObjectStore
-    connections: int
-    stop: threading.Event | None
-
-    def fetch(
-        self, shards: Sequence[StoredShard], target: RestoreTarget, progress: Progress | None
-    ) -> None:
-        """Bring the shards into the target, verified and synced.
-
-        Raises:
-            CorruptError: a shard is gone, or does not match its digest when read again.
-        """
-        _refuse(self.check_sizes(shards))
-        target.begin({shard.path: shard.size_bytes for shard in shards})
-        problems = self.read(shards, target.write, progress)
-        if problems:
-            # The wire or our own memory may have been at fault; an older commit would cost more.
-            problems = self.read(list(problems), target.write, None)
-        _refuse(problems)
-        self._each(shards, lambda shard: target.sync(shard.path))
-
-    def check_sizes(self, shards: Sequence[StoredShard]) -> dict[StoredShard, str]:
-        problems: dict[StoredShard, str] = {}
-
-        def check(shard: StoredShard) -> None:
-            info = self.store.head(shard.key)
-            if info is None:
-                problems[shard] = _MISSING.format(shard.path)
-            elif info.size_bytes != shard.size_bytes:
-                problems[shard] = (
-                    f"{shard.path} has {info.size_bytes} bytes instead of {shard.size_bytes}"
-                )
-
-        self._each(shards, check)
-        return problems
-
-    def read(
-        self, shards: Sequence[StoredShard], write: _Write | None, progress: Progress | None
-    ) -> dict[StoredShard, str]:
-        """Read all bytes of the shards, hash them as they pass, and hand them to ``write``."""
-        digests = {
-            shard: [b""] * part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards
-        }
-        problems: dict[StoredShard, str] = {}
-        total_bytes = _size_bytes(shards)
-        done_bytes = 0
-        lock = threading.Lock()
-        buffers: list[bytearray] = []  # not in use; one for each connection in the end
-
-        def read_part(part: _Part) -> None:
-            nonlocal done_bytes
-            with lock:
-                buffer = buffers.pop() if buffers else bytearray()
-            if len(buffer) < part.size_bytes:
-                buffer = bytearray(part.size_bytes)
-            with memoryview(buffer)[: part.size_bytes] as data:
-                if data:  # no store can be asked for a range of nothing
-                    try:
-                        self.store.get_range(part.shard.key, part.offset, data)
-                    except NotFound:
-                        problems[part.shard] = _MISSING.format(part.shard.path)
-                        return
-                digests[part.shard][part.index] = part_digest(data)
-                if write is not None:
-                    write(part.shard.path, part.offset, data)
-            with lock:
-                buffers.append(buffer)
-                done_bytes += part.size_bytes
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
-
-        self._each(
-            [_Part(shard, index) for shard in shards for index in range(len(digests[shard]))],
-            read_part,
-        )
-        for shard in shards:
-            if shard not in problems and shard_digest(digests[shard]) != shard.digest:
-                problems[shard] = f"{shard.path} does not match its digest"
-        return problems
-
-    def _each(self, tasks: Sequence[Task], function: Callable[[Task], None]) -> None:
-        parallel(tasks, function, threads=self.connections, stop=self.stop)
-
-
-def _refuse(problems: dict[StoredShard, str]) -> None:
+def _refuse(problems: Problems) -> None:
     if problems:
         first, *others = problems.values()
         raise CorruptError(f"{first} (and {len(others)} more)" if others else first)

@@ -11,12 +11,16 @@ from typing import Any
 
 import committed
 import pytest
+from odd_store import OddStore
 from story import Story, a_set
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, Restoring
+from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansongd.core.events import Event, RolledBack, TrainerJoined
 from swansongd.core.state import State
+from swansongd.errors import Permanent
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef, Staged
+from swansongd.model import CommitRef, Staged, TrainerView
 from swansongd.rejoin import Rejoin
+from waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
 
@@ -48,13 +52,25 @@ class Vm:
         )
         return self.bucket / made.shards[0].key
 
+    def rejoin(self) -> Rejoin:
+        return Rejoin(self.store, RunKeys("r"), self.staging, lambda: self.state, threading.Event())
+
     def ask(self) -> Restored:
         """The answer of a daemon that has just started: none that it gave before stands."""
-        rejoin = Rejoin(
-            self.store, RunKeys("r"), self.staging, lambda: self.state, threading.Event()
-        )
         answers: queue.Queue[Message] = queue.Queue()
-        rejoin.start("q1", answers.put)
+        self.rejoin().start("q1", answers.put)
+        return self.answer(answers)
+
+    def go_back(
+        self, before_step: int, rejoin: Rejoin | None = None, number: int = 1
+    ) -> tuple[Restored, list[Event]]:
+        answers: queue.Queue[Message] = queue.Queue()
+        posted: list[Event] = []
+        query = RestoreQuery("q1", rollback=number, before_step=before_step)
+        (rejoin or self.rejoin()).start_rollback(query, answers.put, posted.append)
+        return self.answer(answers), posted
+
+    def answer(self, answers: queue.Queue[Message]) -> Restored:
         while True:
             answer = answers.get(timeout=20)
             if isinstance(answer, Restored):
@@ -79,6 +95,30 @@ def test_a_commit_is_brought_here_byte_for_byte(vm: Vm) -> None:
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
     assert Path(answer.path).parent == vm.staging / RESTORED_DIRECTORY
     assert committed.tree(Path(answer.path)) == FILES
+
+
+@pytest.mark.fault("G11")
+def test_what_a_download_that_was_cut_off_has_fetched_is_used(vm: Vm) -> None:
+    """The store fails after five of six parts: the next answer needs only the sixth."""
+    vm.commit(100)
+    last_offset = 5 * committed.PART_SIZE_BYTES
+
+    def fail_late(_key: str, offset: int, _window: memoryview) -> None:
+        if offset == last_offset:
+            (journal,) = vm.staging.glob(f"{RESTORED_DIRECTORY}/.*.partial-*/journal")
+            until(lambda: journal.read_bytes().count(b"\n") == 6, what="the other parts")
+            raise Permanent("access denied")
+
+    vm.store = OddStore(vm.bucket, fail_late)
+    assert "access denied" in vm.ask().error
+    vm.store = again = OddStore(vm.bucket)
+    answer = vm.ask()
+    assert (answer.step, answer.error) == (100, "")
+    assert committed.tree(Path(answer.path)) == FILES
+    assert [offset for _, offset, _ in again.given] == [last_offset]
+    assert [path.name for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [
+        Path(answer.path).name
+    ]
 
 
 @pytest.mark.parametrize("step", [100, 101])
@@ -158,3 +198,65 @@ def test_what_earlier_trainers_restored_is_removed(vm: Vm) -> None:
     committed.flip_bit(damaged, 3)
     assert vm.ask().error
     assert committed.tree(Path(second.path)) == FILES
+
+
+# ---------------------------------------------------------------- going back to a healthy one
+
+GOOD = {"loss_is_finite": 1.0}
+BAD = {"loss_is_finite": 0.0}
+
+
+def test_a_rollback_fetches_the_newest_healthy_commit(vm: Vm) -> None:
+    """Older than the suspect step; unhealthy, damaged and incomplete ones are passed over."""
+    for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (35, {}), (40, GOOD)):
+        vm.commit(step, health=health)
+    vm.commit(25, nodes=2, health=GOOD)
+    answer, posted = vm.go_back(40)
+    assert (answer.step, answer.generation) == (20, 1)
+    assert committed.tree(Path(answer.path)) == FILES
+    assert posted == [RolledBack(20)]
+
+
+def test_a_rollback_prefers_a_set_that_is_here(vm: Vm) -> None:
+    """The newest healthy one in staging, if it is as good as the commit; not one of another boot."""
+    vm.commit(20, health=GOOD)
+    sets = [replace(a_set(step), health=health) for step, health in ((30, GOOD), (40, BAD))]
+    vm.knows(*sets)
+    answer, posted = vm.go_back(45)
+    assert (answer.path, answer.step) == (str(vm.staging / sets[0].directory), 30)
+    assert posted == [RolledBack(30)]
+    assert vm.go_back(30)[0].step == 20
+    vm.knows(*sets, inherited=True)
+    assert vm.go_back(45)[0].step == 20
+
+
+def test_all_ranks_go_back_to_the_same_and_count_once(vm: Vm) -> None:
+    """Whoever asks second for the same rollback gets the same answer; the next rollback gets its own."""
+    for step in (10, 20):
+        vm.commit(step, health=GOOD)
+    rejoin = vm.rejoin()
+    first, posted = vm.go_back(21, rejoin)
+    assert (first.step, len(posted)) == (20, 1)
+    assert vm.go_back(15, rejoin) == (first, [])
+    second, posted = vm.go_back(15, rejoin, number=2)
+    assert (second.step, posted) == (10, [RolledBack(10)])
+
+
+def test_without_a_healthy_checkpoint_nobody_goes_back(vm: Vm) -> None:
+    """An error, and nothing is dropped."""
+    vm.commit(10, health=BAD)
+    answer, posted = vm.go_back(40)
+    assert "no healthy checkpoint before step 40" in answer.error
+    assert not posted
+
+
+def test_a_job_over_several_vms_does_not_go_back_while_it_runs(vm: Vm) -> None:
+    """Each VM would claim a generation of its own; the error says what to do instead."""
+    vm.commit(10, health=GOOD)
+    story = Story()
+    view = TrainerView(connection=1, pid=1, rank=0, world_size=2, local_world_size=1)
+    story.tell(TrainerJoined(view))
+    vm.state = story.state
+    answer, posted = vm.go_back(40)
+    assert "restore --healthy" in answer.error
+    assert not posted

@@ -14,6 +14,7 @@ from swansongd import rejoin
 from swansongd.core.state import Settings, State
 from swansongd.keys import RunKeys
 from swansongd.rejoin import Rejoin
+from swansongd.stores.base import Sink
 from swansongd.stores.files import FileStore
 from waiting import until
 
@@ -29,10 +30,10 @@ class Held(FileStore):
         self.go.set()
         self.reads = 0
 
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         self.reads += 1
         assert self.go.wait(20)
-        super().get_range(key, offset, into)
+        super().get_range(key, offset, size_bytes, sink)
 
 
 class Asked:

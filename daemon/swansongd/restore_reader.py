@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads shards over many connections, each byte once: hashed, and written where it belongs, as it comes.
+
+The unit is the part: what an interrupted restore has of a part is read back from the disk, which is
+cheaper than the network, and every other part is fetched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from swansongd.digests import part_count, shard_digest
+from swansongd.errors import NotFound, Stopped, Transient
+from swansongd.model import StoredShard
+from swansongd.restore_journal import Noted
+from swansongd.restore_target import RestoredFile, RestoreTarget
+from swansongd.stores.base import WINDOW_BYTES, ObjectStore
+from swansongd.threads import Task, parallel
+
+Progress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all; called from any thread, one call at a time."""
+Problems = dict[StoredShard, str]
+"""What is wrong, by shard, in words."""
+
+_MISSING = "{} is missing from the store"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How shards are read.
+
+    Args:
+        connections: how many parts are under way at once.
+        stop: ends it with Stopped, within a window.
+    """
+
+    store: ObjectStore
+    connections: int
+    stop: threading.Event | None
+
+    def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
+        """Compare what the store has with what it should have, without reading it."""
+        # Shards of one flush lie side by side: a listing tells of a thousand at once.
+        beside: defaultdict[str, list[StoredShard]] = defaultdict(list)
+        for shard in shards:
+            is_named_for_path = shard.key.endswith(f"/{shard.path}")
+            beside[shard.key[: -len(shard.path)] if is_named_for_path else shard.key].append(shard)
+        problems: Problems = {}
+
+        def check(prefix: str) -> None:
+            sizes_bytes = {info.key: info.size_bytes for info in self.store.list(prefix)}
+            for shard in beside[prefix]:
+                size_bytes = sizes_bytes.get(shard.key)
+                if size_bytes is None:
+                    problems[shard] = _MISSING.format(shard.path)
+                elif size_bytes != shard.size_bytes:
+                    problems[shard] = (
+                        f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
+                    )
+
+        self._each(list(beside), check)
+        return problems
+
+    def read(
+        self,
+        shards: Mapping[int, StoredShard],
+        *,
+        target: RestoreTarget | None = None,
+        noted: Noted | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Problems, int]:
+        """Read all bytes of the shards, and compare their digests.
+
+        With a ``target`` they are written there, noted under the number of their shard, and synced.
+
+        Returns:
+            What is wrong, and how many bytes did not have to be fetched because they were ``noted``, and
+            there.
+        """
+        total_bytes = sum(shard.size_bytes for shard in shards.values())
+        tally = _Tally(total_bytes, progress, self.stop)
+        reading = _Reading(self.store, target, noted or {}, tally)
+        # The largest first: what comes last should be small, so that no connection is idle for long.
+        largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
+        states = [_Shard(number, shard) for number, shard in largest_first]
+        self._each(
+            [(state, index) for state in states for index in range(state.parts_left)],
+            lambda part: reading.part(*part),
+        )
+        return reading.problems, reading.reused_bytes
+
+    def _each(self, tasks: Sequence[Task], function: Callable[[Task], None]) -> None:
+        parallel(tasks, function, threads=min(self.connections, len(tasks)), stop=self.stop)
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard that is being read."""
+
+    number: int
+    shard: StoredShard
+    digests: list[bytes] = field(init=False)
+    """Of its parts; empty while a part is not there."""
+    parts_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts_left = part_count(self.shard.size_bytes, self.shard.part_size_bytes)
+        self.digests = [b""] * self.parts_left
+
+
+class _Tally:
+    """Bytes done, of all connections together; where progress is told and a stop is seen."""
+
+    def __init__(
+        self, total_bytes: int, progress: Progress | None, stop: threading.Event | None
+    ) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Raises Stopped once it is time to end."""
+        if self._stop is not None and self._stop.is_set():
+            raise Stopped("stopped before it was done")
+        with self._lock:
+            self._done_bytes += size_bytes
+            if self._progress is not None and size_bytes > 0:
+                self._progress(self._done_bytes, self._total_bytes)
+
+    def take_back(self, size_bytes: int) -> None:
+        """So many bytes come again."""
+        with self._lock:
+            self._done_bytes -= size_bytes
+
+
+class _PartSink:
+    """Takes the bytes of one part: hashes them, and writes them to their place."""
+
+    def __init__(
+        self, offset: int, size_bytes: int, write: Callable[[memoryview, int], None], tally: _Tally
+    ) -> None:
+        self._offset = offset
+        self._size_bytes = size_bytes
+        self._write = write
+        self._tally = tally
+        self._hash = blake3()
+        self._done_bytes = 0
+
+    def rewind(self) -> None:
+        self._tally.take_back(self._done_bytes)
+        self._hash = blake3()
+        self._done_bytes = 0
+
+    def write(self, window: memoryview) -> None:
+        if self._done_bytes + window.nbytes > self._size_bytes:
+            raise Transient("the store sent more than it was asked for")
+        self._hash.update(window)
+        self._write(window, self._offset + self._done_bytes)
+        self._done_bytes += window.nbytes
+        self._tally.add(window.nbytes)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+class _Reading:
+    """One pass over some shards."""
+
+    def __init__(
+        self, store: ObjectStore, target: RestoreTarget | None, noted: Noted, tally: _Tally
+    ) -> None:
+        self.problems: Problems = {}
+        self.reused_bytes = 0
+        self._store = store
+        self._target = target
+        self._noted = noted
+        self._tally = tally
+        self._lock = threading.Lock()
+
+    def part(self, state: _Shard, index: int) -> None:
+        """Read one part; with the last one of a shard its digest is compared."""
+        shard, target = state.shard, self._target
+        if shard in self.problems:
+            return
+        try:
+            if target is None:
+                digest = self._fetched(shard, index, lambda _window, _offset: None)
+            else:
+                digest = self._placed(state, index, target)
+        except NotFound:
+            self.problems[shard] = _MISSING.format(shard.path)
+            return
+        with self._lock:
+            state.digests[index] = digest
+            state.parts_left -= 1
+            is_last = state.parts_left == 0
+        if not is_last:
+            return
+        if shard_digest(state.digests) != shard.digest:
+            self.problems[shard] = f"{shard.path} does not match its digest"
+        elif target is not None:
+            target.sync(shard.path)
+
+    def _placed(self, state: _Shard, index: int, target: RestoreTarget) -> bytes:
+        """Have the part in its file, and noted."""
+        noted = self._noted.get((state.number, index))
+        with target.file(state.shard.path) as file:
+            if noted is not None and _read_back(file, state.shard, index) == noted:
+                size_bytes = _span(state.shard, index)[1]
+                with self._lock:
+                    self.reused_bytes += size_bytes
+                self._tally.add(size_bytes)
+                return noted
+            digest = self._fetched(state.shard, index, file.write)
+        target.note(state.number, index, digest)
+        return digest
+
+    def _fetched(
+        self, shard: StoredShard, index: int, write: Callable[[memoryview, int], None]
+    ) -> bytes:
+        offset, size_bytes = _span(shard, index)
+        sink = _PartSink(offset, size_bytes, write, self._tally)
+        self._store.get_range(shard.key, offset, size_bytes, sink)
+        return sink.digest()
+
+
+def _span(shard: StoredShard, index: int) -> tuple[int, int]:
+    """Offset and size of a part."""
+    offset = index * shard.part_size_bytes
+    return offset, min(shard.part_size_bytes, shard.size_bytes - offset)
+
+
+def _read_back(file: RestoredFile, shard: StoredShard, index: int) -> bytes:
+    """Digest of what lies where the part belongs; of nothing when it cannot be read."""
+    offset, size_bytes = _span(shard, index)
+    seen = blake3()
+    buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
+    done_bytes = 0
+    while done_bytes < size_bytes:
+        window = buffer[: size_bytes - done_bytes]
+        count = file.read_into(window, offset + done_bytes)
+        if not count:
+            return b""
+        seen.update(window[:count])
+        done_bytes += count
+    return seen.digest()
