@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench-notices format clean
+.PHONY: help setup demo test test-vm image check bench bench-beside bench-notices format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -28,8 +28,14 @@ SIGNAL ?= none
 demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+test: $(STAMP)  ## all tests but those of whole machines
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vm $(PYTEST_ARGS)
+
+test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 minutes (PYTEST_ARGS='-k button_alone' for one)
+	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
+
+image: $(STAMP)  ## the image that they boot, made by provision.sh; prints the command that boots it in your terminal
+	@PYTHONPATH=tests $(BIN)/python -m vm.image
 
 check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/ruff check .
@@ -37,6 +43,12 @@ check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	./tests/check_system_files.sh
+
+bench: $(STAMP)  ## speed, CPU and memory of the transfer beside its peers; about 25 minutes, needs a quiet machine (BENCH_ARGS=--quick for a smoke run)
+	$(BIN)/python -m bench.transfer $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
+
+bench-beside: $(STAMP)  ## what a flush costs the trainer beside it; about 5 minutes
+	$(BIN)/python -m bench.beside $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; about 20 minutes
 	$(BIN)/python bench/notices.py

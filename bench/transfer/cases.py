@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workloads, their files, and the cases that are measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swansongd import manifest
+from swansongd.digests import part_digest, shard_digest
+from swansongd.keys import RunKeys
+from swansongd.manifest import Manifest
+from swansongd.model import CheckpointKind, CommitRef, StoredShard
+from swansongd.stores.checksums import crc32c
+
+from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
+from bench.transfer.sink import DIRECT, FAULTY, HASHING, PACED, PATTERN_BYTES, Object, Profile
+
+PART_BYTES = 16 * 2**20
+FAULT_TIMES_S = (25.0, 110.0)
+QUICK_FAULT_TIMES_S = (2.0, 6.0)
+_BLOCK_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """So many files of one size."""
+
+    name: str
+    count: int
+    size_bytes: int
+    is_sparse: bool = False
+    """Holes but for a stamp at the start of each file: where the network decides, not the memory."""
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        return [(f"shard-{number:05d}.bin", self.size_bytes) for number in range(self.count)]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.size_bytes
+
+    def __str__(self) -> str:
+        big = self.size_bytes >= 2**30
+        unit, size = ("GiB", self.size_bytes / 2**30) if big else ("MiB", self.size_bytes / 2**20)
+        if self.size_bytes < 2**20:
+            unit, size = "KiB", self.size_bytes / 2**10
+        return f"{self.count:,} x {size:g} {unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operation on one workload under one profile, by these contestants."""
+
+    operation: str
+    workload: Workload
+    profile: Profile
+    contestants: Sequence[str]
+    repeats_max: int = 99
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation}-{self.workload.name}-{self.profile.name}"
+
+
+def cases(*, is_quick: bool) -> list[Case]:
+    """All of them, the most telling first."""
+    if is_quick:
+        large = Workload(name="large", count=1, size_bytes=128 * 2**20)
+        medium = Workload(name="medium", count=8, size_bytes=24 * 2**20)
+        small = Workload(name="small", count=100, size_bytes=256 * 2**10)
+        faulty = Workload(name="faulty", count=16, size_bytes=64 * 2**20, is_sparse=True)
+    else:
+        large = Workload(name="large", count=1, size_bytes=4 * 2**30)
+        medium = Workload(name="medium", count=64, size_bytes=64 * 2**20)
+        small = Workload(name="small", count=2000, size_bytes=256 * 2**10)
+        faulty = Workload(name="faulty", count=80, size_bytes=256 * 2**20, is_sparse=True)
+    wide = f"{REFERENCE} x 32"
+    to_gcs = f"{OURS} to GCS"
+    peers = [one.name for one in CONTESTANTS.values() if one.is_peer and one.name != "obstore x 32"]
+    every = [REFERENCE, OURS, *peers]
+    # What is slow at its defaults and has a tuned sibling is shown once, to spare time.
+    most = [name for name in every if name != "rclone"]
+    paced = [wide, OURS, "obstore x 32"]
+    paced += [name for name in most if name not in (REFERENCE, OURS, "obstore", "obstore tuned")]
+    paced = [name for name in paced if name not in ("boto3 tuned", "s3torchconnector")]
+    faulty_lane = [one.name for one in CONTESTANTS.values() if one.is_for_faults]
+    return [
+        Case(operation="upload", workload=large, profile=DIRECT, contestants=every),
+        Case(operation="upload", workload=medium, profile=DIRECT, contestants=most),
+        Case(operation="upload", workload=small, profile=DIRECT, contestants=most),
+        Case(operation="download", workload=large, profile=DIRECT, contestants=most),
+        Case(
+            operation="upload",
+            workload=large,
+            profile=HASHING,
+            contestants=[REFERENCE, to_gcs, "gcs transfer_manager"],
+        ),
+        Case(operation="upload", workload=large, profile=PACED, contestants=paced, repeats_max=2),
+        Case(operation="upload", workload=small, profile=PACED, contestants=paced, repeats_max=1),
+        Case(
+            operation="download", workload=medium, profile=DIRECT, contestants=most, repeats_max=1
+        ),
+        Case(operation="download", workload=small, profile=DIRECT, contestants=most, repeats_max=1),
+        Case(
+            operation="upload",
+            workload=faulty,
+            profile=FAULTY,
+            contestants=faulty_lane,
+            repeats_max=1,
+        ),
+    ]
+
+
+def reference_of(case: Case) -> str:
+    """The contestant that the ratios of a case are to."""
+    return next(name for name in case.contestants if name.startswith(REFERENCE))
+
+
+def make_files(workload: Workload, directory: Path) -> None:
+    """Write the files; no two blocks of them are alike, and a sparse file is stamped at its start."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    space = os.statvfs(directory)
+    if workload.total_bytes > space.f_bavail * space.f_frsize and not workload.is_sparse:
+        raise SystemExit(f"{directory} has no room for {workload}; name another place with --data")
+    block = bytearray(os.urandom(_BLOCK_BYTES))
+    for number, (name, size_bytes) in enumerate(workload.files):
+        with open(directory / name, "wb") as file:
+            if workload.is_sparse:
+                file.write(os.urandom(4096))
+                file.truncate(size_bytes)
+                continue
+            for offset in range(0, size_bytes, _BLOCK_BYTES):
+                block[:16] = number.to_bytes(8) + offset.to_bytes(8)
+                file.write(memoryview(block)[: min(_BLOCK_BYTES, size_bytes - offset)])
+
+
+def sink_objects(workload: Workload, directory: Path) -> list[Object]:
+    """What the sink must have so that everybody can download the workload.
+
+    Everybody has the same bytes, the sink's pattern; ours also wants a commit, whose manifest is true.
+    """
+    pattern = directory / "pattern"
+    if not pattern.exists():
+        pattern.write_bytes(os.urandom(PATTERN_BYTES))
+    shards = []
+    objects = []
+    keys = RunKeys(RUN)
+    digest, checksum = _digest(pattern.read_bytes(), workload.size_bytes)
+    for name, size_bytes in workload.files:
+        key = f"{keys.data}00000001/000000000001-bench/00000/{name}"
+        shards.append(
+            StoredShard(
+                path=name,
+                size_bytes=size_bytes,
+                digest=digest,
+                key=key,
+                part_size_bytes=PART_BYTES,
+                crc32c=checksum,
+            )
+        )
+        objects.append(Object(f"{BUCKET}/{PREFIX}/{name}", size_bytes))
+        objects.append(Object(f"{BUCKET}/{key}", size_bytes))
+    commit = manifest.encode(
+        Manifest(
+            run=RUN,
+            generation=1,
+            step=1,
+            kind=CheckpointKind.PERIODIC,
+            node=0,
+            nodes=1,
+            nonce="bench",
+            shards=tuple(shards),
+        )
+    )
+    path = directory / "manifest.json"
+    path.write_bytes(commit)
+    name = keys.commit(CommitRef(1, 1), 0, 1)
+    objects.append(Object(f"{BUCKET}/{name}", len(commit), path))
+    return objects
+
+
+def _digest(pattern: bytes, size_bytes: int) -> tuple[str, int]:
+    """Digest and CRC32C of so many bytes of the pattern, over and over."""
+    digests = []
+    checksum = 0
+    part = pattern * (PART_BYTES // PATTERN_BYTES)
+    whole = part_digest(part)
+    for offset in range(0, size_bytes, PART_BYTES):
+        length = min(PART_BYTES, size_bytes - offset)
+        digests.append(whole if length == PART_BYTES else part_digest(part[:length]))
+        checksum = crc32c(part if length == PART_BYTES else part[:length], checksum)
+    return shard_digest(digests), checksum

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every Python contestant is told, and how its time is taken.  Standard library only.
+
+A contestant imports and makes its client first, for a daemon has done that long before; connections
+are made on the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One transfer: these files of ``directory``, to or from these keys of ``bucket``."""
+
+    operation: str
+    """``upload`` or ``download``."""
+    directory: Path
+    files: Sequence[tuple[str, int]]
+    """Name and size in bytes."""
+    bucket: str
+    prefix: str
+    endpoint: str
+    ca: str
+    """Path of the certificate that the sink's is signed with."""
+    options: Sequence[str]
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
+
+    def option(self, name: str, default: int) -> int:
+        """The value of an option given as ``name=number``."""
+        for option in self.options:
+            key, _, value = option.partition("=")
+            if key == name:
+                return int(value)
+        return default
+
+
+def run(prepare: Callable[[Job], Callable[[], object]]) -> None:
+    """Make ready, transfer on the clock, print when it began and ended as one line of JSON."""
+    path, *options = sys.argv[1:]
+    given = json.loads(Path(path).read_text())
+    job = Job(
+        operation=given["operation"],
+        directory=Path(given["directory"]),
+        files=[(name, size) for name, size in given["files"]],
+        bucket=given["bucket"],
+        prefix=given["prefix"],
+        endpoint=given["endpoint"],
+        ca=given["ca"],
+        options=options,
+    )
+    transfer = prepare(job)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    began = time.monotonic()
+    transfer()
+    ended = time.monotonic()
+    print(
+        json.dumps(
+            {
+                "began_mono_s": began,
+                "ended_mono_s": ended,
+                "cpu_before_s": used.ru_utime + used.ru_stime,
+            }
+        ),
+        flush=True,
+    )
+
+
+def in_threads(count: int, items: Sequence[T], work: Callable[[T], object]) -> None:
+    """Do all of the items in so many threads; raises the first error when the others are done."""
+    left = iter(items)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def worker() -> None:
+        while True:
+            with lock:
+                item = next(left, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=worker) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def parts(size_bytes: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Offset and length of each part."""
+    return [
+        (offset, min(part_bytes, size_bytes - offset))
+        for offset in range(0, size_bytes, part_bytes)
+    ]

