@@ -3,6 +3,7 @@
 
 source "amazon-ebs" "swansong" {
   region        = var.aws_region
+  subnet_id     = var.aws_subnet
   instance_type = var.aws_instance_type
   ami_name      = "${var.image_name}-${local.stamp}"
 
@@ -23,4 +24,3 @@ source "amazon-ebs" "swansong" {
     Name = "${var.image_name}-${local.stamp}"
   }
 }
-

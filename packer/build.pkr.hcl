@@ -35,7 +35,7 @@ build {
 
   provisioner "shell" {
     inline = [
-      "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml",
+      "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml --run '${var.run_name}' --store '${var.store_url}'",
       "rm -rf /tmp/swansong",
     ]
   }

@@ -4,6 +4,7 @@
 source "googlecompute" "swansong" {
   project_id   = var.gcp_project
   zone         = var.gcp_zone
+  subnetwork   = var.gcp_subnetwork
   machine_type = var.gcp_machine_type
   image_name   = "${var.image_name}-${local.stamp}"
   image_family = var.image_name

@@ -9,12 +9,15 @@ readonly CONFIG=/etc/swansong/swansong.toml
 
 usage() {
 	cat <<-'TEXT'
-		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--no-packages] [--image]
+		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL] [--no-packages] [--image]
 		  --wheelhouse DIR  install the two distributions from the wheels in DIR, without a package index;
 		                    else from the sources beside this script, their dependencies from the index
 		  --config FILE     becomes /etc/swansong/swansong.toml, unless that exists; else the commented example
+		  --run NAME, --store URL
+		                    become run.name and store.url of a configuration that is new
 		  --no-packages     install nothing with the package manager: fail when Python is missing
-		  --image           at the end, forget the identity of this machine, for it becomes an image
+		  --image           at the end, forget the identity of this machine, for it becomes an image, and let
+		                    swansong doctor --image look at it: what it finds fails the script
 		PYTHON names the interpreter to use; else the first of 3.11 or later that is found.
 	TEXT
 }
@@ -86,7 +89,7 @@ install_system_files() {
 	local units=$source/systemd
 	install -D -m 0644 "$units/sysusers.d/swansong.conf" /usr/lib/sysusers.d/swansong.conf
 	install -D -m 0644 "$units/tmpfiles.d/swansong.conf" /usr/lib/tmpfiles.d/swansong.conf
-	install -D -m 0644 -t /etc/systemd/system "$units/swansongd.service" "$units/swansong-restore@.service"
+	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket
 	install -D -m 0644 "$units/trainer.service.d/swansong.conf" \
 		/usr/share/doc/swansong/trainer.service.d/swansong.conf
 	systemd-sysusers swansong.conf
@@ -109,6 +112,9 @@ install_config() {
 		example=$("$VENV/bin/python" -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
 	fi
 	install -D -m 0644 "${config:-$example}" "$CONFIG"
+	# The two keys that begin so, and no other does.
+	[ -z "$run" ] || sed -i "s|^name = .*|name = \"$run\"|" "$CONFIG"
+	[ -z "$store" ] || sed -i "s|^url = .*|url = \"$store\"|" "$CONFIG"
 	say "wrote $CONFIG"
 }
 
@@ -131,14 +137,21 @@ forget_this_machine() {
 		cloud-init clean --logs
 	fi
 	: >/etc/machine-id
+	# The first boot would take the old identity from there, and random numbers that it shares.
+	rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
 }
 
-wheelhouse='' config='' packages=yes image=no
+wheelhouse='' config='' run='' store='' packages=yes image=no
 while [ $# -gt 0 ]; do
 	case $1 in
 	--wheelhouse | --config)
 		[ -e "${2:-}" ] || die "$1 needs something that exists, not '${2:-}'"
 		printf -v "${1#--}" %s "$(realpath "$2")"
+		shift
+		;;
+	--run | --store)
+		[[ $# -gt 1 && $2 =~ ^[A-Za-z0-9._:/-]*$ ]] || die "$1 needs a name or a URL, not '${2:-}'"
+		printf -v "${1#--}" %s "$2"
 		shift
 		;;
 	--no-packages) packages=no ;;
@@ -156,6 +169,7 @@ while [ $# -gt 0 ]; do
 done
 [ "$(id -u)" = 0 ] || die "must be root: it makes a user, units and $VENV"
 umask 022
+shopt -s nullglob
 booted=no
 [ ! -d /run/systemd/system ] || booted=yes
 source=$(realpath "$(dirname "$0")/..")
@@ -166,5 +180,9 @@ check_daemon_can_run
 install_config
 configure_logind
 enable_service
-[ "$image" = no ] || forget_this_machine
-say "done: edit $CONFIG, then systemctl start swansongd"
+if [ "$image" = yes ]; then
+	forget_this_machine
+	"$VENV/bin/swansong" --config "$CONFIG" doctor --image || die "this must not become an image"
+else
+	say "done: edit $CONFIG, then systemctl start swansongd, then swansong doctor"
+fi

@@ -12,6 +12,20 @@ variable "config_file" {
   description = "Becomes /etc/swansong/swansong.toml in the image. Holds no secret."
 }
 
+# Empty: as config_file has it, for every VM to name its own; see cloud-init/ and startup-script/.
+
+variable "run_name" {
+  type        = string
+  default     = ""
+  description = "Becomes run.name: only for an image that serves one run."
+}
+
+variable "store_url" {
+  type        = string
+  default     = ""
+  description = "Becomes store.url, such as s3://bucket/prefix."
+}
+
 variable "image_name" {
   type        = string
   default     = "swansong"
@@ -24,6 +38,12 @@ variable "image_name" {
 variable "aws_region" {
   type    = string
   default = "us-east-1"
+}
+
+variable "aws_subnet" {
+  type        = string
+  default     = ""
+  description = "Subnet of the build VM, with a way to the package indexes; empty: the default VPC."
 }
 
 variable "aws_instance_type" {
@@ -58,6 +78,12 @@ variable "gcp_project" {
 variable "gcp_zone" {
   type    = string
   default = "us-central1-a"
+}
+
+variable "gcp_subnetwork" {
+  type        = string
+  default     = ""
+  description = "Subnetwork of the build VM, in the region of gcp_zone; empty: the default network."
 }
 
 variable "gcp_machine_type" {

@@ -8,51 +8,25 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from wheelhouse import write_wheelhouse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROVISION = REPOSITORY / "packer" / "provision.sh"
-FIRST = "# the configuration of the first run\n"
-UNITS = {"swansongd.service", "swansong-restore@.service"}
-
-
-def write_wheel(wheels: Path, name: str, version: str, package: Path | None = None) -> None:
-    """A wheel of ``package`` (or of nothing), with as much metadata as pip needs."""
-    stem = f"{name.replace('-', '_')}-{version}"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
-        if package:
-            about = tomllib.loads((package.parent / "pyproject.toml").read_text())["project"]
-            metadata += "".join(f"Requires-Dist: {need}\n" for need in about["dependencies"])
-            scripts = "".join(f"{k} = {v}\n" for k, v in about.get("scripts", {}).items())
-            wheel.writestr(f"{stem}.dist-info/entry_points.txt", f"[console_scripts]\n{scripts}")
-            for file in sorted(package.rglob("*")):
-                if file.is_file() and "__pycache__" not in file.parts:
-                    wheel.write(file, file.relative_to(package.parent))
-        wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
-        wheel.writestr(
-            f"{stem}.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr(f"{stem}.dist-info/RECORD", "")
-
-
-def write_wheelhouse(wheels: Path) -> None:
-    """Our two distributions as they are; what they depend on as empty wheels."""
-    wheels.mkdir()
-    for folder in ("training_hooks", "daemon"):
-        about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
-        write_wheel(wheels, about["name"], about["version"], REPOSITORY / folder / about["name"])
-        for need in about["dependencies"]:
-            name = re.split(r"[^A-Za-z0-9._-]", need)[0]
-            if name != "swansong":
-                write_wheel(wheels, name, "99")
+FIRST = """# the configuration of the first run
+[run]
+name = "to-be-named"
+[staging]
+path = "/var/lib/swansong/staging"
+[store]
+url = "file:///to/be/named"
+[flush]
+"""
+UNITS = {path.name for path in (REPOSITORY / "systemd").iterdir() if path.is_file()}
 
 
 @dataclass(frozen=True)
@@ -77,6 +51,16 @@ def may_mount() -> bool:
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
+def uninstall_commands() -> str:
+    """As docs/operations.md has them, for root, and where no systemd runs."""
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    commands = page.partition("## Uninstall\n")[2].split("```")[1]
+    for old, new in {"sudo ": "", " --now": "", "systemctl daemon-reload": ""}.items():
+        assert old in commands
+        commands = commands.replace(old, new)
+    return commands
+
+
 @pytest.fixture(scope="module")
 def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisioned]:
     if os.geteuid() != 0:
@@ -99,6 +83,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
     write_wheelhouse(scratch / "wheels")
     (scratch / "first.toml").write_text(FIRST)
     (scratch / "second.toml").write_text("# must not be taken\n")
+    (scratch / "uninstall.sh").write_text(uninstall_commands())
     python = Path(sys.base_prefix) / "bin" / "python3"
     script = REPOSITORY / "tests" / "system" / "throwaway_root.sh"
     done = subprocess.run(
@@ -120,8 +105,10 @@ def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
 
 
 def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
-    """The given configuration is installed once; later runs keep it, edits included."""
-    assert provisioned.text("swansong.toml") == FIRST + "# edited by the operator\n"
+    """The given configuration is installed once, with run and store as named; later runs keep it."""
+    named = FIRST.replace('"to-be-named"', '"first-run"')
+    named = named.replace('"file:///to/be/named"', '"s3://bucket/prefix"')
+    assert provisioned.text("swansong.toml") == named + "# edited by the operator\n"
 
 
 def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
@@ -147,7 +134,7 @@ def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
     """No cache, key, history or scratch file is left anywhere on the machine."""
     ours = re.compile(
         r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"
-        r"|etc/systemd/system/(swansongd|swansong-restore@)\.service"
+        r"|etc/systemd/system/swansong[a-z@-]*\.(service|socket)"
         r"|etc/systemd/system/multi-user\.target\.wants/swansongd\.service"
         r"|etc/systemd/logind\.conf\.d/zz-swansong\.conf"
         r"|usr/lib/(sysusers|tmpfiles)\.d/swansong\.conf"
@@ -175,7 +162,49 @@ def test_trainers_of_other_users_share_staging_and_strangers_do_not(
 @pytest.mark.fault("G06")
 def test_image_has_no_machine_id(provisioned: Provisioned) -> None:
     """Every VM that boots from the image makes an identity of its own."""
-    assert provisioned.stdout.endswith("machine-id has 0 bytes\n")
+    assert "machine-id has 0 bytes" in provisioned.stdout
+
+
+def findings(shown: str) -> dict[str, str]:
+    """name -> level, of what ``swansong doctor`` shows."""
+    return {
+        name: level
+        for level, name in re.findall(
+            r"^  (ok|warning|failure|skipped) +([^:]+):", shown, re.MULTILINE
+        )
+    }
+
+
+def test_doctor_passes_the_image(provisioned: Provisioned) -> None:
+    """The script ends with ``swansong doctor --image``, for which all is well but what the host lacks."""
+    found = findings(provisioned.stdout)
+    assert found.pop("polkit") in ("ok", "warning")
+    assert set(found) == {
+        "configuration", "packages", "users", "unit file", "unit syntax", "logind drop-in",
+        "permissions", "sandbox", "secrets", "identity",
+    }  # fmt: skip
+    assert set(found.values()) == {"ok"}, provisioned.stdout
+
+
+@pytest.mark.fault("S22", "G06")
+def test_image_with_a_secret_is_refused(provisioned: Provisioned) -> None:
+    """A credential, an identity, a later drop-in, a unit nobody understands: each one is named."""
+    shown = provisioned.text("doctor.again")
+    assert provisioned.text("doctor.code") == "12\n"
+    found = {
+        name.removeprefix("image: ").removeprefix("host: ")
+        for name in re.findall(r"^  failure +([^:]+: [^:]+):", shown, re.MULTILINE)
+    }
+    assert found == {"secrets", "identity", "unit syntax"}
+    assert findings(shown)["logind drop-in"] == "warning"
+    assert "/root/.aws/credentials" in shown
+    assert "zzz-later.conf" in shown
+    assert "Nonsense" in shown
+
+
+def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
+    """The commands of docs/operations.md all work, and no file, user or group of ours is left."""
+    assert provisioned.text("left") == ""
 
 
 @pytest.mark.parametrize(
@@ -183,6 +212,8 @@ def test_image_has_no_machine_id(provisioned: Provisioned) -> None:
     [
         (["--wheelhouse", "/nowhere"], 1, "--wheelhouse needs something that exists"),
         (["--config"], 1, "--config needs something that exists"),
+        (["--run", 'a"b'], 1, "--run needs a name or a URL"),
+        (["--store"], 1, "--store needs a name or a URL"),
         (["--wheels", "x"], 2, "usage: provision.sh"),
     ],
 )

@@ -16,6 +16,13 @@ mount --rbind /dev "$root/dev"
 mount --rbind /proc "$root/proc"
 mount -t tmpfs tmpfs "$root/run"
 mkdir "$root"/run/{repository,input,prefix}
+# What is secret on this machine is no business of ours.
+for home in "$root"/{root,home}; do
+	mount -t tmpfs -o mode=0755 tmpfs "$home"
+done
+for file in "$root"/etc/{pip.conf,environment}; do
+	[ ! -e "$file" ] || mount --bind /dev/null "$file"
+done
 # Read-only: the script may change nothing beside itself.
 mount --bind -o ro "$repository" "$root/run/repository"
 mount --bind -o ro "$input" "$root/run/input"
@@ -25,7 +32,11 @@ if [ "$prefix" != /usr ]; then # perhaps in a home, where the daemon's user coul
 	python=/run/prefix/bin/${python##*/}
 fi
 
-inside() { chroot "$root" env -i "PATH=/usr/sbin:/usr/bin:/sbin:/bin" PYTHONDONTWRITEBYTECODE=1 "$@"; }
+# An interpreter may look for its library where it was built for, which was hidden above.
+inside() {
+	chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY_PATH=/run/prefix/lib \
+		PYTHONDONTWRITEBYTECODE=1 "$@"
+}
 
 provision() {
 	(umask 077 && inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
@@ -39,12 +50,12 @@ contents() {
 	(cd "$space/upper" && find . -type f -exec sha256sum {} + | sort)
 }
 
-provision --config /run/input/first.toml
+provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix
 echo '# edited by the operator' >>"$root/etc/swansong/swansong.toml"
 changes >"$output/changes"
 contents >"$output/contents"
 
-provision --config /run/input/second.toml
+provision --config /run/input/second.toml --run second-run
 changes >"$output/changes.again"
 contents >"$output/contents.again"
 
@@ -68,3 +79,18 @@ fi
 
 provision --image
 stat -c 'machine-id has %s bytes' "$root/etc/machine-id"
+
+# What must not become an image.
+mkdir "$root/root/.aws"
+echo 'aws_access_key_id = AKIAAAAAAAAAAAAAAAAA' >"$root/root/.aws/credentials"
+echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
+printf '[Login]\nInhibitDelayMaxSec=5s\n' >"$root/etc/systemd/logind.conf.d/zzz-later.conf"
+sed -i 's/^\[Service\]/&\nNonsense=yes/' "$root/etc/systemd/system/swansongd.service"
+code=0
+inside /opt/swansong/bin/swansong doctor --image >"$output/doctor.again" || code=$?
+echo "$code" >"$output/doctor.code"
+
+# And off it again.
+inside bash -ex /run/input/uninstall.sh
+(cd "$space/upper" && find . -mindepth 1 -iname '*swansong*') >"$output/left"
+{ inside getent passwd swansong || inside getent group swansong-trainers; } >>"$output/left" || true

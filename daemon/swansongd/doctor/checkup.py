@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swansongd.config import Config
-from swansongd.doctor import configuration, host, metadata, staging, store, trainers
+from swansongd.doctor import configuration, host, image, metadata, staging, store, trainers
 from swansongd.doctor.accounts import DAEMON_USER, account, daemon_account, with_trainers
 from swansongd.doctor.findings import Check, Finding, examine
 from swansongd.sources.aws import NOTICE_S
@@ -36,9 +36,10 @@ def check_vm(path: Path, ask_daemon: AskDaemon, *, speed: bool) -> Iterator[Find
 
 def check_image(path: Path) -> Iterator[Finding]:
     """What makes sense without a cloud, a bucket and a daemon: for the build of an image."""
-    _, findings = configuration.read(path)
+    config, findings = configuration.read(path)
     yield from findings
     yield from examine(_image_checks(path))
+    yield from examine(image.checks(config))
 
 
 def _vm_checks(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -28,7 +30,7 @@ _DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
 _EDIT_DELAY = f"sudoedit {_DROP_IN} && systemctl restart systemd-logind"
 _EDIT_UNIT = "systemctl edit swansongd"
 _PACKAGES = (
-    "blake3", "boto3", "google.cloud.storage", "google_crc32c", "jeepney", "requests", "rich",
+    "blake3", "boto3", "crc32c", "google.cloud.storage", "jeepney", "requests", "rich",
     "structlog", "swansong.protocol", "watchdog",
 )  # fmt: skip
 _HOME = Path("/var/lib/swansong")
@@ -65,6 +67,7 @@ def image_checks(config: Path, daemon: Account | None) -> Iterator[Check]:
         ),
     )
     yield Check(family=FAMILY, name="unit file", ask=_enabled)
+    yield Check(family=FAMILY, name="unit syntax", ask=_syntax, needs="unit file")
     yield Check(family=FAMILY, name="logind drop-in", ask=_drop_in)
     yield Check(
         family=FAMILY,
@@ -225,10 +228,62 @@ def _enabled() -> Judgement:
     return ok(f"{UNIT} is enabled")
 
 
+def _syntax() -> Judgement:
+    if shutil.which("systemd-analyze") is None:
+        return skipped("systemd-analyze is not installed")
+    units = [
+        path for path in UNIT.parent.glob("swansong*") if path.suffix in (".service", ".socket")
+    ]
+    # An instance stands for its template, and needs no file of its own.
+    paths = [str(path).replace("@.", "@doctor.") for path in units]
+    done = subprocess.run(  # noqa: S603 - our own unit files
+        ["systemd-analyze", "verify", "--man=no", *paths],  # noqa: S607
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return judge_syntax(done.stderr, units=len(units))
+
+
+def judge_syntax(said: str, *, units: int) -> Judgement:
+    """Whether systemd understands our units, by what ``systemd-analyze verify`` ``said``.
+
+    It tells of other people's units as well, and exits with 0 after most of its complaints.
+    """
+    ours = [line for line in said.splitlines() if "swansong" in line]
+    if ours:
+        return failure(f"systemd does not understand all of it: {'; '.join(ours)}", _PROVISION)
+    return ok(f"systemd understands all {units} units")
+
+
 def _drop_in() -> Judgement:
     if not _DROP_IN.exists():
         return warning(f"{_DROP_IN} is missing: shutdowns wait 5 s only", _PROVISION)
-    return ok(f"{_DROP_IN} is there")
+    done = subprocess.run(
+        ["systemd-analyze", "cat-config", "systemd/logind.conf"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return judge_drop_in(done.stdout)
+
+
+def judge_drop_in(configuration: str) -> Judgement:
+    """Whether logind takes the delay from our drop-in, by all its files in order, each below its name."""
+    file = winner = ""
+    for line in configuration.splitlines():
+        if re.fullmatch(r"# /\S+", line):
+            file = line.removeprefix("# ")
+        elif line.partition("=")[0].strip() == "InhibitDelayMaxSec":
+            winner = file
+    if winner != str(_DROP_IN):
+        return warning(
+            f"logind takes InhibitDelayMaxSec= from {winner or 'nowhere'}, not from {_DROP_IN}",
+            f"rm {winner}" if winner else _PROVISION,
+        )
+    return ok(f"{_DROP_IN} decides how long a shutdown waits")
 
 
 def _permissions(config: Path, daemon: Account | None) -> Judgement:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# One Spot VM with a GPU that a managed instance group makes anew when it is preempted, in whichever zone
+# of the region has room.  The service account may do what ../../permissions/gcp-vm.yaml says, and no more.
+
+terraform {
+  required_version = ">= 1.5"
+  required_providers {
+    google = {
+      source  = "hashicorp/google"
+      version = ">= 5.0"
+    }
+  }
+}
+
+variable "project" {
+  type        = string
+  description = "Project that everything is made in."
+}
+
+variable "region" {
+  type        = string
+  default     = "us-central1"
+  description = "Of the group; best also that of the bucket."
+}
+
+variable "zones" {
+  type        = list(string)
+  default     = ["us-central1-a", "us-central1-b", "us-central1-c"]
+  description = "As many as have the machine type: that is where spare GPUs are found."
+}
+
+variable "run" {
+  type        = string
+  description = "Name of the training run, which names the group too: small letters, digits and dashes."
+}
+
+variable "bucket" {
+  type        = string
+  description = "An existing bucket, best with soft delete and a rule that aborts incomplete multipart uploads."
+}
+
+variable "prefix" {
+  type        = string
+  default     = "checkpoints"
+  description = "Checkpoints go below it."
+}
+
+variable "machine_type" {
+  type        = string
+  default     = "g2-standard-8"
+  description = "A type that brings its GPU."
+}
+
+variable "image_name" {
+  type        = string
+  default     = "swansong"
+  description = "As given to Packer: the family; its newest image is taken."
+}
+
+variable "network" {
+  type        = string
+  default     = "default"
+  description = "The VM needs no way in; out to Cloud Storage."
+}
+
+locals {
+  role  = yamldecode(file("${path.module}/../../permissions/gcp-vm.yaml"))
+  group = "swansong-${var.run}"
+}
+
+resource "google_service_account" "vm" {
+  project      = var.project
+  account_id   = "swansong-vm"
+  display_name = "VMs that run Swansong"
+}
+
+resource "google_project_iam_custom_role" "vm" {
+  project     = var.project
+  role_id     = "swansongVm"
+  title       = local.role.title
+  description = local.role.description
+  stage       = local.role.stage
+  permissions = local.role.includedPermissions
+}
+
+resource "google_storage_bucket_iam_member" "vm" {
+  bucket = var.bucket
+  role   = google_project_iam_custom_role.vm.id
+  member = "serviceAccount:${google_service_account.vm.email}"
+}
+
+resource "google_compute_instance_template" "vm" {
+  project      = var.project
+  name_prefix  = "swansong-"
+  machine_type = var.machine_type
+
+  disk {
+    source_image = "projects/${var.project}/global/images/family/${var.image_name}"
+    boot         = true
+    auto_delete  = true
+    disk_size_gb = 100
+  }
+
+  network_interface {
+    network = var.network
+  }
+
+  scheduling {
+    provisioning_model          = "SPOT"
+    preemptible                 = true
+    automatic_restart           = false
+    on_host_maintenance         = "TERMINATE"
+    instance_termination_action = "STOP"
+  }
+
+  service_account {
+    email  = google_service_account.vm.email
+    scopes = ["cloud-platform"]
+  }
+
+  metadata_startup_script = templatefile("${path.module}/../../first-boot/gcp-startup.sh", {
+    run   = var.run
+    store = "gs://${var.bucket}/${var.prefix}"
+  })
+
+  lifecycle {
+    create_before_destroy = true
+  }
+}
+
+resource "google_compute_region_instance_group_manager" "vm" {
+  project                          = var.project
+  name                             = local.group
+  region                           = var.region
+  base_instance_name               = local.group
+  target_size                      = 1
+  distribution_policy_zones        = var.zones
+  distribution_policy_target_shape = "ANY"
+
+  version {
+    instance_template = google_compute_instance_template.vm.id
+  }
+
+  # Never two at a time: a second VM beside one that still trains would take the run over from it.
+  update_policy {
+    type                         = "OPPORTUNISTIC"
+    minimal_action               = "REPLACE"
+    replacement_method           = "RECREATE"
+    instance_redistribution_type = "NONE"
+    max_surge_fixed              = 0
+    max_unavailable_fixed        = length(var.zones)
+  }
+
+  depends_on = [google_storage_bucket_iam_member.vm]
+}

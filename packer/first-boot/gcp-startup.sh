@@ -1,0 +1,22 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Startup script: names run and bucket.  Put your words in place of the two below, or let Terraform do it:
+# see examples/gcp.  It runs at each boot, and after the daemon was started: the image should have a store
+# of its own disk (the default), so that no run without a name gets into your bucket.
+# shellcheck disable=SC2016 # the two words are filled in before any shell sees them
+run='${run}' store='${store}'
+set -euo pipefail
+
+config=/etc/swansong/swansong.toml
+named=$(sed -e "s|^name = .*|name = \"$run\"|" -e "s|^url = .*|url = \"$store\"|" "$config")
+if [ "$named" != "$(cat "$config")" ]; then
+	printf '%s\n' "$named" >"$config"
+	systemctl restart swansongd.service
+fi
+
+# trainer.service is yours, and not enabled in the image: it must not start before its run has a name.
+mkdir -p /etc/systemd/system/trainer.service.d
+sed "s/my-run/$run/g" /usr/share/doc/swansong/trainer.service.d/swansong.conf \
+	>/etc/systemd/system/trainer.service.d/swansong.conf
+systemctl daemon-reload
+systemctl start --no-block trainer.service
