@@ -95,6 +95,7 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
             digest="blake3-parts:" + "0" * 64,
             key=f"r/data/{flush_id}/{file.path}",
             part_size_bytes=MIB,
+            crc32c=0,
         )
         for file in staged.files
     )
@@ -200,8 +201,14 @@ class Story:
         self.scan()
         return staged
 
-    def scan(self, *, rejected: tuple[tuple[str, str], ...] = ()) -> list[Action]:
-        return self.tell(Scanned(self.now, tuple(self.staging), rejected=rejected))
+    def scan(
+        self,
+        *,
+        rejected: tuple[tuple[str, str], ...] = (),
+        growing: tuple[Staged, ...] = (),
+    ) -> list[Action]:
+        found = Scanned(self.now, tuple(self.staging), growing=growing, rejected=rejected)
+        return self.tell(found)
 
     def lose(self, staged: Staged) -> list[Action]:
         """A set vanishes from staging."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
@@ -45,13 +46,18 @@ def live(seed: int) -> World:
 
 @pytest.mark.fault("G01", "G02", "G03", "G05", "N09", "N14", "N15", "O03", "O04", "O08", "T03")
 def test_no_fault_breaks_an_invariant() -> None:
-    """I1, I2, I4, I5, I7, I9, I16, I18 and the reserve, after every event of every seed."""
+    """I1, I2, I4, I5, I7, I9, I16, I18 after every event of every seed; no part begins in the reserve."""
     fired: set[str] = set()
+    begun: list[float] = []
     for seed in seeds():
         try:
-            fired |= live(seed).fired
+            world = live(seed)
         except Exception as error:
             pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
+        fired |= world.fired
+        begun += world.begun
+    assert not [left for left in begun if 0 < left <= RESERVE_S]
+    assert ONE_SEED or any(left <= 0 for left in begun), "a deadline that is outlived stops nothing"
     assert ONE_SEED or fired >= set(FAULTS), f"never happened: {set(FAULTS) - fired}"
 
 
@@ -101,6 +107,77 @@ def test_what_fits_by_the_formula_ends_safe() -> None:
     assert tried or ONE_SEED
 
 
+def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -> World:
+    """No faults, chosen numbers, and nothing left to send: all that was sealed is committed."""
+    world = World(seed)
+    world.faults.clear()
+    world._size_bytes, world._bandwidth = 1024 * MIB, round(1024 * MIB / flush_s)
+    world._save_s, world._boundary_s = save_s, boundary_s
+    world.run(1100.0)
+    while world.state.uncommitted or world.state.stored or world.state.last_commit is None:
+        world.run(world.now + 1)
+        assert world.now < 2000
+    return world
+
+
+@pytest.mark.parametrize(
+    ("hides_growing", "verdict"), [(False, Verdict.SAFE), (True, Verdict.PARTIAL)]
+)
+def test_save_and_flush_overlap(hides_growing: bool, verdict: Verdict) -> None:
+    """With early shards a set is in time that would come too late if it were sent after its seal."""
+    world = calm(5, save_s=40.0, flush_s=36.0)
+    world.hides_growing = hides_growing
+    world.raise_notice(40 + 36 / 4 + 2 * 5 + RESERVE_S + 4)
+    world.run(world.now + 40 + 36 / 4 + 2 * 5 + RESERVE_S + 4)
+    assert bool(world.early) is not hides_growing
+    assert world.verdict is not None
+    assert world.verdict.verdict is verdict, world.verdict
+
+
+@pytest.mark.fault("O02", "O03", "D10")
+def test_a_store_too_slow_for_the_set_ends_partial_with_the_older_commit_whole() -> None:
+    """V4, V5: whenever the wire collapses, the verdict comes in time, and the older commit stands."""
+    verdicts = set()
+    for seed in seeds()[:30]:
+        world = calm(seed, save_s=2.0, flush_s=20.0, boundary_s=4.0)
+        older = world.state.last_commit
+        world.raise_notice(60.0)
+        deadline = world.now + 60.0
+        world.run(world.now + world.delay_s(40))
+        world._bandwidth //= world.random.choice((10, 100, 10_000))
+        world.run(deadline + 0.6)
+        assert world.verdict is not None, f"seed {seed}: no verdict"
+        verdicts.add(world.verdict.verdict)
+        assert world.verdict.verdict in (Verdict.SAFE, Verdict.PARTIAL), f"seed {seed}"
+        if world.verdict.verdict is Verdict.PARTIAL:
+            assert older is not None
+            assert world.verdict.commit is not None
+            assert world.verdict.commit >= older, f"seed {seed}"
+        assert not [left for left in world.begun if 0 < left <= RESERVE_S], f"seed {seed}"
+    assert ONE_SEED or verdicts == {Verdict.SAFE, Verdict.PARTIAL}
+
+
+@pytest.mark.fault("O03")
+def test_a_finished_older_commit_beats_a_half_sent_newer_one() -> None:
+    """A wire that falls to a tenth in mid-flush: what still fits is finished, not what is newest."""
+    for seed in seeds()[:20]:
+        world = calm(seed, save_s=1.0, flush_s=10.0, boundary_s=4.0)
+        world.trainer, world.is_over = None, True
+        step = world.commits()[-1].step
+        small, large = world._new_set(step + 1), world._new_set(step + 2)
+        small = replace(small, files=tuple(replace(f, size_bytes=10 * MIB) for f in small.files))
+        world.sealed += [small, large]
+        world.staging += [small, large]
+        world.raise_notice(40.0)
+        world.run(world.now + 2 + world.delay_s(5))
+        world._bandwidth //= 10
+        world.run(world.now + 40)
+        assert world.verdict is not None
+        assert world.verdict.commit is not None
+        assert world.verdict.commit.step == step + 1, f"seed {seed}: {world.verdict}"
+        assert world.verdict.verdict is Verdict.PARTIAL
+
+
 @pytest.mark.fault("N09", "T09")
 def test_a_restart_at_any_moment_changes_no_outcome() -> None:
     """I13: the notice is seen again, the evacuation goes on, and it ends SAFE all the same."""
@@ -121,3 +198,22 @@ def test_a_restart_at_any_moment_changes_no_outcome() -> None:
         assert world.verdict.verdict is Verdict.SAFE, f"restart after {tenth / 10} s"
         emergency = [s for s in world.sealed if s.request_id]
         assert len(emergency) == 1, f"restart after {tenth / 10} s: {len(emergency)} checkpoints"
+
+
+def test_periodic_checkpoints_are_taken_and_committed() -> None:
+    """With no fault and no notice, each interval has its checkpoint, unless the store cannot follow."""
+    tried = 0
+    for seed in seeds()[:40]:
+        world = World(seed)
+        world.faults.clear()
+        world.every_steps = 10**9
+        world.run(1300.0)
+        takes_s = 2 * world._boundary_s + world._save_s + 2 * world._size_bytes / world._bandwidth
+        if world.takes_periodic and takes_s < world.interval_s / 2:
+            tried += 1
+            steps = {ref.step for ref in world.commits()}
+            assert world.periodic, f"seed {seed}: none was taken"
+            assert set(world.periodic[:-1]) <= steps, f"seed {seed}: {world.periodic}, {steps}"
+        elif not world.takes_periodic:
+            assert not world.periodic, f"seed {seed}"
+    assert tried > 3 or ONE_SEED

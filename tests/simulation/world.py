@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from story import a_notice, a_set, shards_of
 from swansongd import commit, manifest
@@ -42,6 +41,7 @@ from swansongd.core.events import (
     StartFlush,
     Tick,
     TrainerAccepted,
+    TrainerFailed,
     TrainerJoined,
     TrainerLeft,
     TrainerProgress,
@@ -52,15 +52,21 @@ from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
-from swansongd.model import CommitRef, Notice, Severity, Staged, TrainerView, Verdict
-from swansongd.stores.base import ObjectInfo, PartReceipt, Upload
+from swansongd.model import CheckpointId, CommitRef, Notice, Severity, Staged, TrainerView, Verdict
+from swansongd.stores.base import Body, ObjectInfo, OpenUpload, PartReceipt, Sink, Upload
 
 KEYS = RunKeys("r")
 MIB = 2**20
 RESERVE_S = 5.0
+PART_BYTES = 16 * MIB
+WIRE_S = 0.5
+"""The wire is looked at so often."""
+TICK_S = 0.5
+FILES = 4
+"""Of each set; those of an emergency save are final one after the other."""
 FAULTS = (
     "lost_reply", "refused", "restart", "trainer_death", "withdrawn", "second_vm", "void",
-    "slow_network", "never_answers", "late_scan", "claim_lost", "vanishes",
+    "slow_network", "torn_save", "never_answers", "late_scan", "claim_lost", "vanishes",
 )  # fmt: skip
 
 
@@ -112,7 +118,7 @@ class SimStore:
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
 
-    def get_range(self, key: str, offset: int, into: memoryview) -> None:
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         raise NotImplementedError
 
     def delete(self, key: str) -> None:
@@ -121,16 +127,28 @@ class SimStore:
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         raise NotImplementedError
 
-    def put_part(self, upload: Upload, number: int, data: memoryview) -> PartReceipt:
+    def put_shard(self, key: str, body: Body) -> int:
+        raise NotImplementedError
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         raise NotImplementedError
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
         raise NotImplementedError
 
-    def abort(self, upload: Upload) -> None:
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        raise NotImplementedError
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        raise NotImplementedError
+
+    def abort(self, key: str, upload_id: str) -> None:
         raise NotImplementedError
 
     def check(self) -> None:
+        return None
+
+    def warm(self) -> None:
         return None
 
 
@@ -147,6 +165,8 @@ class Trainer:
     accepted: int = -1
     target: int | None = None
     is_standing: bool = False
+    withdrawn: set[str] = field(default_factory=set)
+    """Periodic requests that are not to be answered any more."""
 
 
 class World:
@@ -166,6 +186,7 @@ class World:
         self.now = 1000.0
         self.store = SimStore(self.chance)
         self.staging: list[Staged] = []
+        self.growing: list[Staged] = []
         self.sealed: list[Staged] = []
         self.notice: Notice | None = None
         self.asks: set[tuple[str, int]] = set()
@@ -181,7 +202,24 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._flush_id = ""
+        self.kept: dict[CheckpointId, dict[tuple[str, int], int]] = {}
+        """Parts that are stored, by the set; the journal keeps them over a restart."""
+        self.early: list[StartFlush] = []
+        self.hides_growing = False
+        """Nobody sees a set before it is sealed."""
+        self.begun: list[float] = []
+        """For each part that began in an evacuation: the seconds left before the deadline."""
+        self._slow_until_s = 0.0
+        self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
+        # A stream of its own: the seeds that found something before go on to find it.
+        periodic = random.Random(f"periodic {seed}")
+        self.takes_periodic = periodic.random() < 0.5
+        self.interval_s = periodic.choice((7.0, 40.0))
+        self.every_steps = 10
+        """The trainer saves so often by itself."""
+        self.periodic: list[int] = []
+        """Steps of the sets that were sealed for a periodic request."""
         self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
         self._save_s = self.random.choice((0.1, 2.0, 20.0))
         self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
@@ -218,7 +256,10 @@ class World:
 
     def _start_daemon(self) -> None:
         self.life += 1
-        self.state = State(settings=Settings(reserve_s=RESERVE_S, signals_trainer=False))
+        settings = Settings(
+            reserve_s=RESERVE_S, signals_trainer=False, checkpoint_interval_s=self.interval_s
+        )
+        self.state = State(settings=settings)
         self._flush_id = ""
         self.post(self._scan_result, 0.3)
         self._claim()
@@ -254,9 +295,9 @@ class World:
         def happens() -> None:
             if life == self.life and self.exit is None:
                 self.step(Tick())
-                self.at(0.5, happens)
+                self.at(TICK_S, happens)
 
-        self.at(0.5, happens)
+        self.at(TICK_S, happens)
 
     def _claim(self) -> None:
         life = self.life
@@ -297,10 +338,14 @@ class World:
                     if target != trainer.step + 1:
                         raise Broken(f"target {target} is not one ahead of {trainer.step}")
                     self.at(self._boundary_s, lambda: self._saves(trainer, target, request_id))
-            case WithdrawRequest():
+            case WithdrawRequest(request_id, _):
                 if self.trainer is not None:
                     self.trainer.is_standing = False
+                    if request_id.startswith("periodic-"):
+                        self.trainer.withdrawn.add(request_id)
             case StartFlush():
+                if not action.is_sealed:
+                    self.early.append(action)
                 self._flush(action)
             case CancelFlush(flush_id):
                 if flush_id == self._flush_id:
@@ -321,11 +366,16 @@ class World:
     # ------------------------------------------------------------------ staging and trainer
 
     def _scan_result(self) -> Scanned:
-        return Scanned(self.now, tuple(self.staging))
+        growing = () if self.hides_growing else tuple(self.growing)
+        return Scanned(self.now, tuple(self.staging), growing=growing)
 
-    def _seal(self, step: int, request_id: str = "") -> Staged:
+    def _new_set(self, step: int, request_id: str = "") -> Staged:
         nonce = f"{self.random.getrandbits(32):08x}"
-        staged = a_set(step, nonce, size_bytes=self._size_bytes, request_id=request_id)
+        whole = a_set(step, nonce, size_bytes=self._size_bytes // FILES, request_id=request_id)
+        files = (replace(whole.files[0], path=f"{i}.bin", inode=i) for i in range(FILES))
+        return replace(whole, files=tuple(files))
+
+    def _seal(self, staged: Staged) -> Staged:
         self.staging.append(staged)
         self.sealed.append(staged)
         self.post(self._scan_result, 3.0 if self.chance("late_scan", 0.5) else 0.1)
@@ -354,6 +404,7 @@ class World:
             local_world_size=1,
             step=trainer.step,
             save_s=trainer.saved_s,
+            takes_periodic=self.takes_periodic,
         )
         self.post(lambda: TrainerJoined(view), 1.0)
 
@@ -367,8 +418,8 @@ class World:
             trainer.step += 1
             at_step = trainer.step
             self.post(lambda: TrainerProgress(trainer.connection, at_step), 0.1)
-            if trainer.step % 10 == 0:
-                self._seal(trainer.step)
+            if trainer.step % self.every_steps == 0:
+                self._seal(self._new_set(trainer.step))
             if self.chance("trainer_death", 0.01):
                 self._dies(trainer)
 
@@ -389,7 +440,7 @@ class World:
             return
 
         def accepts() -> None:
-            if trainer is self.trainer:
+            if trainer is self.trainer and request_id not in trainer.withdrawn:
                 if trainer.request != request_id:
                     trainer.request, trainer.target = request_id, None
                     trainer.accepted, trainer.is_standing = trainer.step, True
@@ -405,21 +456,46 @@ class World:
         self.at(self.delay_s(self._boundary_s), accepts)
 
     def _saves(self, trainer: Trainer, target: int, request_id: str) -> None:
-        if trainer is not self.trainer:
+        if trainer is not self.trainer or request_id in trainer.withdrawn:
             return
         trainer.step = target
+        whole = self._new_set(target, request_id)
+
+        def grows(final: int) -> None:
+            """One file more is final."""
+            is_begun = any(item.id == whole.id for item in self.growing)
+            self.growing = [item for item in self.growing if item.id != whole.id]
+            if trainer is not self.trainer or (final > 1 and not is_begun):
+                return
+            if self.chance("torn_save", 0.05):
+                self.post(self._scan_result, 0.1)
+                return
+            part = replace(whole, directory=f"{whole.directory}.partial", files=whole.files[:final])
+            self.growing.append(part)
+            if final < FILES:
+                self.at(self._save_s / FILES, lambda: grows(final + 1))
+
+        self.at(self._save_s / FILES, lambda: grows(1))
 
         def done() -> None:
+            is_whole = any(item.id == whole.id for item in self.growing)
+            self.growing = [item for item in self.growing if item.id != whole.id]
             if trainer is not self.trainer:
+                return
+            if trainer.request == request_id:  # else it stands for another one by now
+                trainer.is_standing = False
+            if not is_whole:
+                self.post(lambda: TrainerFailed(trainer.connection, request_id, "torn"), 0.05)
                 return
             if self.chance("trainer_death", 0.1):
                 self._dies(trainer)
                 return
             trainer.saved_s = self._save_s
-            trainer.is_standing = False
-            self._says_sealed(trainer, self._seal(target, request_id))
+            if request_id.startswith("periodic-"):
+                self.periodic.append(target)
+            self._says_sealed(trainer, self._seal(whole))
 
-        self.at(self._save_s, done)
+        self.at(self._save_s * 1.01, done)
 
     def _says_sealed(self, trainer: Trainer, staged: Staged) -> None:
         self.post(
@@ -438,46 +514,101 @@ class World:
 
     # ------------------------------------------------------------------ flush and commit
 
-    def _flush(self, order: StartFlush) -> None:
+    def _flush(self, order: StartFlush) -> None:  # noqa: PLR0915 - one flush, and what befalls it
         if order.generation != self.generation:
             raise Broken(f"I4: a flush under generation {order.generation}")
-        evacuation = self.state.evacuation
-        left_s = math.inf if evacuation is None else evacuation.deadline_mono_s - self.now
-        if 0 < left_s < RESERVE_S:
-            raise Broken("V4: data is sent in the reserve")
+        if not self._may_begin():
+            raise Broken("V4: a flush is ordered in the reserve")
         self._flush_id = order.flush_id
-        began, life = self.now, self.life
-        rate = self._bandwidth / (10 if self.chance("slow_network", 0.5) else 1)
-        takes_s = order.staged.size_bytes / rate + 0.05
-        fails = self.chance("refused", 0.2)
+        life = self.life
+        staged = order.staged
+        kept = self.kept.setdefault(staged.id, {})
+        parts = [
+            (file.path, offset, min(PART_BYTES, file.size_bytes - offset))
+            for file in staged.files
+            for offset in range(0, file.size_bytes, PART_BYTES)
+        ]
+        left = [part for part in parts if part[:2] not in kept]
+        fails_at = len(left) // 2 if self.chance("refused", 0.2) else None
         is_void = self.chance("void", 0.1)
+        if is_void:
+            fails_at = len(left) // 2
+        sent = 0
+        into_part = 0.0
 
-        def progresses() -> None:
-            if life != self.life or self._flush_id != order.flush_id:
+        def stands() -> bool:
+            return life == self.life and self._flush_id == order.flush_id
+
+        def fail(reason: str, *, void: bool) -> None:
+            self._flush_id = ""
+            self.step(FlushFailed(order.flush_id, reason, void=void))
+
+        def moves() -> None:
+            """Half a second of the wire: it carries parts one after the other."""
+            nonlocal sent, into_part, fails_at
+            if not stands():
                 return
-            evacuation = self.state.evacuation
-            is_late = evacuation is not None and self.now >= evacuation.deadline_mono_s - RESERVE_S
-            done = (self.now - began) / takes_s
-            if is_late or ((fails or is_void) and done >= 0.5):
-                self._flush_id = ""
-                self.step(FlushFailed(order.flush_id, "as the seed has it", void=is_void))
-            elif done < 1:
-                size = int(done * order.staged.size_bytes)
-                self.step(FlushProgress(order.flush_id, size))
-                self.at(min(1.0, max(0.01, began + takes_s - self.now)), progresses)
-            elif order.staged not in self.staging:
-                self._flush_id = ""
-                self.step(FlushFailed(order.flush_id, "vanished", void=True))
+            budget = self.rate() * WIRE_S
+            while left and budget > 0:
+                if fails_at is not None and len(left) <= fails_at:
+                    fail("as the seed has it", void=is_void)
+                    return
+                if into_part == 0.0:
+                    if not self._may_begin():
+                        fail("no time is left", void=False)
+                        return
+                    self._note_beginning()
+                path, offset, size_bytes = left[0]
+                carried = min(budget, size_bytes - into_part)
+                budget -= carried
+                into_part += carried
+                sent += int(carried)
+                if into_part >= size_bytes:
+                    kept[path, offset] = size_bytes
+                    del left[0]
+                    into_part = 0.0
+            if left or not order.is_sealed:
+                self.step(FlushProgress(order.flush_id, sum(kept.values()), sent))
+                if left:
+                    self.at(WIRE_S, moves)
             else:
-                self._flush_id = ""
-                shards = shards_of(order.staged, f"{life}/{order.flush_id}/{self.generation}")
-                for shard in shards:  # the content does not matter, the name and the size do
-                    self.store.write(shard.key, str(shard.size_bytes).encode())
-                if self.chance("vanishes", 0.1):
-                    self.staging.remove(order.staged)
-                self.post(lambda: Flushed(order.flush_id, shards), 0.05)
+                ends()
 
-        self.at(min(1.0, takes_s), progresses)
+        def ends() -> None:
+            if staged not in self.staging:
+                fail("vanished", void=True)
+                return
+            self._flush_id = ""
+            shards = shards_of(staged, f"{life}/{order.flush_id}/{self.generation}")
+            for shard in shards:  # the content does not matter, the name and the size do
+                self.store.write(shard.key, str(shard.size_bytes).encode())
+            if self.chance("vanishes", 0.1):
+                self.staging.remove(staged)
+            self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=sent), 0.05)
+
+        self.at(min(WIRE_S, sum(part[2] for part in left) / self._bandwidth + 0.05), moves)
+
+    def _may_begin(self) -> bool:
+        """The deadline as the wrapper around the store keeps it."""
+        evacuation = self.state.evacuation
+        if evacuation is None:
+            return True
+        left_s = evacuation.deadline_mono_s - self.now
+        return not 0 < left_s <= RESERVE_S
+
+    def _note_beginning(self) -> None:
+        evacuation = self.state.evacuation
+        if evacuation is not None:
+            self.begun.append(evacuation.deadline_mono_s - self.now)
+
+    def rate(self) -> float:
+        """Bytes a second that the wire carries now: the weather has it drop to a tenth, or to nothing."""
+        if self.now >= self._slow_until_s:
+            self._slow_factor = 1.0
+            if self.chance("slow_network", 0.02):
+                self._slow_factor = self.random.choice((0.1, 0.1, 0.0))
+                self._slow_until_s = self.now + self.delay_s(60 if self._slow_factor else 5)
+        return self._bandwidth * self._slow_factor
 
     def _commit(self, order: CommitManifest) -> None:
         staged = order.staged
@@ -564,6 +695,11 @@ class World:
         last = self.state.last_commit
         if last is not None and last not in self._refs:
             raise Broken(f"I16: the daemon believes in {last}, the store does not hold it")
+        evacuation = self.state.evacuation
+        if evacuation is not None and self.state.flight is not None:
+            left_s = evacuation.deadline_mono_s - self.now
+            if 0 < left_s < RESERVE_S - TICK_S:
+                raise Broken("V4: a flush is under way in the reserve")
 
     def check_new(self) -> None:
         """I1, I4, I5: each new manifest names shards that are stored, and is of a set that was sealed."""

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from staged import ME, Clock, write_files, write_set
 from swansong import protocol
-from swansong.protocol import FileEntry
+from swansong._staging import finish, write_checkpoint
+from swansong.protocol import FileEntry, RankManifest
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
@@ -55,7 +56,7 @@ def why_rejected(scanner: Scanner) -> str:
 def test_a_sealed_set_is_taken_at_once(run: Path, scanner: Scanner, clock: Clock) -> None:
     """A whole set of our hooks needs no time to settle, and carries what its manifests say."""
     directory = write_set(
-        run, 7, "n1", ranks=2, world_size=6, node=1, kind="emergency", request_id="q",
+        run, 7, "n1", ranks=2, world_size=6, node=1, nodes=3, kind="emergency", request_id="q",
         health={"loss": 2.5}, framework="torch",
     )  # fmt: skip
     (directory / "rank-00000" / ".metadata").write_bytes(b"m")
@@ -86,6 +87,96 @@ def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
     scanned = scanner.scan()
     assert (scanned.staged, scanned.rejected) == ((), ())
     assert scanned.pending == (directory.name + ".partial",)
+
+
+def begun_set(run: Path, *, ranks: int = 2, **facts: Any) -> Path:
+    """A set of which rank 0 has written everything, and the others have finished one file of two."""
+    directory = write_set(run, 7, "n1", ranks=ranks, **facts)
+    for rank in range(1, ranks):
+        own = directory / protocol.rank_directory(rank)
+        manifest = directory / protocol.rank_manifest_name(rank)
+        manifest.rename(f"{own}{protocol.BEGUN_SUFFIX}")
+        write_files(Path(f"{own}{protocol.WRITING_SUFFIX}"), {"half.bin": b"x", "o|dd": b""})
+    return directory.rename(f"{directory}{protocol.PARTIAL_SUFFIX}")
+
+
+def test_what_is_final_of_a_growing_set_is_told(run: Path, scanner: Scanner) -> None:
+    """Files that their ranks have finished, and rank manifests; nothing that is still being written."""
+    directory = begun_set(run, request_id="q", world_size=6, node=2, nodes=3, kind="emergency")
+    scanned = scanner.scan()
+    (found,) = scanned.growing
+    assert (found.id, found.directory) == (CheckpointId(7, "n1"), directory.name)
+    assert (found.request_id, found.node, found.nodes) == ("q", 2, 3)
+    assert [file.path for file in found.files] == [
+        "rank-00000.json",
+        "rank-00000/model.bin",
+        "rank-00001/model.bin",
+    ]
+    assert scanned.staged == ()
+    assert scanned.pending == (directory.name,)
+
+
+def test_what_was_final_early_is_the_same_file_when_sealed(run: Path, scanner: Scanner) -> None:
+    """Path, size, inode and time: by these the flush knows what it need not send again."""
+    directory = begun_set(run)
+    (growing,) = scanner.scan().growing
+    own = directory / protocol.rank_directory(1)
+    shutil.rmtree(f"{own}{protocol.WRITING_SUFFIX}")
+    Path(f"{own}{protocol.BEGUN_SUFFIX}").rename(directory / protocol.rank_manifest_name(1))
+    directory.rename(str(directory).removesuffix(protocol.PARTIAL_SUFFIX))
+    scanned = scanner.scan()
+    assert scanned.growing == ()
+    (sealed,) = scanned.staged
+    assert sealed.id == growing.id
+    assert set(growing.files) < set(sealed.files)
+
+
+def test_the_hooks_and_the_scan_agree_on_what_is_final(run: Path, scanner: Scanner) -> None:
+    """Of a save in progress exactly the finished file is told, and it is the sealed one to the last."""
+    manifest = RankManifest(run="r1", step=7, kind="emergency", files=[], request_id="q", node=0)
+    early: list[Staged] = []
+
+    def save(directory: Path) -> None:
+        write_files(directory, {"layers/0.bin": b"0" * 10, "index": b"half"})
+        assert [found.files for found in scanner.scan().growing] == [()]
+        finish(directory / "layers" / "0.bin")
+        early.extend(scanner.scan().growing)
+        write_files(directory, {"index": b"whole"})
+
+    write_checkpoint(str(run), "n1", manifest, save, durable=False)
+    (growing,) = early
+    (sealed,) = scanner.scan().staged
+    assert (growing.id, growing.request_id) == (sealed.id, "q")
+    assert [file.path for file in growing.files] == ["rank-00000/layers/0.bin"]
+    assert growing.files[0] in sealed.files
+    assert len(sealed.files) == 3
+
+
+def test_a_growing_set_in_mid_change_is_what_it_was(run: Path, scanner: Scanner) -> None:
+    """A moment in which it cannot be read is not its end; that it is gone is."""
+    directory = begun_set(run, ranks=1)
+    before = scanner.scan().growing
+    assert len(before) == 1
+    manifest = directory / protocol.rank_manifest_name(0)
+    manifest.rename(directory / "elsewhere")
+    assert scanner.scan().growing == before
+    shutil.rmtree(directory)
+    assert scanner.scan().growing == ()
+
+
+def test_a_directory_of_nobody_is_not_growing(run: Path, scanner: Scanner) -> None:
+    """Before a rank has said what it writes, nothing of it is anybody's answer."""
+    directory = begun_set(run, ranks=1)
+    (directory / protocol.rank_manifest_name(0)).unlink()
+    assert scanner.scan().growing == ()
+
+
+@pytest.mark.fault("S1", "S4")
+def test_what_may_not_be_read_spoils_a_growing_set(run: Path, scanner: Scanner) -> None:
+    """The same rules as for a sealed one: no link, no FIFO, nobody else's file."""
+    directory = begun_set(run, ranks=1)
+    (directory / "rank-00000" / "link").symlink_to("/etc/passwd")
+    assert scanner.scan().growing == ()
 
 
 def _lose_shard(directory: Path) -> None:

@@ -8,11 +8,14 @@ from typing import assert_never
 
 from swansong import protocol
 
-from swansongd.core import planner
+from swansongd.core import absorb_stored as stored
+from swansongd.core import nodes, periodic, rollback, stall
+from swansongd.core.cadence import History
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckFence,
+    CommitCompleted,
     CommitDone,
     CommitFailed,
     Event,
@@ -22,10 +25,13 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
+    HistoryRead,
+    IncarnationBegun,
     NoticeRaised,
     NoticeWithdrawn,
-    Prune,
+    PeerRequested,
     Rescan,
+    RolledBack,
     Scanned,
     SendTarget,
     SignalledExited,
@@ -36,6 +42,7 @@ from swansongd.core.events import (
     TellCommitted,
     Tick,
     TrainerAccepted,
+    TrainerAgreed,
     TrainerFailed,
     TrainerJoined,
     TrainerLeft,
@@ -43,21 +50,15 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
-from swansongd.core.state import Ask, State, Stored
+from swansongd.core.state import Ask, State
 from swansongd.core.turn import EXIT_STOPPED, HOST_SOURCE, LOGIND_SOURCE, Turn
 from swansongd.model import (
     CheckpointId,
-    CommitRef,
     DeadlineQuality,
     Health,
     Notice,
     Staged,
 )
-
-SAMPLE_S = 1.0
-"""So often the speed of a flush under way goes into the bandwidth."""
-RETRY_S_MAX = 30.0
-RETRY_URGENT_S = 0.5
 
 
 def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for each event
@@ -84,16 +85,29 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             )
         case TrainerJoined(trainer):
             others = tuple(t for t in state.trainers if t.pid != trainer.pid)
+            if not state.connected:
+                turn.set(joined_mono_s=turn.now)
             turn.set(trainers=(*others, trainer))
-            if state.last_commit is not None:  # made while it was away, perhaps
-                turn.do(TellCommitted(state.last_commit))
+            if state.last_complete is not None:  # made while it was away, perhaps
+                turn.do(TellCommitted(state.last_complete))
+            nodes.joined(turn, trainer)
             _ask_late(turn, trainer.connection, trainer.rank)
+            periodic.joined(turn, trainer.connection)
         case TrainerLeft():
             _trainer_left(turn, event)
         case TrainerProgress():
             _trainer_progress(turn, event)
         case TrainerAccepted(connection, request_id, at_step):
             _trainer_accepted(turn, connection, request_id, at_step)
+            periodic.accepted(turn, connection, request_id, at_step)
+        case TrainerAgreed(request_id, at_step):
+            nodes.agreed(turn, request_id, at_step)
+        case PeerRequested(request_id, reason, seconds_left):
+            peers = nodes.peer_notice(turn, request_id, reason, seconds_left)
+            if peers is not None:
+                _notice_raised(turn, peers)
+        case IncarnationBegun(incarnation):
+            nodes.incarnation(turn, incarnation)
         case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
             if turn.ask_if_waiting(request_id):
                 turn.set_ask(claimed_step=at_step)
@@ -105,6 +119,11 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
         case TrainerFailed(_, request_id, reason):
             if turn.ask_if_waiting(request_id):
                 turn.fail_ask(reason)
+            periodic.failed(turn, request_id, reason)
+        case RolledBack(to_step):
+            rollback.rolled_back(turn, to_step)
+        case HistoryRead(observed_s, uncovered):
+            turn.set(history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
             if turn.ask_if_waiting(request_id):
                 turn.mark("accepted", pid=pid)
@@ -117,26 +136,34 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 turn.do(Rescan())
         case Scanned():
             _scanned(turn, event)
-        case GenerationClaimed(generation, newest):
+        case GenerationClaimed(generation, newest, is_rollback):
             inherited = frozenset(staged.id for staged in state.staged)
-            turn.set(generation=generation, last_commit=newest, inherited=inherited)
+            if is_rollback:  # what was sealed since is of the new lineage
+                inherited = state.inherited
+            turn.set(
+                generation=generation,
+                last_commit=newest,
+                last_complete=newest,
+                inherited=inherited,
+            )
             if newest is not None:
                 turn.do(TellCommitted(newest))
-        case FlushProgress(flush_id, bytes_stored):
-            if state.flight is not None and state.flight.flush_id == flush_id:
-                turn.set(flight=replace(state.flight, bytes_stored=bytes_stored))
-                if turn.now - state.flight.sampled_mono_s >= SAMPLE_S:
-                    _sample_bandwidth(turn)
+        case FlushProgress():
+            stored.flush_progress(turn, event)
         case Flushed():
-            _flushed(turn, event)
+            stored.flushed(turn, event)
         case FlushFailed():
-            _flush_failed(turn, event)
+            stored.flush_failed(turn, event)
         case CommitDone(flush_id, ref):
-            _commit_done(turn, flush_id, ref)
+            stored.commit_done(turn, flush_id, ref)
+        case CommitCompleted(ref):
+            nodes.completed(turn, ref)
         case CommitFailed():
-            _commit_failed(turn, event)
+            stored.commit_failed(turn, event)
+        case FenceFound(generation) if state.settings.several_vms:
+            nodes.fenced(turn, generation)
         case FenceFound(generation):
-            if state.fenced_by is None:
+            if state.fenced_by is None and generation > (state.generation or 0):
                 turn.set(fenced_by=generation)
         case WokeUp(slept_s):
             turn.log("warning", "woke_up", slept_s=round(slept_s, 1))
@@ -145,7 +172,7 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             turn.set(is_leaving=True)
             turn.do(Exit(EXIT_STOPPED, reason))
         case Tick():
-            pass
+            stored.sample_bandwidth(turn)
         case _ as unreachable:
             assert_never(unreachable)
 
@@ -224,13 +251,20 @@ def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
             if trainer.connection != event.connection:
                 yield trainer
             else:
+                said = trainer if event.loss_is_finite is None else event
                 yield replace(
                     trainer,
                     step=max(trainer.step, event.step),
                     save_s=trainer.save_s if event.save_s is None else event.save_s,
                     save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
+                    snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
+                    step_s=stall.usual_step_s(trainer.step_s, event.step_s),
+                    loss=said.loss,
+                    loss_is_finite=said.loss_is_finite,
                     reported_mono_s=turn.now,
                 )
+                if event.loss_is_finite is False and trainer.loss_is_finite is not False:
+                    turn.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
 
     turn.set(trainers=tuple(updated()))  # type: ignore[arg-type]
 
@@ -272,9 +306,15 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     for directory, reason in event.rejected:
         if (directory, reason) not in turn.state.rejected:
             turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
-    turn.set(staged=event.staged, pending=event.pending, rejected=frozenset(event.rejected))
+    turn.set(
+        staged=event.staged,
+        pending=event.pending,
+        growing=event.growing,
+        rejected=frozenset(event.rejected),
+    )
     for staged in event.staged:
         if staged.id not in before:
+            turn.set(saved_mono_s=turn.now)
             turn.log(
                 "info",
                 "sealed_set_found",
@@ -284,7 +324,9 @@ def _scanned(turn: Turn, event: Scanned) -> None:
                 kind=staged.kind.value,
             )
     present = frozenset(staged.id for staged in event.staged)
-    turn.set(unusable=turn.state.unusable & present)
+    written = {staged.id for staged in event.growing}
+    kept = {id_: size for id_, size in turn.state.kept.items() if id_ in present | written}
+    turn.set(unusable=turn.state.unusable & present, kept=kept)
     if turn.state.scanned_mono_s is None:
         _first_look(turn, present)
     turn.set(scanned_mono_s=event.started_mono_s)
@@ -292,7 +334,7 @@ def _scanned(turn: Turn, event: Scanned) -> None:
         seen = (turn.state.evacuation.newest, *present)
         turn.set_evacuation(newest=max((i for i in seen if i is not None), default=None))
     flight = turn.state.flight
-    if flight is not None and flight.staged.id not in present:
+    if flight is not None and flight.is_sealed and flight.staged.id not in present:
         turn.do(CancelFlush(flight.flush_id))
         turn.set(flight=None)
     ask = turn.state.evacuation.ask if turn.state.evacuation else None
@@ -325,6 +367,7 @@ def _scanned(turn: Turn, event: Scanned) -> None:
 
 def _first_look(turn: Turn, present: frozenset[CheckpointId]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
+    nodes.first_look(turn)
     if turn.state.generation is not None:
         turn.set(inherited=turn.state.inherited | present)
     evacuation = turn.state.evacuation
@@ -345,103 +388,3 @@ def _is_claimed(directory: str, ask: Ask) -> bool:
     """Whether this is the set that the trainer says answers the request."""
     name = protocol.parse_sealed_name(directory)
     return name is not None and name[0] == ask.claimed_step
-
-
-def _flushed(turn: Turn, event: Flushed) -> None:
-    flight = turn.state.flight
-    if flight is None or flight.flush_id != event.flush_id:
-        return
-    size_bytes = flight.staged.size_bytes
-    turn.set(flight=replace(flight, bytes_stored=size_bytes))
-    _sample_bandwidth(turn)
-    turn.set(
-        flight=None,
-        failures=0,
-        stored=(
-            *turn.state.stored,
-            Stored(
-                flush_id=event.flush_id, staged=flight.staged, shards=event.shards, is_asked=False
-            ),
-        ),
-    )
-    turn.mark("flushed", step=flight.staged.id.step, size_bytes=size_bytes)
-
-
-def _sample_bandwidth(turn: Turn) -> None:
-    """Learn from what the flush has moved since the last sample, if that is enough to tell."""
-    flight = turn.state.flight
-    assert flight is not None
-    size_bytes = flight.bytes_stored - flight.sampled_bytes
-    if size_bytes < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
-        return
-    turn.set(
-        bandwidth_bytes_per_s=planner.updated_bandwidth(
-            turn.state.bandwidth_bytes_per_s, size_bytes, turn.now - flight.sampled_mono_s
-        ),
-        flight=replace(flight, sampled_mono_s=turn.now, sampled_bytes=flight.bytes_stored),
-    )
-
-
-def _flush_failed(turn: Turn, event: FlushFailed) -> None:
-    flight = turn.state.flight
-    if flight is None or flight.flush_id != event.flush_id:
-        return
-    turn.set(flight=None)
-    turn.log(
-        "error", "flush_failed", step=flight.staged.id.step, reason=event.reason, void=event.void
-    )
-    if event.void:
-        turn.set(unusable=turn.state.unusable | {flight.staged.id})
-    else:
-        _back_off(turn)
-
-
-def _commit_done(turn: Turn, flush_id: str, ref: CommitRef) -> None:
-    done = next((item for item in turn.state.stored if item.flush_id == flush_id), None)
-    newest = turn.state.last_commit
-    turn.set(
-        stored=tuple(item for item in turn.state.stored if item.flush_id != flush_id), failures=0
-    )
-    if newest is None or ref > newest:
-        turn.set(last_commit=ref, last_commit_mono_s=turn.now)
-    turn.mark("committed", generation=ref.generation, step=ref.step)
-    turn.log(
-        "info",
-        "committed",
-        generation=ref.generation,
-        step=ref.step,
-        size_bytes=done.staged.size_bytes if done else None,
-    )
-    turn.do(TellCommitted(ref))
-    # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
-    dispensable = tuple(
-        staged.directory
-        for staged in turn.state.staged
-        if staged.framework == "swansong"
-        and staged.id.step < ref.step
-        and (done is None or staged.id < done.staged.id)
-    )
-    if dispensable:
-        turn.do(Prune(dispensable))
-
-
-def _commit_failed(turn: Turn, event: CommitFailed) -> None:
-    failed = next((item for item in turn.state.stored if item.flush_id == event.flush_id), None)
-    if failed is None:
-        return
-    turn.log("error", "commit_failed", step=failed.staged.id.step, reason=event.reason)
-    others = tuple(item for item in turn.state.stored if item.flush_id != event.flush_id)
-    if event.conflict:
-        turn.set(stored=others, unusable=turn.state.unusable | {failed.staged.id})
-    else:
-        turn.set(stored=(*others, replace(failed, is_asked=False)))
-        _back_off(turn)
-
-
-def _back_off(turn: Turn) -> None:
-    """Try again later; at once, nearly, when the end is near."""
-    failures = turn.state.failures + 1
-    wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10) / 2)
-    if turn.state.evacuation is not None:
-        wait_s = RETRY_URGENT_S
-    turn.set(failures=failures, retry_mono_s=turn.now + wait_s)

@@ -4,28 +4,23 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from dataclasses import replace
 
-from swansongd.core import planner
+from swansongd.core import advance_wire, nodes, periodic, planner, stall
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
-    CommitManifest,
     Conclude,
     Exit,
     Rescan,
     SendTarget,
     SignalTrainer,
-    StartFlush,
     TellFenced,
     WithdrawRequest,
 )
 from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.state import Ask, Evacuation, Flight, State
+from swansongd.core.state import Ask, Evacuation, State
 from swansongd.core.turn import EXIT_FENCED, EXIT_STOPPED, HOST_SOURCE, Turn
 from swansongd.model import (
-    CheckpointId,
     Notice,
     Verdict,
 )
@@ -36,13 +31,22 @@ PRECAUTION_EVERY_S = 600.0
 """Advisory notices can come in storms; so often at most one costs a checkpoint."""
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not taken: go back to watching."""
+HOPELESS_S = 2.0
+"""A save is given up when it has been too late for so long; the wire may just have held its breath."""
+EARLY_SCAN_S = 0.2
+"""While the trainer saves what it was asked for, staging is looked through so often."""
 CONCLUDED_MAX = 64
 _MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 
-def evacuation_id(notice: Notice) -> str:
-    """The same for the same notice after a restart of the daemon; also the id of its request."""
-    return hashlib.sha256(notice.identity.encode()).hexdigest()[:12]
+def evacuation_id(notice: Notice, vm: str = "") -> str:
+    """The same for the same notice after a restart of the daemon; also the id of its request.
+
+    Two VMs may get the same words in a notice, and their ranks must tell the requests apart.
+    """
+    if notice.source == nodes.PEER_SOURCE:
+        return notice.identity  # the request of that VM
+    return hashlib.sha256(f"{notice.identity}{vm}".encode()).hexdigest()[:12]
 
 
 def advance(turn: Turn) -> None:
@@ -53,8 +57,11 @@ def advance(turn: Turn) -> None:
         return
     _steer_evacuation(turn)
     _steer_request(turn)
-    _steer_flush(turn)
-    _steer_commit(turn)
+    nodes.steer(turn)
+    periodic.steer(turn)
+    stall.steer(turn)
+    advance_wire.steer_flush(turn)
+    advance_wire.steer_commit(turn)
     _steer_verdict(turn)
 
 
@@ -79,7 +86,9 @@ def _steer_evacuation(turn: Turn) -> None:
             _withdraw(turn, evacuation, "every notice was withdrawn")
         _steer_precaution(turn)
         return
-    deadline = min(n.deadline_mono_s for n in live)
+    # The end of another VM is none of ours, as long as ours is near as well.
+    own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
+    deadline = min(n.deadline_mono_s for n in own)
     news = [n for n in live if evacuation is not None and n.identity not in evacuation.identities]
     if evacuation is None:
         _open(turn, live[0], deadline)
@@ -132,7 +141,7 @@ def _open(
 ) -> None:
     plan = _plan(turn, left_s=deadline_mono_s - turn.now)
     # Its own id when the same notice is acted on again: the old answer must not do for the new request.
-    id_ = evacuation_id(notice)
+    id_ = evacuation_id(notice, turn.state.settings.vm)
     again = turn.state.opened.count(id_)
     turn.set(opened=(*turn.state.opened, id_)[-CONCLUDED_MAX:])
     evacuation = Evacuation(
@@ -155,6 +164,7 @@ def _open(
         plan=plan.kind.value,
         why=plan.reason,
     )
+    stall.mark(turn)
     turn.do(Rescan())
     if plan.kind is PlanKind.TAKE:
         _ask(turn)
@@ -224,7 +234,10 @@ def _steer_request(turn: Turn) -> None:
     if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
         return
     ask = evacuation.ask
-    if not ask.by_signal and ask.target is None:
+    if turn.state.spans_vms:
+        if not nodes.steer_agreement(turn, ask):
+            return
+    elif not ask.by_signal and ask.target is None:
         # After a restart the ranks come back one by one: a step that all can reach needs all of them.
         expected = max(len(ask.ranks), turn.state.local_world_size)
         if len(ask.accepted) >= expected:
@@ -242,85 +255,35 @@ def _steer_request(turn: Turn) -> None:
                 + (f", and {absent} of {expected} never came" if absent else ""),
             )
             return
-    measured = turn.state.measured
-    flush_s = planner.seconds_to_store(measured.save_bytes or 0, measured.bandwidth_bytes_per_s)
-    if turn.left_s < turn.state.settings.reserve_s + flush_s:
+    _give_up_in_time(turn, ask)
+    _look_for_early_shards(turn)
+
+
+def _give_up_in_time(turn: Turn, ask: Ask) -> None:
+    """Stop to wait for a set that could not be stored any more if it were sealed now."""
+    state = turn.state
+    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
+    data_left_s = turn.left_s - state.settings.reserve_s
+    if flush_s <= data_left_s:
+        if ask.hopeless_mono_s is not None:
+            turn.set_ask(hopeless_mono_s=None)
+    elif data_left_s <= 0 or (
+        ask.hopeless_mono_s is not None and turn.now - ask.hopeless_mono_s >= HOPELESS_S
+    ):
         turn.fail_ask("no time is left to flush what the trainer has not sealed yet")
+    elif ask.hopeless_mono_s is None:
+        turn.set_ask(hopeless_mono_s=turn.now)
 
 
-def _steer_flush(turn: Turn) -> None:
-    """Have the right set in flight."""
-    state = turn.state
-    if state.generation is None or turn.now < state.retry_mono_s:
+def _look_for_early_shards(turn: Turn) -> None:
+    evacuation = turn.state.evacuation
+    assert evacuation is not None
+    ask = evacuation.ask
+    if ask is None or not ask.is_waiting or ask.target is None or evacuation.is_precaution:
         return
-    flight = state.flight
-    if flight is not None and state.evacuation is None:
-        return  # in the background what is begun is finished first
-    candidates = state.candidates
-    if state.evacuation is not None:
-        data_left_s = turn.left_s - state.settings.reserve_s
-        if turn.left_s > 0 >= data_left_s:
-            _spare_the_reserve(turn)
-            return
-        if turn.left_s <= 0:  # outlived, so far: whatever still gets through is won
-            data_left_s = math.inf
-        answer = state.answer
-        if answer is not None and state.evacuation.verdict is None:
-            # A trainer that trains on may seal newer ones: they wait until this one is safe.
-            candidates = tuple(c for c in candidates if c.id <= answer)
-        wanted = planner.choose(
-            candidates,
-            left_s=data_left_s,
-            bandwidth_bytes_per_s=state.bandwidth_bytes_per_s,
-        )
-    else:
-        wanted = max((candidate.id for candidate in candidates), default=None)
-    if wanted is None or (flight is not None and flight.staged.id == wanted):
-        return
-    _start_flush(turn, wanted)
-
-
-def _spare_the_reserve(turn: Turn) -> None:
-    """From here to the deadline the wire belongs to the manifest."""
-    flight = turn.state.flight
-    if flight is not None:
-        turn.mark("flush_stopped", step=flight.staged.id.step, bytes_stored=flight.bytes_stored)
-        turn.do(CancelFlush(flight.flush_id))
-        turn.set(flight=None)
-
-
-def _start_flush(turn: Turn, wanted: CheckpointId) -> None:
-    state = turn.state
-    assert state.generation is not None
-    staged = next(item for item in state.staged if item.id == wanted)
-    flush_id = f"{wanted}.{state.flushes + 1}"
-    turn.set(
-        flushes=state.flushes + 1,
-        flight=Flight(
-            flush_id=flush_id,
-            staged=staged,
-            started_mono_s=turn.now,
-            sampled_mono_s=turn.now,
-        ),
-    )
-    turn.mark("flush", step=wanted.step, size_bytes=staged.size_bytes)
-    turn.do(StartFlush(flush_id, staged, state.generation))
-
-
-def _steer_commit(turn: Turn) -> None:
-    state = turn.state
-    if turn.now < state.retry_mono_s:
-        return
-    for item in state.stored:
-        if not item.is_asked:
-            asked = replace(item, is_asked=True)
-            turn.set(stored=tuple(asked if i is item else i for i in turn.state.stored))
-            assert state.generation is not None
-            turn.do(
-                CommitManifest(
-                    item.flush_id, item.staged, item.shards, state.generation, state.last_commit
-                )
-            )
+    if turn.now - ask.looked_mono_s >= EARLY_SCAN_S:
+        turn.set_ask(looked_mono_s=turn.now)
+        turn.do(Rescan())
 
 
 def _steer_verdict(turn: Turn) -> None:
@@ -344,13 +307,20 @@ def _steer_verdict(turn: Turn) -> None:
     verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
     before = evacuation.verdict
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
-    is_news = verdict is not before or state.last_commit != evacuation.verdict_commit
+    commit = state.last_commit if verdict is Verdict.SAFE else state.last_complete
+    is_complete = commit == state.last_complete
+    is_news = (
+        verdict is not before
+        or commit != evacuation.verdict_commit
+        or is_complete is not evacuation.verdict_is_complete
+    )
     if evacuation.is_precaution:
         _precaution_done(turn, evacuation, reason)
         return
     if is_news and not is_worse:
-        turn.set_evacuation(verdict=verdict, verdict_commit=state.last_commit)
-        turn.do(Conclude(evacuation.id, verdict, reason, state.last_commit, round(turn.left_s, 2)))
+        turn.set_evacuation(verdict=verdict, verdict_commit=commit, verdict_is_complete=is_complete)
+        slack_s = round(turn.left_s, 2)
+        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_complete=is_complete))
     if HOST_SOURCE in state.notices:
         turn.set(is_leaving=True)
         turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
@@ -359,15 +329,15 @@ def _steer_verdict(turn: Turn) -> None:
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     evacuation = state.evacuation
     assert evacuation is not None
-    if state.last_commit is None:
+    if state.answer is not None and state.is_covered(state.answer):
+        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
+    if state.last_complete is None:
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
         if evacuation.ask is not None and evacuation.ask.failure:
             return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
-    stands = f"{state.last_commit} stands"
-    if state.answer is not None and state.is_covered(state.answer):
-        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
+    stands = f"{state.last_complete} stands"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     ask = evacuation.ask
@@ -376,6 +346,6 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
-    if ask is None and ahead > state.last_commit.step:
+    if ask is None and ahead > state.last_complete.step:
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
     return Verdict.SAFE, f"the newest sealed state is committed: {state.last_commit}"

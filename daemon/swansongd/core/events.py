@@ -61,6 +61,17 @@ class TrainerProgress:
     step: int
     save_s: float | None = None
     save_bytes: int | None = None
+    snapshot_s: float | None = None
+    step_s: float | None = None
+    loss: float | None = None
+    loss_is_finite: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The trainer goes back to this step, and was told from where."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,30 @@ class TrainerAccepted:
     connection: int
     request_id: str
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerAgreed:
+    """The ranks of all VMs of the job have agreed on the step at which they save."""
+
+    request_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRequested:
+    """The daemon of another VM of the job has asked for a checkpoint: that VM goes away."""
+
+    request_id: str
+    reason: str
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class IncarnationBegun:
+    """The trainers are of this start of a job over several VMs."""
+
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +160,8 @@ class Scanned:
     staged: tuple[Staged, ...]
     pending: tuple[str, ...] = ()
     """Directories that are being written, or have not settled yet."""
+    growing: tuple[Staged, ...] = ()
+    """Sets of our hooks that are being written: each with those of its files that are final."""
     rejected: tuple[tuple[str, str], ...] = ()
     """(directory, reason) of what claims to be a checkpoint and is not sound."""
 
@@ -134,12 +171,27 @@ class GenerationClaimed:
     generation: int
     newest: CommitRef | None
     """Newest whole commit in the store, of whatever generation."""
+    is_rollback: bool = False
+    """It answers ClaimGeneration or JoinGeneration."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRead:
+    """What the bucket tells of the run's earlier VMs."""
+
+    observed_s: float
+    uncovered: int
 
 
 @dataclass(frozen=True, slots=True)
 class FlushProgress:
     flush_id: str
     bytes_stored: int
+    """Of the set, in this flush or an earlier one, or referenced: what need not be sent any more."""
+    bytes_sent: int = 0
+    """In this flush: what the bandwidth is measured by.  To be counted as the bytes leave, window by
+    window, and taken back when they must be sent again: parts that travel side by side end in bursts,
+    and seconds without a finished part would look like a wire that stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +200,10 @@ class Flushed:
 
     flush_id: str
     shards: tuple[StoredShard, ...]
+    bytes_referenced: int = 0
+    """Not sent: an earlier set has stored the same bytes under the same path."""
+    bytes_sent: int | None = None
+    """In this flush; None: whatever is not known to have been stored before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +218,13 @@ class FlushFailed:
 @dataclass(frozen=True, slots=True)
 class CommitDone:
     flush_id: str
+    ref: CommitRef
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCompleted:
+    """It answers CheckComplete: the parts of all VMs are committed."""
+
     ref: CommitRef
 
 
@@ -202,10 +265,11 @@ class Tick:
 
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
-    | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerSealed | TrainerFailed
-    | SignalSent | SignalRefused | SignalledExited
+    | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed | TrainerSealed
+    | TrainerFailed | PeerRequested | IncarnationBegun
+    | RolledBack | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
-    | CommitDone | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
+    | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 
@@ -256,11 +320,17 @@ class TellFenced:
 
 @dataclass(frozen=True, slots=True)
 class StartFlush:
-    """Store the set's shards.  Replaces whatever flush is under way."""
+    """Store the set's shards.  Replaces whatever flush is under way.
+
+    What was stored of the set before, under an earlier flush id, is not sent again.
+    """
 
     flush_id: str
     staged: Staged
     generation: int
+    is_sealed: bool = True
+    """False: the set is still being written.  The files named here are final, more will come: store
+    them, report progress, and say nothing at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +345,29 @@ class CommitManifest:
     shards: tuple[StoredShard, ...]
     generation: int
     parent: CommitRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimGeneration:
+    """Claim the next generation for this daemon itself, unless another VM has done so."""
+
+    after: int
+    """Our generation so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGeneration:
+    """Claim a generation for this start of the job, or take part in the one that another VM has claimed."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckComplete:
+    """Look whether the parts of all VMs are committed."""
+
+    ref: CommitRef
+    nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +406,8 @@ class Conclude:
     reason: str
     commit: CommitRef | None
     slack_s: float
+    is_complete: bool = True
+    """Whether the parts of all VMs of ``commit`` are known to be committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +427,7 @@ class Exit:
 
 Action = (
     AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced
-    | StartFlush | CancelFlush | CommitManifest | CheckFence | Rescan
+    | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
+    | CheckComplete | CheckFence | Rescan
     | Prune | Mark | Conclude | Log | Exit
 )  # fmt: skip

@@ -2,12 +2,14 @@
 """Arithmetic on what was measured: what still fits before the deadline?
 
 With G seconds left, a checkpoint that takes S seconds to save and B bytes to send at W bytes/s is
-started only if ``S + B / W + reserve`` fits in G.  What nobody has measured yet counts as zero: with
-no numbers at all there is nothing to be gained by not trying.
+started only if ``S + B / W + reserve`` fits in G.  Early shards go out while the save is still under way, but
+nobody can know how early, so nothing is taken off for them.  What nobody has measured yet counts as
+zero: with no numbers at all there is nothing to be gained by not trying.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,8 +17,13 @@ from enum import StrEnum
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
-"""Below this a transfer measures round trips, not bandwidth."""
-_WEIGHT_OF_NEWEST = 0.5
+"""A flush of less than this measures round trips, not bandwidth."""
+BANDWIDTH_MEMORY_S = 1.0
+"""So much flushing makes what was measured before it count for a third (1/e): a drop to a tenth is
+believed, to a quarter of what was, after two seconds."""
+_SWITCH_MARGIN = 1.25
+"""A set in flight that fits gives way to a newer one only if that one fits with this much to spare:
+two sets that both just fit would otherwise take the wire from each other with every breath of it."""
 
 
 class PlanKind(StrEnum):
@@ -94,30 +101,48 @@ def decide(
     return Plan(PlanKind.NONE, f"{why}; everything sealed is committed")
 
 
+def fits(candidate: Candidate, left_s: float, bandwidth_bytes_per_s: float | None) -> bool:
+    """Whether all of it can be stored in ``left_s`` (reserve excluded)."""
+    return seconds_to_store(candidate.bytes_left, bandwidth_bytes_per_s) <= left_s
+
+
 def choose(
-    candidates: Sequence[Candidate], *, left_s: float, bandwidth_bytes_per_s: float | None
-) -> CheckpointId | None:
+    candidates: Sequence[Candidate],
+    *,
+    left_s: float,
+    bandwidth_bytes_per_s: float | None,
+    in_flight: CheckpointId | None = None,
+) -> Candidate | None:
     """The set to store next: the newest one that can be completed in ``left_s`` (reserve excluded).
 
     When by the numbers none can be, the one that comes nearest: the numbers may be wrong, and there
-    is nothing better to do with the time.
+    is nothing better to do with the time.  The set ``in_flight`` is left only for one that can be
+    completed, and then only if it is newer or the one in flight itself can not.
     """
     newest_first = sorted(candidates, key=lambda candidate: candidate.id, reverse=True)
-    for candidate in newest_first:
-        if seconds_to_store(candidate.bytes_left, bandwidth_bytes_per_s) <= left_s:
-            return candidate.id
-    return (
-        min(newest_first, key=lambda candidate: candidate.bytes_left).id if newest_first else None
-    )
+    fitting = [c for c in newest_first if fits(c, left_s, bandwidth_bytes_per_s)]
+    current = next((c for c in newest_first if c.id == in_flight), None)
+    if current is None:
+        nearest = min(newest_first, key=lambda candidate: candidate.bytes_left, default=None)
+        return fitting[0] if fitting else nearest
+    if current not in fitting:
+        return fitting[0] if fitting else current
+    roomy_s = left_s / _SWITCH_MARGIN
+    return next(c for c in fitting if c is current or fits(c, roomy_s, bandwidth_bytes_per_s))
 
 
 def updated_bandwidth(
     known_bytes_per_s: float | None, size_bytes: int, duration_s: float
 ) -> float | None:
-    """The bandwidth after one more measured transfer; older ones count half as much each time."""
-    if size_bytes < BANDWIDTH_SAMPLE_MIN_BYTES or duration_s <= 0:
+    """The bandwidth after ``duration_s`` more of flushing, in which ``size_bytes`` were sent.
+
+    What was known fades with the time that was spent on learning better, and not with the number of
+    measurements, so that it does not matter how often anyone looks, nor that nothing moves at all.
+    """
+    if duration_s <= 0:
         return known_bytes_per_s
     sample = size_bytes / duration_s
     if known_bytes_per_s is None:
-        return sample
-    return _WEIGHT_OF_NEWEST * sample + (1 - _WEIGHT_OF_NEWEST) * known_bytes_per_s
+        return sample or None
+    faded = math.exp(-duration_s / BANDWIDTH_MEMORY_S)
+    return faded * known_bytes_per_s + (1 - faded) * sample

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from swansongd.core.cadence import History
 from swansongd.core.planner import Candidate, Measured, Plan, take_s
 from swansongd.model import (
     CheckpointId,
@@ -18,6 +19,7 @@ from swansongd.model import (
     StoredShard,
     TrainerView,
     Verdict,
+    is_healthy,
 )
 
 SCHEDULED_LEAD_S = 120.0
@@ -42,6 +44,21 @@ class Settings:
     reserve_s: float
     signals_trainer: bool
     """A signal and a process to send it to are configured."""
+    background_limit_bytes_per_s: float | None = None
+    """A flush with no notice about is held down to this."""
+    checkpoint_interval_s: float | None = None
+    """Of periodic checkpoints; None: as the cost of a save and the interruptions have it."""
+    several_vms: bool = False
+    """The job may run on several VMs, which have one generation in common."""
+    vm: str = ""
+    """Tells this VM, as of this boot, from others."""
+    goes_on_with: str = ""
+    """The incarnation that an earlier life of this daemon, on this boot, was part of."""
+    mtbf_s: float = 4 * 3600.0
+    """Mean time between interruptions that is assumed until the run knows better."""
+    stall_steps: float = 20.0
+    stall_min_s: float = 60.0
+    """A trainer that reports nothing for so many of its usual steps, and so long, has come to a halt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +67,21 @@ class Flight:
 
     flush_id: str
     staged: Staged
+    is_sealed: bool = True
+    """False: early shards of a set that is still being written."""
     started_mono_s: float
-    bytes_stored: int = 0
+    bytes_before: int = 0
+    """Of the set, that this flush need not send: stored earlier, or referenced."""
+    bytes_sent: int = 0
     sampled_mono_s: float
-    """Until when, and up to which byte, its speed has gone into the bandwidth."""
+    """Until when, and up to which byte sent, its speed has gone into the bandwidth."""
     sampled_bytes: int = 0
+    is_sampled: bool = False
+
+    @property
+    def bytes_unsent(self) -> int:
+        """What the wire still has to do."""
+        return max(0, self.staged.size_bytes - self.bytes_before - self.bytes_sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +93,17 @@ class Stored:
     shards: tuple[StoredShard, ...]
     is_asked: bool
     """A CommitManifest is out and has not been answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """This VM's part of a checkpoint is committed, those of other VMs are not known to be."""
+
+    ref: CommitRef
+    nodes: int
+    look_mono_s: float
+    """Not to be looked for before."""
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +127,25 @@ class Ask:
     lost_mono_s: float | None = None
     """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
     failure: str = ""
+    looked_mono_s: float = 0.0
+    """When staging was last looked through for early shards."""
+    hopeless_mono_s: float | None = None
+    """Since when, without a break, it has been too late for the set by the numbers."""
 
     @property
     def is_waiting(self) -> bool:
         return self.sealed is None and not self.failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Periodic:
+    """The request for a periodic checkpoint that is out."""
+
+    request_id: str
+    asked_mono_s: float
+    accepted: Mapping[int, int] = field(default_factory=dict)
+    """Rank to the last step that it had completed."""
+    target: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +167,7 @@ class Evacuation:
     ask: Ask | None = None
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
+    verdict_is_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +189,10 @@ class State:
     """When the newest walk over staging began; None before the first."""
     staged: tuple[Staged, ...] = ()
     pending: tuple[str, ...] = ()
+    growing: tuple[Staged, ...] = ()
+    """Sets that are being written, with the files in them that are final."""
+    kept: Mapping[CheckpointId, int] = field(default_factory=dict)
+    """How many bytes of a set are stored, by this flush or an earlier one."""
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
     inherited: frozenset[CheckpointId] = frozenset()
@@ -145,7 +203,13 @@ class State:
     flight: Flight | None = None
     stored: tuple[Stored, ...] = ()
     last_commit: CommitRef | None = None
-    """Newest commit of the run that this daemon knows of, of whatever generation."""
+    """Newest commit of the run that this daemon knows of, of whatever generation.  Over several VMs
+    perhaps this VM's part of it only."""
+    last_complete: CommitRef | None = None
+    """Newest one that all its VMs have made."""
+    incomplete: Incomplete | None = None
+    incarnation: str = ""
+    """Which start of a job over several VMs the trainers are of."""
     last_commit_mono_s: float | None = None
     """When this daemon committed it; None for one that it found."""
     retry_mono_s: float = 0.0
@@ -155,6 +219,18 @@ class State:
     bandwidth_bytes_per_s: float | None = None
     signal_save_s: float | None = None
     """From the last signal to the sealed set that it led to, settling included."""
+    history: History = field(default_factory=History)
+    periodic: Periodic | None = None
+    periodic_mono_s: float | None = None
+    """When one was last asked for."""
+    saved_mono_s: float | None = None
+    """When a set was last seen to be sealed, of whatever kind."""
+    joined_mono_s: float | None = None
+    """When the first of the ranks that are here came."""
+    stalled: frozenset[int] = frozenset()
+    """Connections of ranks that have come to a halt."""
+    healthy_commit: CommitRef | None = None
+    """Newest commit of this generation whose loss is finite."""
     evacuation: Evacuation | None = None
     opened: tuple[str, ...] = ()
     """Notices, by the id that they give, for which evacuations were opened so far."""
@@ -188,9 +264,29 @@ class State:
         return max(usable, key=lambda staged: staged.id, default=None)
 
     @property
+    def pinned(self) -> Staged | None:
+        """The newest healthy set, while all newer ones are not: it is committed, and kept, all the same."""
+        usable = (s for s in self.staged if s.id not in self.unusable | self.inherited)
+        newest_first = sorted(usable, key=lambda staged: staged.id, reverse=True)
+        if not newest_first or is_healthy(newest_first[0].health) is not False:
+            return None
+        return next((s for s in newest_first if is_healthy(s.health)), None)
+
+    @property
     def uncommitted(self) -> tuple[Staged, ...]:
         """Sealed sets that a commit should still come of, newest first."""
-        wanted = (s for s in self.staged if s.id not in self.unusable and not self.is_covered(s.id))
+        pinned = self.pinned
+        kept = (
+            pinned.id
+            if pinned is not None
+            and (self.healthy_commit is None or self.healthy_commit.step < pinned.id.step)
+            else None
+        )
+        wanted = (
+            s
+            for s in self.staged
+            if s.id not in self.unusable and (s.id == kept or not self.is_covered(s.id))
+        )
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
@@ -206,18 +302,50 @@ class State:
         """Sealed sets with bytes that are still worth storing: none that is older than a stored one."""
         newest_stored = max((item.staged.id for item in self.stored), default=None)
         result = []
+        pinned, stored = self.pinned, {item.staged.id for item in self.stored}
         for staged in self.uncommitted:
-            if newest_stored is None or staged.id > newest_stored:
-                in_flight = self.flight is not None and self.flight.staged.id == staged.id
-                done = self.flight.bytes_stored if self.flight is not None and in_flight else 0
-                result.append(Candidate(id=staged.id, bytes_left=staged.size_bytes - done))
+            is_pinned = staged == pinned and staged.id not in stored
+            if newest_stored is None or staged.id > newest_stored or is_pinned:
+                left = max(0, staged.size_bytes - self.kept.get(staged.id, 0))
+                result.append(Candidate(id=staged.id, bytes_left=left))
         return tuple(result)
+
+    @property
+    def early(self) -> Staged | None:
+        """The growing set that answers an urgent request, once a file of it is final."""
+        evacuation = self.evacuation
+        if evacuation is None or evacuation.is_precaution or evacuation.ask is None:
+            return None
+        ask = evacuation.ask
+        answering = (
+            staged
+            for staged in self.growing
+            if (staged.request_id == ask.request_id or staged.id.step == ask.target)
+            and staged.files
+        )
+        return (
+            max(answering, key=lambda staged: staged.id, default=None) if ask.is_waiting else None
+        )
+
+    @property
+    def bytes_to_come(self) -> int:
+        """How much must still be sent of the set that is waited for; 0 when nobody knows its size."""
+        size_bytes = self.measured.save_bytes or 0
+        early = self.early
+        if early is None:
+            return size_bytes
+        return max(0, max(size_bytes, early.size_bytes) - self.kept.get(early.id, 0))
 
     @property
     def answer(self) -> CheckpointId | None:
         """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
         ask = self.evacuation.ask if self.evacuation is not None else None
         return None if ask is None or ask.sealed in self.unusable else ask.sealed
+
+    @property
+    def spans_vms(self) -> bool:
+        """Whether the trainers have ranks on other VMs, with whom they agree by themselves."""
+        return any(trainer.nodes > 1 for trainer in self.trainers)
 
     @property
     def local_world_size(self) -> int:

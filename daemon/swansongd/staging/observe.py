@@ -136,4 +136,4 @@ class StagingObserver:
 
 
 def _content(scanned: Scanned) -> tuple[object, ...]:
-    return scanned.staged, scanned.pending, scanned.rejected
+    return scanned.staged, scanned.pending, scanned.growing, scanned.rejected

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from swansong import protocol
@@ -32,13 +32,16 @@ _KINDS = {
 }
 
 
-def walk(directory_fd: int, allowed_uids: frozenset[int] | None = None) -> tuple[StagedFile, ...]:
+def walk(
+    directory_fd: int, allowed_uids: frozenset[int] | None = None, *, passing_over: str = ""
+) -> tuple[StagedFile, ...]:
     """All files below an open directory, sorted by path.
 
     Args:
         directory_fd: open directory of the set.
         allowed_uids: users that files and directories may belong to, and whose files must be readable;
             None asks neither.
+        passing_over: suffix of the top-level directories that are left out; empty: none.
 
     Raises:
         StagingError: something there must not, or cannot, be uploaded; the message names it.
@@ -46,7 +49,7 @@ def walk(directory_fd: int, allowed_uids: frozenset[int] | None = None) -> tuple
     files: list[StagedFile] = []
     try:
         device = os.fstat(directory_fd).st_dev
-        _walk(directory_fd, "", device, allowed_uids, files)
+        _walk(directory_fd, "", device, allowed_uids, files, passing_over=passing_over)
         space = os.fstatvfs(directory_fd)
     except OSError as error:
         raise StagingError(f"changed while it was walked, or cannot be read: {error}") from error
@@ -65,9 +68,13 @@ def _walk(
     device: int,
     allowed_uids: frozenset[int] | None,
     files: list[StagedFile],
+    *,
+    passing_over: str = "",
 ) -> None:
     with os.scandir(directory_fd) as entries:
         for entry in entries:
+            if passing_over and entry.name.endswith(passing_over):
+                continue
             path = prefix + entry.name
             facts = entry.stat(follow_symlinks=False)
             _check(path, facts, device, allowed_uids)  # bounds the depth too
@@ -91,7 +98,11 @@ def _walk(
 
 
 def listing(
-    run_directory: int | Path, directory: str, allowed_uids: frozenset[int] | None = None
+    run_directory: int | Path,
+    directory: str,
+    allowed_uids: frozenset[int] | None = None,
+    *,
+    passing_over: str = "",
 ) -> tuple[StagedFile, ...]:
     """The files of a set: all below its directory, or the one file that it is.
 
@@ -102,7 +113,7 @@ def listing(
         with _opened_set(run_directory, directory) as (set_fd, is_file):
             if not is_file:
                 _check(directory, os.fstat(set_fd), os.fstat(set_fd).st_dev, allowed_uids)
-                return walk(set_fd, allowed_uids)
+                return walk(set_fd, allowed_uids, passing_over=passing_over)
             facts = os.stat(directory, dir_fd=set_fd, follow_symlinks=False)
             _check(directory, facts, os.fstat(set_fd).st_dev, allowed_uids)
             return (_staged(directory, facts),)
@@ -115,6 +126,12 @@ def _check(
 ) -> None:
     if not protocol.is_safe_path(path):
         raise StagingError(f"the name {path[:100]!r} has characters that are not allowed")
+    _check_facts(path, facts, device, allowed_uids)
+
+
+def _check_facts(
+    path: str, facts: os.stat_result, device: int, allowed_uids: frozenset[int] | None
+) -> None:
     kind = stat.S_IFMT(facts.st_mode)
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise StagingError(f"{path!r} is {_kind(facts.st_mode)}")
@@ -128,6 +145,11 @@ def _check(
         raise StagingError(f"{path!r} has {facts.st_nlink} names (hard links)")
 
 
+def _is_same(facts: os.stat_result, file: StagedFile) -> bool:
+    seen = facts.st_size, facts.st_mtime_ns, facts.st_ino
+    return seen == (file.size_bytes, file.mtime_ns, file.inode)
+
+
 def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "no file")
 
@@ -138,38 +160,72 @@ def _staged(path: str, facts: os.stat_result) -> StagedFile:
     )
 
 
-def open_file(run_directory: int | Path, directory: str, file: StagedFile) -> int:
-    """Open one file of a sealed set for reading; the caller closes the descriptor.
+class SetDirectory:
+    """The directory that the files of a set lie in, held open until it is closed.
+
+    Whatever the name comes to mean later, files opened through it are those of this directory.  May be
+    used by many threads at once.
 
     Args:
         run_directory: staging directory of the run, as a path or an open descriptor.
         directory: of the set, as in :attr:`Staged.directory`; of a one-file set the file itself.
-        file: as the scan saw it.
 
     Raises:
-        StagingError: it is not what the scan saw any more, or cannot be read.
+        StagingError: there is no such set.
     """
-    try:
-        with _opened_set(run_directory, directory) as (set_fd, _):
-            fd = _open_below(set_fd, file.path)
+
+    def __init__(self, run_directory: int | Path, directory: str) -> None:
+        self._directory = directory
+        try:
+            with _opened_set(run_directory, directory) as (set_fd, _):
+                self._device = os.fstat(set_fd).st_dev
+                self._fd = os.dup(set_fd)  # not inherited, like the one it is of
+        except OSError as error:
+            raise StagingError(f"{directory} cannot be opened: {error.strerror}") from error
+        except StagingError as error:
+            raise StagingError(f"{directory}: {error}", hint=error.hint) from None
+
+    def close(self) -> None:
+        """Once, when nobody opens files through it any more."""
+        os.close(self._fd)
+
+    def open(self, file: StagedFile) -> int:
+        """Open one file for reading; the caller closes the descriptor.
+
+        Args:
+            file: as the scan saw it.
+
+        Raises:
+            StagingError: it is not what the scan saw any more, or cannot be read.
+        """
+        where = f"{self._directory}/{file.path}"
+        try:
+            fd = _open_below(self._fd, file.path)
             try:
-                _check(file.path, os.fstat(fd), os.fstat(set_fd).st_dev, None)
-                if not unchanged(fd, file):
+                facts = os.fstat(fd)
+                _check_facts(file.path, facts, self._device, None)
+                if not _is_same(facts, file):
                     raise StagingError("changed after it was sealed")
                 os.set_blocking(fd, True)
             except BaseException:
                 os.close(fd)
                 raise
-    except OSError as error:
-        raise StagingError(f"{directory}/{file.path} cannot be opened: {error.strerror}") from error
-    except StagingError as error:
-        raise StagingError(f"{directory}/{file.path}: {error}", hint=error.hint) from None
-    return fd
+        except OSError as error:
+            raise StagingError(f"{where} cannot be opened: {error.strerror}") from error
+        except StagingError as error:
+            raise StagingError(f"{where}: {error}", hint=error.hint) from None
+        return fd
+
+
+def open_file(run_directory: int | Path, directory: str, file: StagedFile) -> int:
+    """Open one file of a sealed set: :class:`SetDirectory` for a single one."""
+    with closing(SetDirectory(run_directory, directory)) as set_directory:
+        return set_directory.open(file)
 
 
 def unchanged(fd: int, file: StagedFile) -> bool:
     """Whether the open file is still exactly what the scan saw."""
-    return _staged(file.path, os.fstat(fd)) == file
+    return _is_same(os.fstat(fd), file)
 
 
 def same_listing(run_directory: int | Path, staged: Staged) -> bool:
@@ -256,6 +312,8 @@ def _open_below(directory_fd: int, path: str) -> int:
     if not protocol.is_safe_path(path):
         raise StagingError("is no path within a set")
     *parents, name = path.split("/")
+    if not parents:
+        return os.open(name, _FILE, dir_fd=directory_fd)
     with ExitStack() as stack:
         for part in parents:
             directory_fd = os.open(part, DIRECTORY_FLAGS, dir_fd=directory_fd)

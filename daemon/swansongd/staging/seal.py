@@ -4,6 +4,9 @@
 Sets of our hooks say themselves when they are complete: they have their sealed name, and a rank manifest
 of each local rank that lists every file with its size.  Layouts of other frameworks are adopted by the
 rules in :data:`ADOPTED`, once they have settled: unchanged for a while, and no file open for writing.
+
+Of a set of our hooks that is still being written, those files are final that lie where their rank has
+moved them to: they may be stored already, and count for nothing until the set is sealed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +27,7 @@ from swansong.protocol import ProtocolError, RankManifest
 
 from swansongd.core.events import Scanned
 from swansongd.errors import StagingError
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile, merged_health
 from swansongd.staging import scan
 
 
@@ -63,6 +66,8 @@ ADOPTED = (
 """The first that fits is taken."""
 
 _RANK_MANIFEST = re.compile(r"rank-[0-9]{5,}\.json")
+_RANK_BEGUN = re.compile(r"rank-[0-9]{5,}" + re.escape(protocol.BEGUN_SUFFIX))
+_FINAL = re.compile(r"rank-[0-9]{5,}(\.json|/.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class Scanner:
         self._allowed_uids = allowed_uids
         self._monotonic = monotonic
         self._seen: dict[str, _Seen] = {}
+        self._growing: dict[str, Staged] = {}
 
     def scan(self) -> Scanned:
         """One walk.
@@ -111,6 +117,7 @@ class Scanner:
         seen: dict[str, _Seen] = {}
         staged: list[Staged] = []
         pending: list[str] = []
+        growing: dict[str, Staged] = {}
         rejected: list[tuple[str, str]] = []
         self.is_settling = False
         with scan.opened(self.run_directory) as run_fd:
@@ -120,6 +127,9 @@ class Scanner:
                 if protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX)):
                     if name.endswith(protocol.PARTIAL_SUFFIX):
                         pending.append(name)
+                        partly = self._look_into(run_fd, name)
+                        if partly is not None:
+                            growing[name] = partly
                         continue
                     layout = None
                 else:
@@ -139,13 +149,28 @@ class Scanner:
                 else:
                     pending.append(name)
                     self.is_settling = True
-        self._seen = seen
+        self._seen, self._growing = seen, growing
         return Scanned(
             started_mono_s=started_mono_s,
             staged=tuple(sorted(staged, key=lambda item: (item.id, item.directory))),
             pending=tuple(pending),
+            growing=tuple(growing.values()),
             rejected=tuple(rejected),
         )
+
+    def _look_into(self, run_fd: int, name: str) -> Staged | None:
+        """What is final of a set that is being written; None when nothing can be said of it."""
+        try:
+            files = scan.listing(
+                run_fd, name, self._allowed_uids, passing_over=protocol.WRITING_SUFFIX
+            )
+            return _growing(run_fd, name, files)
+        except StagingError:
+            # It changes all the time: what was seen of it before holds while it is there.
+            with suppress(OSError):
+                os.stat(name, dir_fd=run_fd, follow_symlinks=False)
+                return self._growing.get(name)
+            return None
 
     def _examine(self, run_fd: int, name: str, layout: Layout | None) -> _Seen:
         """What is known of the entry now.
@@ -242,35 +267,65 @@ def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged
 
 
 def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    parsed = protocol.parse_sealed_name(name)
-    assert parsed is not None
     manifests = [
         _read_manifest(run_fd, name, file) for file in files if _RANK_MANIFEST.fullmatch(file.path)
     ]
     if not manifests:
         raise StagingError("has no rank manifest")
-    # Ranks agree on all but their files and health; one that was asked speaks for the set.
-    lead = next((manifest for manifest in manifests if manifest.request_id), manifests[0])
-    nodes, odd = divmod(lead.world_size, max(1, lead.local_world_size))
-    if lead.local_world_size < 1 or odd or not 0 <= lead.node < nodes:
-        raise StagingError(
-            f"node {lead.node} with {lead.local_world_size} of {lead.world_size} ranks makes no sense"
-        )
+    lead = _lead(manifests)
+    staged = _of_hooks(name, lead, files, manifests)
     if len(manifests) != lead.local_world_size:
         raise StagingError(f"has {len(manifests)} of {lead.local_world_size} rank manifests")
     sizes = {file.path: file.size_bytes for file in files}
     for manifest in manifests:
-        _check_manifest(manifest, lead, run, parsed[0], sizes)
+        _check_manifest(manifest, lead, run, staged.id.step, sizes)
+    return staged
+
+
+def _growing(run_fd: int, name: str, files: tuple[StagedFile, ...]) -> Staged:
+    """The final part of a set.  What its ranks say is checked when it is sealed, and not before."""
+    said = [
+        _read_manifest(run_fd, name, file)
+        for file in files
+        if _RANK_BEGUN.fullmatch(file.path) or _RANK_MANIFEST.fullmatch(file.path)
+    ]
+    if not said:
+        raise StagingError("no rank has said yet what it writes")
+    return _of_hooks(name, _lead(said), tuple(f for f in files if _FINAL.fullmatch(f.path)), said)
+
+
+def _lead(manifests: list[RankManifest]) -> RankManifest:
+    # Ranks agree on all but their files and health; one that was asked speaks for the set.
+    return next((manifest for manifest in manifests if manifest.request_id), manifests[0])
+
+
+def _of_hooks(
+    name: str,
+    lead: RankManifest,
+    files: tuple[StagedFile, ...],
+    manifests: Sequence[RankManifest],
+) -> Staged:
+    parsed = protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX))
+    assert parsed is not None
+    elsewhere = lead.world_size - lead.local_world_size
+    is_possible = elsewhere >= lead.nodes - 1 if lead.nodes > 1 else elsewhere == 0
+    if not (0 <= lead.node < lead.nodes and lead.local_world_size >= 1 and is_possible):
+        raise StagingError(
+            f"node {lead.node} of {lead.nodes} with {lead.local_world_size} of {lead.world_size} ranks"
+            " makes no sense"
+        )
+    if lead.kind not in tuple(CheckpointKind):
+        raise StagingError(f"rank {lead.rank}: unknown kind {lead.kind!r:.40}")
     return Staged(
         id=CheckpointId(*parsed),
         directory=name,
         kind=CheckpointKind(lead.kind),
         files=files,
-        markers=frozenset(path for path in sizes if path.split("/")[-1] == ".metadata"),
+        markers=frozenset(f.path for f in files if f.path.split("/")[-1] == ".metadata"),
         node=lead.node,
-        nodes=nodes,
+        nodes=lead.nodes,
         request_id=lead.request_id,
-        health=lead.health,
+        health=merged_health([manifest.health for manifest in manifests]),
         trainer={
             "world_size": lead.world_size,
             "local_world_size": lead.local_world_size,
@@ -303,8 +358,8 @@ def _check_manifest(
             raise StagingError(f"{rank}: {entry.path} has {found} bytes, not {entry.size_bytes}")
 
 
-def _world(manifest: RankManifest) -> tuple[int, int, int]:
-    return manifest.world_size, manifest.local_world_size, manifest.node
+def _world(manifest: RankManifest) -> tuple[int, int, int, int]:
+    return manifest.world_size, manifest.local_world_size, manifest.node, manifest.nodes
 
 
 def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifest:
@@ -315,6 +370,7 @@ def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifes
             manifest = RankManifest.decode(stream.read(file.size_bytes))
         except (OSError, ProtocolError) as error:
             raise StagingError(f"{file.path}: {error}") from None
-    if protocol.rank_manifest_name(manifest.rank) != file.path:
+    begun = protocol.rank_directory(manifest.rank) + protocol.BEGUN_SUFFIX
+    if file.path not in (protocol.rank_manifest_name(manifest.rank), begun):
         raise StagingError(f"{file.path} says it is of rank {manifest.rank}")
     return manifest

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks for periodic checkpoints when they are due, where the trainer leaves that to the daemon.
+
+The request is the one for a precaution: nobody hurries, and all ranks agree on a step as in an
+emergency.  Whatever goes wrong, the next interval is the next chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core import cadence
+from swansongd.core.events import AskTrainers, SendTarget, WithdrawRequest
+from swansongd.core.planner import take_s
+from swansongd.core.state import Periodic, State
+from swansongd.core.turn import Turn
+
+PATIENCE_S = 300.0
+"""A request that is not answered for so long is withdrawn; ranks wait in vain for each other, perhaps."""
+UNCOMMITTED_MAX = 2
+"""With so many sets that wait for the store, no more are made: the disk has an end."""
+
+
+def interval_s(state: State) -> float:
+    """Training time between two periodic checkpoints, as configured or as measured."""
+    settings = state.settings
+    if settings.checkpoint_interval_s is not None:
+        return settings.checkpoint_interval_s
+    costs = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
+    return cadence.interval_s(
+        save_cost_s=max((cost for cost in costs if cost is not None), default=None),
+        store_s=take_s(state.measured),
+        mtbf_s=cadence.expected_mtbf_s(settings.mtbf_s, state.history),
+    )
+
+
+def steer(turn: Turn) -> None:
+    """Ask, bring the ranks to one step, and give up."""
+    state = turn.state
+    if state.periodic is not None:
+        if state.evacuation is not None:
+            _withdraw(turn, "the VM may go away")
+        elif turn.now - state.periodic.asked_mono_s > PATIENCE_S:
+            _withdraw(turn, "nobody answered")
+            turn.log("warning", "periodic_checkpoint_missed", reason="no answer from the trainer")
+        elif state.saved_mono_s is not None and state.saved_mono_s > state.periodic.asked_mono_s:
+            if state.periodic.target is None:  # it was saved for another reason; nobody need wait
+                _withdraw(turn, "a checkpoint was just taken")
+            turn.set(periodic=None)
+        else:
+            _steer_target(turn, state.periodic)
+    elif _is_due(turn):
+        _ask(turn)
+
+
+def joined(turn: Turn, connection: int) -> None:
+    """A rank came, or came back: while a request is out it is asked like the others."""
+    periodic = turn.state.periodic
+    if periodic is not None:
+        _request(turn, periodic.request_id, (connection,))
+
+
+def accepted(turn: Turn, connection: int, request_id: str, step: int) -> None:
+    """A rank stands at a step boundary and waits for the target."""
+    periodic = turn.state.periodic
+    trainer = next((t for t in turn.state.trainers if t.connection == connection), None)
+    if periodic is None or periodic.request_id != request_id or trainer is None:
+        return
+    if periodic.target is not None:
+        turn.do(SendTarget(request_id, periodic.target, (connection,)))
+    else:
+        answers = {**periodic.accepted, trainer.rank: step}
+        turn.set(periodic=replace(periodic, accepted=answers))
+
+
+def failed(turn: Turn, request_id: str, reason: str) -> None:
+    """A rank could not, or would not."""
+    if turn.state.periodic is not None and turn.state.periodic.request_id == request_id:
+        turn.log("warning", "periodic_checkpoint_missed", reason=reason)
+        _withdraw(turn, reason)
+
+
+def _is_due(turn: Turn) -> bool:
+    state = turn.state
+    ranks = {trainer.rank for trainer in state.connected}
+    # Over several VMs the one with rank 0 asks, and the ranks' own agreement takes the others along.
+    is_ready = (
+        state.evacuation is None
+        and state.generation is not None
+        and 0 in ranks
+        and len(ranks) >= state.local_world_size
+        and all(t.takes_periodic and t.step > 0 for t in state.connected)
+        and len(state.uncommitted) < UNCOMMITTED_MAX
+    )
+    if not is_ready:
+        return False
+    moments = (state.saved_mono_s, state.joined_mono_s, state.periodic_mono_s)
+    last = max((moment for moment in moments if moment is not None), default=turn.now)
+    return turn.now - last >= interval_s(state)
+
+
+def _ask(turn: Turn) -> None:
+    # The instant tells it from requests before a restart of the daemon, which hooks may remember.
+    request_id = f"periodic-{turn.now:.3f}"
+    turn.set(
+        periodic=Periodic(request_id=request_id, asked_mono_s=turn.now), periodic_mono_s=turn.now
+    )
+    _request(turn, request_id, tuple(t.connection for t in turn.state.connected))
+
+
+def _request(turn: Turn, request_id: str, connections: tuple[int, ...]) -> None:
+    turn.do(
+        AskTrainers(
+            request_id,
+            "a periodic checkpoint is due",
+            turn.now + PATIENCE_S,
+            connections,
+            is_urgent=False,
+        )
+    )
+
+
+def _steer_target(turn: Turn, periodic: Periodic) -> None:
+    if periodic.target is None and len(periodic.accepted) >= turn.state.local_world_size:
+        target = max(periodic.accepted.values()) + 1
+        turn.set(periodic=replace(periodic, target=target))
+        connections = tuple(t.connection for t in turn.state.connected)
+        turn.do(SendTarget(periodic.request_id, target, connections))
+
+
+def _withdraw(turn: Turn, reason: str) -> None:
+    assert turn.state.periodic is not None
+    turn.do(WithdrawRequest(turn.state.periodic.request_id, reason))
+    turn.set(periodic=None)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that a trainer makes no progress any more: a deadlock, a hung collective, a dead file system.
+
+The daemon cannot mend it.  It says so: in the log, in the status, and in the farewell.
+"""
+
+from __future__ import annotations
+
+from swansongd.core.turn import Turn
+from swansongd.model import TrainerView
+
+SMOOTHING = 0.2
+"""Weight of the newest report in the usual step time."""
+
+
+def usual_step_s(known_s: float | None, reported_s: float | None) -> float | None:
+    """The usual time of a step after one more report."""
+    if reported_s is None or known_s is None:
+        return known_s if reported_s is None else reported_s
+    return known_s + SMOOTHING * (reported_s - known_s)
+
+
+def steer(turn: Turn) -> None:
+    """Say which ranks have come to a halt, and which go on again; once each."""
+    state = turn.state
+    halted = frozenset(t.connection for t in state.connected if _is_halted(turn, t))
+    if halted == state.stalled:
+        return
+    resumed = [t.rank for t in state.connected if t.connection in state.stalled - halted]
+    turn.set(stalled=halted)
+    if resumed:
+        turn.log("info", "stall_over", ranks=resumed)
+    news = halted - state.stalled
+    if news:
+        _tell(turn, news)
+        turn.log("warning", "stall", **_facts(turn, news))
+
+
+def mark(turn: Turn) -> None:
+    """An evacuation has opened: its timeline is to show which ranks had come to a halt before."""
+    if turn.state.stalled:
+        _tell(turn, turn.state.stalled)
+
+
+def _is_halted(turn: Turn, trainer: TrainerView) -> bool:
+    settings = turn.state.settings
+    if trainer.step_s is None or trainer.reported_mono_s is None:
+        return False  # nobody knows yet how long its steps take
+    limit_s = max(settings.stall_min_s, settings.stall_steps * trainer.step_s)
+    return turn.now - trainer.reported_mono_s > limit_s
+
+
+def _tell(turn: Turn, connections: frozenset[int]) -> None:
+    turn.mark("stall", **_facts(turn, connections))
+
+
+def _facts(turn: Turn, connections: frozenset[int]) -> dict[str, object]:
+    trainers = [t for t in turn.state.connected if t.connection in connections]
+    reported = [t.reported_mono_s for t in trainers if t.reported_mono_s is not None]
+    return {
+        "ranks": sorted(t.rank for t in trainers),
+        "step": min((t.step for t in trainers), default=-1),
+        "silent_s": round(turn.now - min(reported, default=turn.now), 1),
+    }

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of one VM among several: a shared generation, word from the others, and whole checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from story import Story, a_notice, a_set
+from swansongd.core.advance import evacuation_id
+from swansongd.core.events import (
+    AskTrainers,
+    CancelFlush,
+    CheckComplete,
+    CommitCompleted,
+    CommitDone,
+    CommitManifest,
+    Conclude,
+    Exit,
+    FenceFound,
+    GenerationClaimed,
+    IncarnationBegun,
+    JoinGeneration,
+    PeerRequested,
+    Prune,
+    SendTarget,
+    StartFlush,
+    TellCommitted,
+    TrainerAgreed,
+    TrainerFailed,
+    TrainerJoined,
+    WithdrawRequest,
+)
+from swansongd.core.state import Settings
+from swansongd.model import CommitRef, Staged, TrainerView
+
+
+class Node(Story):
+    """The VM with rank 0 of two VMs with one rank each."""
+
+    def __init__(self, *, staged: tuple[Staged, ...] = (), goes_on_with: str = "") -> None:
+        super().__init__(claimed=False, staged=staged)
+        settings = Settings(
+            reserve_s=5.0,
+            signals_trainer=False,
+            several_vms=True,
+            vm="vm0",
+            goes_on_with=goes_on_with,
+        )
+        self.state = replace(self.state, settings=settings, incarnation=goes_on_with)
+        self.scan()
+
+    def begin(self, incarnation: str = "first", generation: int = 3, step: int = 7) -> None:
+        """A trainer comes, says which start of the job it is of, and the claim is shared."""
+        self.join_one_of(2, step=step)
+        self.tell(IncarnationBegun(incarnation))
+        self.tell(GenerationClaimed(generation, None, is_rollback=True))
+
+    def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100) -> None:
+        view = TrainerView(
+            connection=1, pid=pid, rank=0, world_size=nodes, local_world_size=1, nodes=nodes, step=step
+        )  # fmt: skip
+        self.tell(TrainerJoined(view))
+
+    def seal_part(self, step: int, request_id: str = "") -> None:
+        self.staging.append(replace(a_set(step, request_id=request_id), nodes=2))
+        self.scan()
+
+    def commit_own_part(self) -> CommitRef:
+        self.flushed()
+        order = self.last(CommitManifest)
+        ref = CommitRef(order.generation, order.staged.id.step)
+        self.tell(CommitDone(order.flush_id, ref))
+        return ref
+
+
+def test_nothing_is_claimed_before_the_job_says_which_start_it_is() -> None:
+    """A claim by each VM would fence the others; one incarnation, said by all ranks, is joined once."""
+    node = Node()
+    node.join_one_of(2)
+    assert not node.all(JoinGeneration)
+    node.tell(IncarnationBegun("first"))
+    node.tell(IncarnationBegun("first"))
+    assert [order.incarnation for order in node.all(JoinGeneration)] == ["first"]
+
+
+def test_a_job_that_has_one_vm_left_is_an_incarnation_of_its_own() -> None:
+    """The trainers need not say it; once for all ranks, and another one after it had grown meanwhile."""
+    node = Node()
+    node.join_one_of(1)
+    node.join_one_of(1, pid=101)
+    assert len(node.all(JoinGeneration)) == 1
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.begin("grown", generation=5)
+    node.join_one_of(1)
+    names = [order.incarnation for order in node.all(JoinGeneration)]
+    assert len(set(names)) == len(names) == 3
+
+
+def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
+    """They are of a lineage that the job may not have gone on from; nor does their flush go on."""
+    node = Node()
+    node.begin()
+    node.seal_part(10)
+    assert node.flushes == [10]
+    node.tell(IncarnationBegun("second"))
+    assert node.all(CancelFlush)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.seal_part(8)
+    assert node.flushes == [10, 8]
+    assert node.last(StartFlush).generation == 4
+
+
+@pytest.mark.parametrize(("goes_on_with", "flushed"), [("first", [10]), ("", []), ("zeroth", [])])
+def test_what_lay_in_staging_at_the_start_is_of_the_incarnation_that_was_joined_then(
+    goes_on_with: str, flushed: list[int]
+) -> None:
+    """A daemon that was restarted goes on; a disk from an earlier boot, or start, holds nothing of ours."""
+    node = Node(staged=(replace(a_set(10), nodes=2),), goes_on_with=goes_on_with)
+    if goes_on_with:
+        node.tell(GenerationClaimed(3, None))
+    node.begin()
+    in_flight = [] if node.state.flight is None else [node.state.flight.staged.id.step]
+    assert in_flight == flushed
+
+
+def test_a_fence_between_two_starts_ends_nothing() -> None:
+    """Another VM may have joined the next start first: the daemon stops to write, and waits to hear of it."""
+    node = Node()
+    node.begin()
+    node.seal_part(10)
+    node.tell(FenceFound(4))
+    assert not node.all(Exit)
+    assert node.all(CancelFlush)
+    assert node.state.generation is None
+    node.tell(IncarnationBegun("second"))
+    node.tell(FenceFound(4))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.seal_part(11)
+    assert node.last(StartFlush).generation == 4
+
+
+@pytest.mark.fault("N09")
+def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
+    """Asked under the id that the ranks know, flushed at once, judged; and said often it is one notice."""
+    node = Node()
+    node.begin()
+    for _ in range(2):
+        node.tell(PeerRequested("theirs", "aws.spot: reclaim", 30.0))
+    (asked,) = node.all(AskTrainers)
+    assert asked.request_id == "theirs"
+    assert asked.is_urgent
+    node.tell(TrainerAgreed("theirs", 9))
+    assert not node.all(SendTarget)
+    node.seal_part(9, request_id="theirs")
+    assert node.flushes == [9]
+    node.commit_own_part()
+    assert node.verdicts == ["SAFE generation 3 step 9"]
+
+
+def test_our_own_request_that_comes_back_is_no_notice() -> None:
+    """A rank may hear of it from another rank of this VM first."""
+    node = Node()
+    node.begin()
+    raised = node.notice()
+    node.tell(PeerRequested(node.request_id, "the same", 60.0))
+    assert set(node.state.notices) == {raised.source}
+
+
+def test_the_end_of_another_vm_does_not_hurry_ours() -> None:
+    """Our own deadline counts while we have one."""
+    node = Node()
+    node.begin()
+    raised = node.notice(in_s=120)
+    node.tell(PeerRequested("theirs", "sooner", 20.0))
+    assert node.state.evacuation is not None
+    assert node.state.evacuation.deadline_mono_s == raised.deadline_mono_s
+
+
+def test_requests_of_two_vms_for_the_same_words_differ() -> None:
+    """A notice may be the same to the letter on two VMs; a request is not, but survives a restart."""
+    notice = a_notice(deadline_mono_s=1.0)
+    assert evacuation_id(notice, "vm0") == evacuation_id(notice, "vm0")
+    assert evacuation_id(notice, "vm0") != evacuation_id(notice, "vm1")
+
+
+@pytest.mark.fault("T04", "T12")
+def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
+    """The daemon names no target, and gives up when they have said nothing in twice their time."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.accept(7)
+    node.wait(9.9)
+    assert not node.all(SendTarget)
+    assert not node.all(WithdrawRequest)
+    node.wait(0.2)
+    assert node.all(WithdrawRequest)
+
+
+@pytest.mark.fault("T12")
+def test_ranks_that_do_not_agree_are_not_waited_for() -> None:
+    """What is sealed is finished, and the reason is theirs."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    assert "rank 0 waited" in node.last(Conclude).reason
+
+
+@pytest.mark.fault("G17")
+def test_a_checkpoint_counts_when_all_parts_are_there() -> None:
+    """Own part committed: SAFE, but nothing is pruned, told or built upon until the others are seen."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    first = node.commit_own_part()
+    node.tell(CommitCompleted(first))
+    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.flushed()
+    assert node.last(CommitManifest).parent == first
+    order = node.last(CommitManifest)
+    second = CommitRef(3, 9)
+    node.tell(CommitDone(order.flush_id, second))
+    assert node.verdicts == ["SAFE generation 3 step 9"]
+    assert node.last(Conclude).is_complete is False
+    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    assert not node.all(Prune)
+    looks = len(node.all(CheckComplete))
+    node.wait(0.1)
+    node.wait(0.3)
+    assert node.last(CheckComplete) == CheckComplete(second, 2)
+    assert len(node.all(CheckComplete)) == looks + 1
+    node.tell(CommitCompleted(second))
+    assert node.verdicts == ["SAFE generation 3 step 9"] * 2
+    assert node.last(Conclude).is_complete is True
+    assert node.last(TellCommitted).ref == second
+    assert len(node.last(Prune).directories) == 1
+
+
+@pytest.mark.fault("G17")
+def test_a_part_alone_stands_for_nothing() -> None:
+    """When only this VM has committed, and its newer set fails, the run has lost all."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    node.commit_own_part()
+    node.notice(in_s=60)
+    node.tell(TrainerFailed(1, node.request_id, "no"))
+    node.scan()
+    assert node.last(Conclude).verdict.value == "LOST"
+    assert node.last(Conclude).commit is None
+
+
+def test_the_parts_of_others_are_looked_for_ever_less_often() -> None:
+    """They may never come; a listing every half a minute is all that this costs."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    node.commit_own_part()
+    for _ in range(3600):
+        node.wait(1.0)
+    assert 100 < len(node.all(CheckComplete)) < 140
