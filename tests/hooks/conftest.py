@@ -21,6 +21,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
         "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_RESTART_COUNT",
         "SWANSONG_SOCKET",

@@ -145,7 +145,8 @@ class FakeDaemon:
             welcome = Welcome(run="run", staging=str(self.staging), generation=1)
             connection.send(protocol.encode(welcome))
             with self._lock:
-                self._connections.append(connection)
+                if connection not in self._connections:
+                    self._connections.append(connection)
         if isinstance(message, RestoreQuery):
             if self.on_query is not None:
                 self.on_query(message.query_id)

@@ -17,7 +17,7 @@ from swansong.protocol import RankManifest
 HARNESS = """
 import os, signal, sys
 from pathlib import Path
-from swansong._staging import write_checkpoint
+from swansong._staging import finish, write_checkpoint
 from swansong.protocol import RankManifest
 
 staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
@@ -40,6 +40,8 @@ def save(directory):
             file.write(b"x" * 500)
             one_more()
             file.write(b"x" * 500)
+        if name == "model":
+            finish(directory / name)
 
 sys.addaudithook(audit)
 n = 0
@@ -77,11 +79,22 @@ def check_sealed(directory: Path, ranks: int) -> None:
             assert entry.size_bytes == 1000
 
 
+def final_files(partial: Path) -> list[Path]:
+    """What lies under its final name in a set that was never sealed; all of it whole."""
+    files = list(partial.glob("rank-?????/*"))
+    for file in files:
+        assert file.read_bytes() == b"x" * 1000, f"{file} is final, and not whole"
+    return files
+
+
 @pytest.mark.fault("T03", "D05")
 @pytest.mark.parametrize("durable", ["durable", "quick"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, ranks: int) -> None:
-    """After a kill before every operation of a save, staging holds whole sealed sets or none."""
+    """After a kill before every operation of a save, staging holds whole sealed sets or none.
+
+    And what has its final name is whole: the daemon may have stored it by then.
+    """
     result = subprocess.run(
         [sys.executable, "-c", HARNESS, str(tmp_path), durable, str(ranks)],
         check=True,
@@ -91,12 +104,16 @@ def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, 
     points = json.loads(result.stdout)
     assert points > 20 * ranks
     sealed_sets = []
+    early: list[Path] = []
     for staging in sorted(tmp_path.iterdir()):
         sealed = [path for path in staging.iterdir() if protocol.parse_sealed_name(path.name)]
         for directory in sealed:
             check_sealed(directory, ranks)
         sealed_sets.append(len(sealed))
+        for partial in staging.glob(f"*{protocol.PARTIAL_SUFFIX}"):
+            early += final_files(partial)
     assert len(sealed_sets) == points
     assert sealed_sets == sorted(sealed_sets)
     assert (sealed_sets[0], sealed_sets[-1]) == (0, 2)
     assert set(sealed_sets) == {0, 1, 2}
+    assert early, "a finished file is there before its set is sealed"

@@ -20,6 +20,7 @@ from hooks.parts import Counter
 from swansong import _agree, _restore
 from swansong._channel import Channel
 from swansong._progress import Reporter
+from swansong._saving import Measured
 from swansong.protocol import (
     Accepted,
     Bye,
@@ -781,7 +782,7 @@ def test_reports_are_rare() -> None:
     reporter = Reporter(said.append)
     begun_s = time.monotonic()
     for step in range(1000):
-        reporter.tick(step, 1.0, None, None, 0.0)
+        reporter.tick(step, 1.0, Measured())
     assert len(said) <= time.monotonic() - begun_s
 
 

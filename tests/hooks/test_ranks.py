@@ -124,7 +124,7 @@ def test_a_failing_rank_voids_the_set(
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    job.guards[2]._save_state = fail
+    job.guards[2]._saver._take = lambda: fail
     threads = job.start(2)
     daemon.request()
     daemon.wait_for(Failed)

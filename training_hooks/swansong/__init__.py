@@ -16,6 +16,6 @@ Standard library only.  Without the daemon every call does nothing.
 
 from swansong._agree import CheckpointRequest
 from swansong._restore import RestoreError
-from swansong.guard import Guard, attach
+from swansong.guard import EXIT_SAVED, Guard, attach
 
-__all__ = ["CheckpointRequest", "Guard", "RestoreError", "attach"]
+__all__ = ["EXIT_SAVED", "CheckpointRequest", "Guard", "RestoreError", "attach"]

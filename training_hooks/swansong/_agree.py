@@ -34,6 +34,8 @@ class Ranks:
     world_size: int = 1
     local_world_size: int = 1
     node: int = 0
+    nodes: int = 1
+    """How many VMs the job has."""
     attempt: str = ""
 
     @classmethod
@@ -56,14 +58,16 @@ class Ranks:
                 f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set: Swansong must know how"
                 " many ranks run on this VM (torchrun sets it)"
             )
+        local_world_size = number("LOCAL_WORLD_SIZE", 1)
         elastic_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
         restarts = number("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
             rank=number("RANK", 0),
             local_rank=number("LOCAL_RANK", 0),
             world_size=world_size,
-            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            local_world_size=local_world_size,
             node=number("GROUP_RANK", 0),
+            nodes=number("GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
             attempt=f"{elastic_id}/{restarts}" if elastic_id else "",
         )
 
@@ -153,12 +157,16 @@ class Agreement:
 
     # ------------------------------------------------------------ background thread
 
-    def request(self, request: Request) -> None:
-        """Answer a request, at once; one that was answered before gets the same answer again."""
+    def request(self, request: Request) -> int:
+        """Answer a request, at once; one that was answered before gets the same answer again.
+
+        Returns:
+            The last completed step, after which the loop begins none until it knows the target.
+        """
         with self._changed:
             if request.id in self._answers:
                 self.send(self._answers[request.id])
-                return
+                return int(self.step)
             if self._order is None or self._order.request.id != request.id:
                 self.attend_at = -1
                 left_s = max(0.0, request.seconds_left)
@@ -174,6 +182,34 @@ class Agreement:
                 )
                 self._changed.notify_all()
             self.send(self._order.answer)
+            return self._order.accepted.step
+
+    def say_again(self, request_id: str) -> bool:
+        """Say once more how things stand with a request; False when it is not known."""
+        with self._changed:
+            order = self._order
+            if order is not None and order.request.id == request_id:
+                self.send(order.answer)
+            elif request_id in self._answers:
+                self.send(self._answers[request_id])
+            else:
+                return False
+            return True
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """The ranks have given the request up."""
+        with self._changed:
+            if self._order is not None and self._order.request.id == request_id:
+                self._answer(Declined(request_id, reason))
+
+    def wait_over(self, request_id: str, limit_s: float) -> None:
+        """Wait until this rank has saved for the request, or will not."""
+
+        def is_over() -> bool:
+            return self._order is None or self._order.request.id != request_id
+
+        with self._changed:
+            self._changed.wait_for(is_over, limit_s)
 
     def target(self, target: Target) -> None:
         """The ranks' common step is known.  The first target that is heard stands."""
@@ -227,9 +263,12 @@ class Agreement:
         target that they have already reached.
         """
         with self._changed:
-            if self._order is None or self.world_size > 1 or self._order.gave_up_at is not None:
+            order = self._order
+            if order is None or self.world_size > 1 or order.gave_up_at is not None:
                 return None
-            return self._order.due
+            # A target beyond the next boundary is meant: somebody wants that very step.
+            is_later = order.target is not None and order.target > self.step + 1
+            return None if is_later else order.due
 
     def _decide_order(self, step: int) -> Due | None:
         order = self._order
@@ -263,7 +302,8 @@ class Agreement:
     def done(self, due: Due, step: int, answer: Sealed | Failed | Declined | None) -> None:
         """A checkpoint was written, or failed.  ``answer`` goes to the daemon, now and when it asks again.
 
-        None: this rank's part is written, and other ranks of this node will seal the set.
+        None: this rank's part is written, and other ranks of this node will seal the set; or it is
+        copied, and :meth:`report` will tell what becomes of it.
         """
         with self._changed:
             order = self._order
@@ -275,6 +315,14 @@ class Agreement:
             elif isinstance(answer, Sealed):
                 self.send(answer)
             self.plan_periodic(step)
+
+    def report(self, answer: Sealed | Failed) -> None:
+        """A checkpoint that was written behind the training loop is sealed, or failed."""
+        with self._changed:
+            if answer.request_id:
+                self._answer(answer)
+            else:
+                self.send(answer)
 
     def plan_periodic(self, step: int) -> None:
         """The last checkpoint is that of ``step``: from when is the next periodic one due?"""

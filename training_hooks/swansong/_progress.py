@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the daemon, at most once a second, how fast the trainer steps and saves: what it plans with."""
+"""Tells the daemon, at most once a second, how fast the trainer steps and saves: what it plans with.
+
+Also notices pauses in which no request would be heard.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+from swansong._saving import Measured
 from swansong.protocol import Message, Progress
 
 INTERVAL_S = 1.0
+
+log = logging.getLogger("swansong")
 
 
 class Reporter:
@@ -23,33 +30,72 @@ class Reporter:
     def __init__(self, send: Callable[[Message], object]) -> None:
         self._send = send
         self._last = Progress(step=-1)
+        self._last_polls = 0
         self._last_mono_s = time.monotonic()
-        self._last_saving_s = 0.0
+        self._last_blocked_s = 0.0
 
-    def tick(
-        self, step: int, loss: Any, save_s: float | None, save_bytes: int | None, saving_s: float
-    ) -> None:
-        """Report if there is news and the last report is old enough.
+    def tick(self, step: int, loss: Any, measured: Measured, polls: int = 0) -> None:
+        """Report if there is news, or a poll at least, and the last report is old enough.
 
         Args:
             step: last completed one.
             loss: of that step; only a plain number is sent, for to read a tensor waits for the device.
-            save_s: how long the last checkpoint took to write.
-            save_bytes: its size.
-            saving_s: how long all checkpoints together took, which is no time of steps.
+            measured: what the last save cost; while the loop was held up, it made no steps.
+            polls: how often the loop has polled so far.
         """
         now = time.monotonic()
         elapsed_s = now - self._last_mono_s
         last = self._last
-        if elapsed_s < INTERVAL_S or (step, save_s) == (last.step, last.save_s):
+        known = (last.step, last.save_s, self._last_polls)
+        if elapsed_s < INTERVAL_S or (step, measured.save_s, polls) == known:
             return
         step_s = last.step_s
         if step > last.step >= 0:
-            stepping_s = elapsed_s - (saving_s - self._last_saving_s)
+            stepping_s = elapsed_s - (measured.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
-        number = float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
-        self._last_mono_s, self._last_saving_s = now, saving_s
+        is_finite = math.isfinite(loss) if isinstance(loss, (int, float)) else None
+        self._last_mono_s, self._last_blocked_s = now, measured.blocked_s
+        self._last_polls = polls
         self._last = Progress(
-            step=step, loss=number, step_s=step_s, save_s=save_s, save_bytes=save_bytes
+            step=step,
+            loss=float(loss) if is_finite else None,
+            loss_is_finite=is_finite,
+            step_s=step_s,
+            save_s=measured.save_s,
+            save_bytes=measured.size_bytes,
+            snapshot_s=measured.snapshot_s,
         )
         self._send(self._last)
+
+
+class PauseWatch:
+    """Warns when the loop neither steps nor polls for longer than a notice leaves it.
+
+    Lives in the background thread; its resolution is that of its calls, a second or so.
+    """
+
+    def __init__(self) -> None:
+        self._seen = (-1, 0)
+        self._since_mono_s = 0.0
+        self._has_warned = False
+
+    def tick(self, step: int, polls: int, grace_s: float) -> None:
+        """Look at where the loop is.
+
+        Args:
+            step: last completed one; before the first nothing can be saved, and nothing is said.
+            polls: how often the loop has polled so far.
+            grace_s: shortest notice to be expected; 0 when unknown.
+        """
+        now = time.monotonic()
+        if (step, polls) != self._seen or step < 0:
+            self._seen, self._since_mono_s = (step, polls), now
+        elif 0 < grace_s < now - self._since_mono_s and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "neither guard.step() nor guard.poll() was called for %.0f s after step %s, and a notice"
+                " may leave only %.0f s: call guard.poll() in evaluation, warm-up and other long pauses",
+                now - self._since_mono_s,
+                step,
+                grace_s,
+            )

@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from swansong import protocol
 from swansong._agree import Ranks
+from swansong._agree_nodes import Assembly
 from swansong._staging import rank_directory
 from swansong.protocol import Message, RankManifest, Refused, Restored, RestoreQuery, Restoring
+from swansong.state import Snapshots
 
 PATIENCE_S = 120.0
 """How long a restore may go without any progress."""
@@ -40,15 +43,22 @@ class RestoreDialogue:
         self._bytes_done = -1
         self._moved_mono_s = 0.0
 
-    def ask(self) -> Restored:
+    def ask(
+        self, *, rollback: int = 0, before_step: int = -1, generation: int = -1, step: int = -1
+    ) -> Restored:
         """The daemon's answer; its ``path`` is empty for a fresh run.
+
+        Args:
+            rollback, before_step, generation, step: see :class:`swansong.protocol.RestoreQuery`.
 
         Raises:
             RestoreError: the daemon cannot restore, refuses us, or makes no progress any more.
         """
         with self._changed:
             self._answer = None
-            self._query = RestoreQuery(secrets.token_hex(8))
+            self._query = RestoreQuery(
+                secrets.token_hex(8), rollback, before_step, generation, step
+            )
             self._moved_mono_s = time.monotonic()
             self._send(self._query)
             while self._answer is None:
@@ -87,15 +97,46 @@ class RestoreDialogue:
             self._changed.notify_all()
 
 
+def where_to_go_on(dialogue: RestoreDialogue, assembly: Assembly | None) -> Restored:
+    """What the daemon of this VM has for us; over several VMs, what that of rank 0 has chosen for all.
+
+    Raises:
+        RestoreError: the ranks, or their daemons, cannot say it.
+    """
+    if assembly is None:
+        return dialogue.ask()
+    chosen: list[Restored] = []
+
+    def choose() -> dict[str, Any]:
+        try:
+            chosen.append(dialogue.ask())
+        except RestoreError as error:
+            return {"error": f"rank 0: {error}"}
+        return {"generation": chosen[0].generation, "step": chosen[0].step}
+
+    try:
+        choice = assembly.restore(choose)
+    except Exception as error:  # of the job's store, whatever its type
+        raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
+    if "error" in choice:
+        raise RestoreError(choice["error"])
+    if chosen:
+        return chosen[0]
+    if choice["generation"] < 0:
+        return Restored("")  # a fresh run
+    return dialogue.ask(generation=choice["generation"], step=choice["step"])
+
+
 def load_checkpoint(
-    directory: str, ranks: Ranks, load: Callable[[Path], object], *, wanted_step: int | None = None
+    directory: str, ranks: Ranks, state: Snapshots, *, wanted_step: int | None = None
 ) -> int:
     """Load this rank's part of a checkpoint.
 
     Args:
         directory: as it lay in staging: with a manifest for each rank.
-        ranks: the job as it is now; must be as large as the one that saved.
-        load: reads the rank's files from the directory given.
+        ranks: the job as it is now; must be as large as the one that saved, unless ``state`` reads
+            whole sets.
+        state: loads it.
         wanted_step: the step that it must be of, if that is known.
 
     Returns:
@@ -105,19 +146,18 @@ def load_checkpoint(
         RestoreError: whatever is wrong, naming the directory.
     """
     try:
-        name = protocol.rank_manifest_name(ranks.rank)
-        manifest = RankManifest.decode(Path(directory, name).read_bytes())
-        if manifest.world_size != ranks.world_size:
-            raise ValueError(
-                f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
-            )
-        if wanted_step not in (None, manifest.step):
-            raise ValueError(f"it is of step {manifest.step}, not of step {wanted_step}")
-        for file in manifest.files:
-            size_bytes = Path(directory, file.path).stat().st_size
-            if size_bytes != file.size_bytes:
-                raise ValueError(f"{file.path} has {size_bytes} bytes, not {file.size_bytes}")
-        load(Path(directory, rank_directory(ranks.rank)))
+        if state.reads_whole_set:
+            manifest = _check_part(directory, 0, wanted_step)
+            for rank in range(1, manifest.world_size):
+                _check_part(directory, rank, manifest.step)
+            state.load(Path(directory))
+        else:
+            manifest = _check_part(directory, ranks.rank, wanted_step)
+            if manifest.world_size != ranks.world_size:
+                raise ValueError(
+                    f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
+                )
+            state.load(Path(directory, rank_directory(ranks.rank)))
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
@@ -127,3 +167,15 @@ def load_checkpoint(
         ) from error
     log.info("restored step %s from %s", manifest.step, directory)
     return manifest.step
+
+
+def _check_part(directory: str, rank: int, wanted_step: int | None) -> RankManifest:
+    name = protocol.rank_manifest_name(rank)
+    manifest = RankManifest.decode(Path(directory, name).read_bytes())
+    if wanted_step not in (None, manifest.step):
+        raise ValueError(f"{name} is of step {manifest.step}, not of step {wanted_step}")
+    for file in manifest.files:
+        size_bytes = Path(directory, file.path).stat().st_size
+        if size_bytes != file.size_bytes:
+            raise ValueError(f"{file.path} has {size_bytes} bytes, not {file.size_bytes}")
+    return manifest

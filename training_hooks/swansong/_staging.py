@@ -3,6 +3,10 @@
 
 A set has its sealed name only when every rank of this node has put its manifest there, and a rank puts
 its manifest there only when all its files are written.  A process may die between any two system calls.
+
+A rank writes below ``rank-00000.writing/``, and a file moves to ``rank-00000/`` once it is complete: at
+the end of the save, or when :func:`finish` says so before.  What lies there is final, and the daemon
+may store it while the rest is still being written.
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from swansong import protocol
-from swansong.protocol import FileEntry, RankManifest
+from swansong.protocol import FileEntry, RankManifest, rank_directory
+
+__all__ = [
+    "Written",
+    "finish",
+    "health_of",
+    "rank_directory",
+    "remove_leftovers",
+    "write_checkpoint",
+]
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,6 @@ class Written:
     """Of this rank's files."""
     is_sealed: bool
     """Whether the set has its sealed name; else other ranks of this node are still writing."""
-
-
-def rank_directory(rank: int) -> str:
-    """Name of the directory, within a set, that holds one rank's files."""
-    return f"rank-{rank:05d}"
 
 
 def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -68,7 +76,8 @@ def write_checkpoint(
         staging: staging directory of the run; must exist.
         nonce: the same for all ranks of this node that save this set.
         manifest: all but ``files``, which are found.
-        save: writes the rank's files into the directory that it is given.
+        save: writes the rank's files into the directory that it is given, and may :func:`finish` them
+            one by one.
         durable: whether the set must outlive a crash of the operating system (fsync).
 
     Raises:
@@ -84,10 +93,16 @@ def write_checkpoint(
         with contextlib.suppress(FileExistsError):  # another rank was faster
             os.mkdir(partial)
         own = os.path.join(partial, rank_directory(manifest.rank))
-        os.mkdir(own)
-        save(Path(own))
+        writing = own + protocol.WRITING_SUFFIX
+        _begin(partial, own, manifest)
+        save(Path(writing))
+        for directory, _, names in os.walk(writing):
+            for file_name in names:
+                finish(os.path.join(directory, file_name))
+        shutil.rmtree(writing)
         files = _close_files(partial, own, durable=durable)
         manifest = dataclasses.replace(manifest, files=files)
+        os.unlink(own + protocol.BEGUN_SUFFIX)
         _put_manifest(partial, manifest, durable=durable)
         is_sealed = _seal(partial, sealed, manifest.local_world_size, durable=durable)
     except BaseException:
@@ -108,32 +123,76 @@ def remove_leftovers(staging: str, rank: int) -> None:
         if entry == name or protocol.parse_sealed_name(name) is None:
             continue
         partial = os.path.join(staging, entry)
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(partial, protocol.rank_manifest_name(rank)))
-        shutil.rmtree(os.path.join(partial, rank_directory(rank)), ignore_errors=True)
+        own = os.path.join(partial, rank_directory(rank))
+        for file in (
+            os.path.join(partial, protocol.rank_manifest_name(rank)),
+            own + protocol.BEGUN_SUFFIX,
+        ):
+            with contextlib.suppress(OSError):
+                os.unlink(file)
+        for directory in (own, own + protocol.WRITING_SUFFIX):
+            shutil.rmtree(directory, ignore_errors=True)
         with contextlib.suppress(OSError):  # other ranks' files are theirs to remove
             os.rmdir(partial)
 
 
-def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
-    """List the rank's files, let the daemon's group read and prune them, fsync them if asked."""
-    files: list[FileEntry] = []
+def finish(path: str | os.PathLike[str]) -> None:
+    """Declare a file complete that a save function has written; from here on nobody may touch it.
+
+    It leaves its place, so a save function must not look for it again.  Outside of a save, where the
+    files are nobody else's business, this does nothing.
+
+    Raises:
+        ValueError: it is no regular file, or has a name that is not allowed.
+        OSError: the file system refused.
+    """
+    full = os.path.abspath(path)
+    before, found, inner = full.partition(f"{protocol.WRITING_SUFFIX}{os.sep}")
+    own = os.path.basename(before)
+    partial = os.path.dirname(before)
+    if not found or not partial.endswith(protocol.PARTIAL_SUFFIX):
+        return
+    relative = f"{own}/{inner}"
+    facts = os.lstat(full)
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError(f"{relative} is no regular file; links and others are not uploaded")
+    if not protocol.is_safe_path(relative):
+        raise ValueError(f"the file name {relative!r} has characters that are not allowed")
+    group = os.stat(os.path.dirname(partial)).st_gid
+    _admit_group(full, group, 0o040)
+    directory = before
+    for name in inner.split(os.sep)[:-1]:
+        directory = os.path.join(directory, name)
+        if not os.path.isdir(directory):
+            with contextlib.suppress(FileExistsError):  # another thread was faster
+                os.mkdir(directory)
+            _admit_group(directory, group, 0o070)
+    os.rename(full, os.path.join(before, inner))
+
+
+def _begin(partial: str, own: str, manifest: RankManifest) -> None:
+    """Make room for a rank's files, and say what they will be of."""
     group = os.stat(os.path.dirname(partial)).st_gid
     _admit_group(partial, group, 0o070)
-    for directory, _, names in os.walk(own):
+    for directory in (own, own + protocol.WRITING_SUFFIX):
+        os.mkdir(directory)
         _admit_group(directory, group, 0o070)
+    begun = own + protocol.BEGUN_SUFFIX
+    with open(begun, "wb") as file:
+        file.write(manifest.encode())
+    _admit_group(begun, group, 0o040)
+
+
+def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
+    """List the rank's finished files, and fsync them if asked."""
+    files: list[FileEntry] = []
+    for directory, _, names in os.walk(own):
         for name in names:
             full = os.path.join(directory, name)
-            path = os.path.relpath(full, partial)
-            facts = os.lstat(full)
-            if not stat.S_ISREG(facts.st_mode):
-                raise ValueError(f"{path} is no regular file; links and others are not uploaded")
-            if not protocol.is_safe_path(path):
-                raise ValueError(f"the file name {path!r} has characters that are not allowed")
-            _admit_group(full, group, 0o040)
             if durable:
                 _fsync(full)
-            files.append(FileEntry(path=path, size_bytes=facts.st_size))
+            size_bytes = os.stat(full).st_size
+            files.append(FileEntry(path=os.path.relpath(full, partial), size_bytes=size_bytes))
         if durable:
             _fsync(directory)
     return sorted(files, key=lambda file: file.path)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training script uses: :func:`attach` once, :meth:`Guard.step` once per optimizer step.
 
-Checkpoints are written in the thread that calls :meth:`Guard.step`, between two steps, where the state
-is whole.  A background thread listens to the daemon and answers it at once.  Nothing here raises into
-the training loop except :class:`RestoreError`, and wrong arguments to :func:`attach`.
+The state is copied, or written if it cannot be copied, in the thread that calls :meth:`Guard.step`,
+between two steps, where it is whole.  A background thread listens to the daemon and answers it at once.
+Nothing here raises into the training loop except :class:`RestoreError`, and wrong arguments to
+:func:`attach`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from types import TracebackType
 from typing import Any
 
 from swansong._agree import Agreement, CheckpointRequest, Due, Ranks
+from swansong._agree_nodes import Assembly
 from swansong._channel import Channel, socket_path
-from swansong._progress import Reporter
-from swansong._restore import RestoreDialogue, load_checkpoint
-from swansong._staging import health_of, remove_leftovers, write_checkpoint
+from swansong._progress import PauseWatch, Reporter
+from swansong._restore import RestoreDialogue, RestoreError, load_checkpoint, where_to_go_on
+from swansong._saving import CLOSE_PATIENCE_S, Saver
+from swansong._staging import health_of, remove_leftovers
 from swansong.protocol import (
     Bye,
     Committed,
     Declined,
-    Failed,
     Fenced,
     Hello,
     Message,
@@ -38,22 +40,25 @@ from swansong.protocol import (
     Request,
     Restored,
     Restoring,
-    Sealed,
     Target,
     Welcome,
     Withdrawn,
 )
-from swansong.state import Bundle
+from swansong.state import Bundle, Functions, Snapshots
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable that names a directory to restore from, whatever the daemon says."""
 KINDS = ("periodic", "emergency", "final")
+EXIT_SAVED = 75
+"""Exit code for a trainer that ends because :attr:`Guard.should_stop` says so: saved, start me again
+elsewhere.  The code that sysexits.h calls a temporary failure; torchrun and schedulers see no success."""
+_INFINITY = float("inf")
 
 log = logging.getLogger("swansong")
 
 
 def attach(
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | Snapshots | None = None,
     *,
     run: str = "",
     save: Callable[[Path], object] | None = None,
@@ -68,15 +73,17 @@ def attach(
     Args:
         state: what a checkpoint holds: by name, objects with ``state_dict()`` and
             ``load_state_dict()``, or numpy Generators.  The global generators of ``random`` and
-            numpy are saved along with them.
+            numpy are saved along with them.  Or a ``swansong.torch.TrainingState``.
         run: name of the run; empty takes the daemon's.
         save: instead of ``state``: writes the state of this rank into the directory given.
         load: reads what ``save`` wrote.
         every_steps: take a periodic checkpoint at each multiple of this step.
         every_s: take one when so many seconds have passed since the last; for one rank only, since
-            several could not agree when that is.
+            several could not agree when that is.  With neither, the daemon asks for periodic
+            checkpoints, at the interval of its configuration.
         socket: where the daemon listens; else ``SWANSONG_SOCKET``, else the usual place.
-        stop_after_save: let :attr:`Guard.should_stop` ask for an end after an emergency checkpoint.
+        stop_after_save: let :attr:`Guard.should_stop` ask for an end after an emergency checkpoint;
+            the trainer then closes the guard and exits with :data:`EXIT_SAVED`.
 
     Raises:
         ValueError, TypeError: the arguments, or torchrun's environment variables, make no sense.
@@ -84,9 +91,12 @@ def attach(
     if state is not None:
         if save is not None or load is not None:
             raise ValueError("attach() takes state=, or save= and load=, not both")
-        bundle = Bundle(state)
-        save, load = bundle.save, bundle.load
-    if save is None or load is None:
+        if isinstance(state, Mapping):
+            bundle = Bundle(state)
+            state = Functions(bundle.save, bundle.load)
+    elif save is not None and load is not None:
+        state = Functions(save, load)
+    else:
         raise ValueError("attach() needs state=, or both save= and load=")
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= are positive")
@@ -97,8 +107,7 @@ def attach(
     return Guard(
         ranks=ranks,
         run=run,
-        save=save,
-        load=load,
+        state=state,
         every_steps=every_steps,
         every_s=every_s,
         socket=path,
@@ -115,8 +124,7 @@ class Guard:
         *,
         ranks: Ranks,
         run: str,
-        save: Callable[[Path], object],
-        load: Callable[[Path], object],
+        state: Snapshots,
         every_steps: int | None,
         every_s: float | None,
         socket: str,
@@ -125,26 +133,25 @@ class Guard:
     ) -> None:
         self._ranks = ranks
         self._run = run
-        self._save_state = save
-        self._load_state = load
+        self._state = state
+        self._saver = Saver(state.snapshot, in_background=state.in_background)
         self._every_s = every_s
+        self._capabilities = ["periodic"] if every_steps is None and every_s is None else []
         self._stop_after_save = stop_after_save
 
         self._loss: Any = None
         self._metrics: dict[str, Any] = {}
         self._staging: str | None = None
-        self._save_s: float | None = None
-        self._save_bytes: int | None = None
-        self._saving_s = 0.0
-        self._saved_step: int | None = None
-        self._sealed: Sealed | None = None
-        self._saved_mono_s = time.monotonic()
         self._critical_depth = 0
         self._owes_save = False
         self._should_stop = False
         self._fenced = False
         self._last_committed: Committed | None = None
+        self._unhealthy_since: int | None = None
         self._warned_of_loss = False
+        self._rollbacks = 0
+        self._polls = 0
+        self._grace_s = 0.0
         self._closed = False
 
         self._channel = Channel(
@@ -155,9 +162,13 @@ class Guard:
             handle=self._handle,
             tick=self._tick,
         )
-        self._agreement = Agreement(ranks.world_size, every_steps, self._channel.send)
+        self._agreement = Agreement(ranks.world_size, every_steps, self._say)
+        self._assembly = (
+            Assembly(ranks, self._agreement, self._channel.send) if ranks.nodes > 1 else None
+        )
         self._restore = RestoreDialogue(self._channel.send)
         self._reporter = Reporter(self._channel.send)
+        self._pauses = PauseWatch()
         self._channel.start()
         _guards.add(self)
         atexit.register(self._end, "exit")
@@ -167,13 +178,23 @@ class Guard:
     def step(self, step: int, loss: Any = None, **metrics: Any) -> None:
         """Say that ``step`` optimizer steps are complete; saves here when a checkpoint is due.
 
-        Call it once after each optimizer step, with the whole state as of that step.  When a request
-        is under way it waits, at most 5 s or a tenth of the time left, for the ranks to agree.
+        Call it once after each optimizer step, with the whole state as of that step: with gradient
+        accumulation not once for each micro-batch.  When a request is under way it waits, at most 5 s
+        or a tenth of the time left, for the ranks to agree.
+
+        Args:
+            loss: of that step, for the manifest and :attr:`healthy`; a plain number is looked at right
+                here, anything else (a tensor, for which to wait) when a checkpoint is taken.
+            metrics: more of the kind, by name.
         """
         agreement = self._agreement
         self._loss = loss
         self._metrics = metrics
         agreement.step = step
+        if isinstance(loss, float) and (
+            self._unhealthy_since is not None or not -_INFINITY < loss < _INFINITY
+        ):
+            self._judge(step, loss)
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
@@ -183,6 +204,7 @@ class Guard:
         Call it only where the state is still that of the last completed step.  A lone rank then saves
         right here; with several ranks, leave the pause early, so that the next step comes soon.
         """
+        self._polls += 1
         step = int(self._agreement.step)
         due = self._agreement.between_steps() if step >= 0 else None
         if due is not None:
@@ -193,11 +215,16 @@ class Guard:
         """Save now.  ``step`` is the number of completed steps, ``kind`` one of :data:`KINDS`.
 
         Returns:
-            Whether this rank's part is in staging; False also without a daemon.
+            Whether this rank's part is in staging, or copied and on its way there (see
+            :meth:`wait_saved`); False also without a daemon.
         """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} is none of {KINDS}")
         return self._write(Due(kind), int(step))
+
+    def wait_saved(self, limit_s: float = CLOSE_PATIENCE_S) -> bool:
+        """Wait until all that was copied is in staging; whether it is.  :meth:`close` does so too."""
+        return self._saver.wait(limit_s)
 
     @contextlib.contextmanager
     def critical(self) -> Iterator[None]:
@@ -230,16 +257,57 @@ class Guard:
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
         if chosen is not None:
-            step = load_checkpoint(os.fspath(chosen), self._ranks, self._load_state)
+            step = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._channel.is_connected():
-            answer = self._restore.ask()
+            answer = where_to_go_on(self._restore, self._assembly)
             if answer.path:
                 step = load_checkpoint(
-                    answer.path, self._ranks, self._load_state, wanted_step=answer.step
+                    answer.path, self._ranks, self._state, wanted_step=answer.step
                 )
         self._agreement.step = step
         self._agreement.plan_periodic(step)
-        self._saved_mono_s = time.monotonic()
+        self._saver.measured.saved_mono_s = time.monotonic()
+        return step
+
+    def rollback(self) -> int:
+        """Go back, in this process, to the newest checkpoint whose loss was finite, and so was the next.
+
+        What was saved after it counts no more: the run goes on under a new generation.  With several
+        ranks all of them call it after the same step.
+
+        Returns:
+            Number of completed steps, from which the loop goes on.
+
+        Raises:
+            RestoreError: there is no such checkpoint, no daemon, or it cannot be loaded.  In the last
+                case the state may be half loaded: end the process.
+        """
+        if self._assembly is not None:
+            raise RestoreError("a job over several VMs goes back by starting anew")
+        at_step = int(self._agreement.step)
+        if self._closed or not self._channel.is_connected():
+            raise RestoreError("there is no daemon to ask for a healthy checkpoint")
+        if not self._saver.wait(CLOSE_PATIENCE_S):
+            raise RestoreError("the last checkpoint is still being written")
+        self._rollbacks += 1
+        # The step whose loss was the first that is not finite began with a state that is suspect.
+        suspect = at_step if self.healthy else (self._unhealthy_since or at_step) - 1
+        answer = self._restore.ask(rollback=self._rollbacks, before_step=suspect)
+        if not answer.path:
+            raise RestoreError("the run has no healthy checkpoint to go back to")
+        step = load_checkpoint(answer.path, self._ranks, self._state, wanted_step=answer.step)
+        log.warning("went back from step %s to step %s", at_step, step)
+        # A set of a step that is done anew is another one than that of the first time.
+        self._saver.forget()
+        again = f"{self._ranks.attempt}~{self._rollbacks}"
+        self._ranks = dataclasses.replace(self._ranks, attempt=again)
+        self._loss, self._metrics, self._unhealthy_since = None, {}, None
+        self._agreement.step = step
+        # The first checkpoint of the new generation: without it, what was taken back would still be the
+        # newest one that is committed.
+        self._agreement.periodic_is_due()
+        self._saver.measured.saved_mono_s = time.monotonic()
+        self._channel.send(self._hello())
         return step
 
     def close(self, *, final: bool = False) -> None:
@@ -279,6 +347,14 @@ class Guard:
         return self._should_stop
 
     @property
+    def healthy(self) -> bool:
+        """Whether the loss of the last step is finite, or not known; a tensor is waited for here."""
+        is_finite = health_of(self._loss, {}).get("loss_is_finite")
+        if is_finite is not None:
+            self._judge(int(self._agreement.step), self._loss)
+        return is_finite != 0.0
+
+    @property
     def fenced(self) -> bool:
         """Another VM has taken the run over: nothing from here will be committed any more."""
         return self._fenced
@@ -306,55 +382,15 @@ class Guard:
         if staging is None or (self._fenced and not due.request_id):
             self._agreement.plan_periodic(step)
             return False
-        if step == self._saved_step:
-            # In staging already: that set answers the request.
-            again = self._sealed if due.request_id else None
-            answered = again and dataclasses.replace(again, request_id=due.request_id)
-            self._agreement.done(due, step, answered)
-            return True
-        begun_mono_s = time.monotonic()
-        answer: Sealed | Failed | None = None
-        try:
-            written = write_checkpoint(
-                staging,
-                self._ranks.nonce(step, due.request_id),
-                self._manifest(due, step),
-                self._save_state,
-                durable=due.kind != "emergency",
-            )
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # some frameworks' errors are no Exception
-            reason = f"{type(error).__name__}: {error}"[:500]
-            log.warning("the checkpoint of step %s in %s failed: %s", step, staging, reason)
-            if due.request_id:
-                answer = Failed(due.request_id, step, reason)
-            self._saved_mono_s = time.monotonic()
-            self._agreement.done(due, step, answer)
-            return False
-        self._saved_mono_s = time.monotonic()
-        self._saved_step = step
-        self._save_s = self._saved_mono_s - begun_mono_s
-        self._saving_s += self._save_s
-        self._save_bytes = written.size_bytes
-        self._should_stop |= self._stop_after_save and due.kind == "emergency"
-        self._sealed = None
-        if written.is_sealed:
-            answer = self._sealed = Sealed(
-                step=step,
-                directory=written.directory,
-                save_s=self._save_s,
-                size_bytes=written.size_bytes,
-                request_id=due.request_id,
-            )
-        self._agreement.done(due, step, answer)
-        return True
+        nonce = self._ranks.nonce(step, due.request_id)
+        is_taken = self._saver.save(self._agreement, staging, nonce, due, self._manifest(due, step))
+        self._should_stop |= is_taken and self._stop_after_save and due.kind == "emergency"
+        return is_taken
 
     def _manifest(self, due: Due, step: int) -> RankManifest:
         health = health_of(self._loss, self._metrics)
-        if health.get("loss_is_finite") == 0.0 and not self._warned_of_loss:
-            self._warned_of_loss = True
-            log.warning("the loss is not finite; checkpoints go on, marked as such")
+        if "loss_is_finite" in health:
+            self._judge(step, self._loss)
         return RankManifest(
             run=self._run,
             step=step,
@@ -364,17 +400,40 @@ class Guard:
             world_size=self._ranks.world_size,
             local_world_size=self._ranks.local_world_size,
             node=self._ranks.node,
+            nodes=self._ranks.nodes,
             request_id=due.request_id,
             health=health,
         )
+
+    def _judge(self, step: int, loss: Any) -> None:
+        if -_INFINITY < float(loss) < _INFINITY:
+            self._unhealthy_since = None
+        elif self._unhealthy_since is None:
+            self._unhealthy_since = step
+            level = logging.INFO if self._warned_of_loss else logging.WARNING
+            self._warned_of_loss = True
+            log.log(
+                level, "the loss of step %s is not finite; checkpoints go on, marked as such", step
+            )
 
     # ------------------------------------------------------------ background thread
 
     def _hello(self) -> Message:
         step = int(self._agreement.step)
-        return Hello(run=self._run, step=step, **dataclasses.asdict(self._ranks))
+        return Hello(
+            run=self._run,
+            step=step,
+            capabilities=list(self._capabilities),
+            **dataclasses.asdict(self._ranks),
+        )
+
+    def _say(self, message: Message) -> object:
+        assembly = self._assembly
+        return self._channel.send(message) if assembly is None else assembly.answer(message)
 
     def _connected(self) -> None:
+        if self._assembly is not None:
+            self._assembly.connected()
         self._restore.remind()
         self._agreement.remind()
 
@@ -384,8 +443,12 @@ class Guard:
         elif isinstance(message, Request):
             if self._staging is None:
                 self._channel.send(Declined(message.id, "the trainer cannot write to staging"))
+            elif self._assembly is not None:
+                self._assembly.asked(message)
             else:
                 self._agreement.request(message)
+        elif isinstance(message, Target | Withdrawn) and self._assembly is not None:
+            pass  # over several VMs the ranks decide, and what they have decided stands
         elif isinstance(message, Target):
             self._agreement.target(message)
         elif isinstance(message, Withdrawn):
@@ -403,6 +466,9 @@ class Guard:
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._run = welcome.run
+        self._grace_s = welcome.grace_s
+        if self._assembly is not None:
+            self._assembly.start()
         if self._staging == welcome.staging:
             return
         if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
@@ -416,18 +482,23 @@ class Guard:
         self._staging = welcome.staging
 
     def _tick(self) -> None:
-        if self._every_s is not None and time.monotonic() - self._saved_mono_s >= self._every_s:
+        measured = self._saver.measured
+        if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
-        self._reporter.tick(
-            int(self._agreement.step), self._loss, self._save_s, self._save_bytes, self._saving_s
-        )
+        step = int(self._agreement.step)
+        self._reporter.tick(step, self._loss, measured, self._polls)
+        self._pauses.tick(step, self._polls, self._grace_s)
 
     # ------------------------------------------------------------ the end
 
     def _end(self, reason: str) -> None:
         if not self._closed:
             self._closed = True
+            if not self._saver.wait(CLOSE_PATIENCE_S):
+                log.warning("a checkpoint is still not written; it is lost")
             self._staging = None
+            if self._assembly is not None:
+                self._assembly.close()
             self._agreement = Agreement(1, None, lambda _: None)
             self._channel.close(Bye(reason))
             atexit.unregister(self._end)
@@ -437,6 +508,8 @@ class Guard:
         self._closed = True
         self._staging = None
         self._channel.forked()
+        if self._assembly is not None:
+            self._assembly.forked()
         self._agreement = Agreement(1, None, lambda _: None)
 
 

@@ -52,23 +52,29 @@ class Hello(Message):
     world_size: int = 1
     local_world_size: int = 1
     node: int = 0
+    nodes: int = 1
     attempt: str = ""
     """Identity of this incarnation of the trainer, for example ``run-id/restart-count``."""
     capabilities: list[str] = field(default_factory=list)
+    """``periodic``: takes periodic checkpoints when the daemon asks, and plans none itself."""
     step: int = -1
     version: int = VERSION
 
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """What the trainer measured; sent at most about once a second."""
+    """What the trainer measured; sent at most about once a second, while it steps or polls."""
 
     TYPE: ClassVar[str] = "progress"
     step: int
     loss: float | None = None
+    loss_is_finite: bool | None = None
+    """None when the loss is not known."""
     step_s: float | None = None
     save_s: float | None = None
     save_bytes: int | None = None
+    snapshot_s: float | None = None
+    """The part of ``save_s`` for which the training loop stood still."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,34 @@ class Accepted(Message):
     TYPE: ClassVar[str] = "accepted"
     request_id: str
     step: int
+
+
+@dataclass(frozen=True)
+class Agreed(Message):
+    """The ranks of all VMs have agreed: they save as soon as they have completed a step ``>= step``."""
+
+    TYPE: ClassVar[str] = "agreed"
+    request_id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class PeerRequest(Message):
+    """The daemon of another VM of the job wants a checkpoint at once, because that VM goes away."""
+
+    TYPE: ClassVar[str] = "peer_request"
+    request_id: str
+    reason: str
+    seconds_left: float
+    """Until the power of that VM goes, counted from the sending."""
+
+
+@dataclass(frozen=True)
+class Incarnation(Message):
+    """What all ranks of this start of a job over several VMs, and no others, have in common."""
+
+    TYPE: ClassVar[str] = "incarnation"
+    id: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +155,14 @@ class RestoreQuery(Message):
 
     TYPE: ClassVar[str] = "restore_query"
     query_id: str
+    rollback: int = 0
+    """0: to start from.  Else the running trainer goes back, for the so many-th time, to the newest
+    checkpoint that is healthy; every rank asks."""
+    before_step: int = -1
+    """In a rollback: only a checkpoint of an earlier step will do."""
+    generation: int = -1
+    step: int = -1
+    """With ``generation``: this commit and no other, for so the job's first rank has decided."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +186,8 @@ class Welcome(Message):
     """Absolute path of the staging directory of the run, where the hooks write."""
     generation: int | None = None
     """None until the store has been reached and a generation claimed."""
+    grace_s: float = 0.0
+    """Shortest notice that is to be expected here; 0 when nobody knows."""
     version: int = VERSION
 
 
@@ -272,8 +316,8 @@ class Noted(Message):
 
 
 FROM_TRAINER: tuple[type[Message], ...] = (
-    Hello, Progress, Accepted, Sealed, Failed, Declined, RestoreQuery, Bye, StatusQuery,
-    Notify, NotifyWithdrawn,
+    Hello, Progress, Accepted, Agreed, PeerRequest, Incarnation, Sealed, Failed, Declined, RestoreQuery,
+    Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
     Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Restoring, Restored, Status,
@@ -389,11 +433,18 @@ def _checked(kind: type[Any], name: str, annotation: str, value: Any) -> Any:
 # ---------------------------------------------------------------- staging
 #
 # <staging>/<run>/step-<12 digits>.<nonce>.partial/    being written
+#     rank-00000.begun                                 rank manifest without files, while the rank writes
+#     rank-00000.writing/...                           what the rank may still write to
+#     rank-00000/...                                   what it has finished: final, and may be stored early
 # <staging>/<run>/step-<12 digits>.<nonce>/            sealed: renamed by whoever found all rank manifests
 #     rank-00000.json                                  last file of that rank: what it wrote, and why
 #     ...                                              whatever the trainer wrote
 
 PARTIAL_SUFFIX = ".partial"
+WRITING_SUFFIX = ".writing"
+"""Of a rank's directory, for what it may still change; a finished file moves to the one without it."""
+BEGUN_SUFFIX = ".begun"
+"""Of the file in which a rank says what it is about to write."""
 RESTORED_DIRECTORY = "restored"
 """Where the daemon puts what a trainer asked to restore, below the staging directory of the run."""
 RANK_MANIFEST_MAX_BYTES = 16 * 2**20
@@ -416,6 +467,11 @@ def parse_sealed_name(name: str) -> tuple[int, str] | None:
 def rank_manifest_name(rank: int) -> str:
     """File name of a rank manifest."""
     return f"rank-{rank:05d}.json"
+
+
+def rank_directory(rank: int) -> str:
+    """Name of the directory, within a set, that holds one rank's files."""
+    return f"rank-{rank:05d}"
 
 
 def is_safe_path(path: str) -> bool:
@@ -453,6 +509,7 @@ class RankManifest:
     world_size: int = 1
     local_world_size: int = 1
     node: int = 0
+    nodes: int = 1
     request_id: str = ""
     framework: str = "swansong"
     health: dict[str, float] = field(default_factory=dict)

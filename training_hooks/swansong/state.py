@@ -16,8 +16,9 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 FORMAT = 1
 INDEX = "state.json"
@@ -35,7 +36,7 @@ def save_tree(directory: str | os.PathLike[str], tree: object) -> None:
         OSError: the file system refused.
     """
     directory = os.fspath(directory)
-    index = {"format": FORMAT, "tree": _Writer(directory).encode(tree, "state")}
+    index = {"format": FORMAT, "tree": encode_tree(tree, "state", _Arrays(directory).put)}
     with open(os.path.join(directory, INDEX), "w", encoding="utf-8") as file:
         json.dump(index, file, allow_nan=False, separators=(",", ":"))
 
@@ -52,80 +53,166 @@ def load_tree(directory: str | os.PathLike[str]) -> Any:
         index = json.load(file)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ValueError(f"{INDEX} is not a state index of format {FORMAT}")
-    return _decode(directory, index.get("tree"))
+    return decode_tree(index.get("tree"), _Arrays(directory).get)
 
 
-class _Writer:
+class _Arrays:
+    """Keeps numpy arrays beside the index, a file each."""
+
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._arrays = 0
+        self._count = 0
 
-    def encode(self, value: Any, path: str) -> Any:
-        # Exact types only: a subclass (a named tuple, an enum, a masked array) would come back as
-        # something else than it was.
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            # Python limits how long a decimal integer may be when it is read; hex has no limit.
-            return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
-        if kind is float:
-            finite = value - value == 0.0
-            return value if finite else {"float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"bytes": base64.b64encode(value).decode("ascii")}
-        if kind is list:
-            return [self.encode(item, f"{path}[{place}]") for place, item in enumerate(value)]
-        if kind is tuple:
-            return {
-                "tuple": [self.encode(item, f"{path}[{place}]") for place, item in enumerate(value)]
-            }
-        if isinstance(value, dict):
-            return {
-                "dict": [
-                    [self.encode(key, f"a key of {path}"), self.encode(item, f"{path}[{key!r}]")]
-                    for key, item in value.items()
-                ]
-            }
+    def put(self, value: Any, path: str) -> Any:
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-            if value.dtype.hasobject:
-                raise TypeError(f"{path} is an array of Python objects: {_WAY_OUT}")
-            name = f"array-{self._arrays:05d}.npy"
-            self._arrays += 1
-            numpy.save(os.path.join(self._directory, name), value, allow_pickle=False)
-            return {"array" if kind is numpy.ndarray else "scalar": name}
+        kind = type(value)
+        if numpy is None or not (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return None
+        if value.dtype.hasobject:
+            raise TypeError(f"{path} is an array of Python objects: {_WAY_OUT}")
+        name = f"array-{self._count:05d}.npy"
+        self._count += 1
+        numpy.save(os.path.join(self._directory, name), value, allow_pickle=False)
+        return {"array" if kind is numpy.ndarray else "scalar": name}
+
+    def get(self, word: str, name: Any) -> Any:
+        if word not in ("array", "scalar"):
+            raise ValueError(f"{INDEX} holds {word!r:.40}, which this version does not know")
+        if not _ARRAY_NAME.match(name):
+            raise ValueError(f"{INDEX} names the array file {name!r:.100}")
+        import numpy as np  # noqa: PLC0415 - only a state that holds arrays needs it
+
+        array = np.load(os.path.join(self._directory, name), allow_pickle=False)
+        return array if word == "array" else array[()]
+
+
+def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
+    """What stands for ``value`` in JSON; new objects throughout, so that it is a copy.
+
+    Args:
+        value: a tree.
+        path: how to name its place in messages.
+        put: keeps elsewhere what JSON has no word for, and returns the object of one key that stands
+            for it; None when it does not know it either.
+
+    Raises:
+        TypeError: neither knows how to write it; names the place in the tree.
+    """
+    # Exact types only: a subclass (a named tuple, an enum, a masked array) would come back as
+    # something else than it was.
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        # Python limits how long a decimal integer may be when it is read; hex has no limit.
+        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if kind is float:
+        finite = value - value == 0.0
+        return value if finite else {"float": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind in (list, tuple):
+        items = [encode_tree(item, f"{path}[{place}]", put) for place, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if isinstance(value, dict):
+        return {
+            "dict": [
+                [
+                    encode_tree(key, f"a key of {path}", put),
+                    encode_tree(item, f"{path}[{key!r}]", put),
+                ]
+                for key, item in value.items()
+            ]
+        }
+    node = put(value, path)
+    if node is None:
         raise TypeError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written: {_WAY_OUT}"
         )
+    return node
 
 
-def _decode(directory: str, node: Any) -> Any:
+def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
+    """The tree that :func:`encode_tree` made ``node`` of.
+
+    Args:
+        node: from JSON.
+        get: finds again what ``put`` kept, by the key and the value of its object.
+
+    Raises:
+        ValueError: it cannot be understood.
+    """
     if isinstance(node, list):
-        return [_decode(directory, item) for item in node]
+        return [decode_tree(item, get) for item in node]
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
         raise ValueError(f"{INDEX} holds an object of {len(node)} keys; each has one")
     ((word, body),) = node.items()
     if word == "tuple":
-        return tuple(_decode(directory, item) for item in body)
+        return tuple(decode_tree(item, get) for item in body)
     if word == "dict":
-        return {_decode(directory, key): _decode(directory, item) for key, item in body}
+        return {decode_tree(key, get): decode_tree(item, get) for key, item in body}
     if word == "int":
         return int(body, 16)
     if word == "float":
         return struct.unpack(">d", bytes.fromhex(body))[0]
     if word == "bytes":
         return base64.b64decode(body, validate=True)
-    if word in ("array", "scalar"):
-        if not _ARRAY_NAME.match(body):
-            raise ValueError(f"{INDEX} names the array file {body!r:.100}")
-        import numpy as np  # noqa: PLC0415 - only a state that holds arrays needs it
+    return get(word, body)
 
-        array = np.load(os.path.join(directory, body), allow_pickle=False)
-        return array if word == "array" else array[()]
-    raise ValueError(f"{INDEX} holds {word!r:.40}, which this version does not know")
+
+class Snapshots(Protocol):
+    """A training state as the guard sees it."""
+
+    in_background: bool
+    """Whether ``snapshot`` copies, so that training may go on before the copy is written."""
+    reads_whole_set: bool
+    """Whether ``load`` wants the directory of all ranks, and any number of ranks may have saved."""
+
+    def snapshot(self) -> Callable[[Path], object]:
+        """What writes this rank's part of the state of this moment into a directory."""
+
+    def load(self, directory: Path) -> object:
+        """Read what was written, by this rank or (``reads_whole_set``) by all."""
+
+
+class Functions:
+    """A state of which only two functions are known: it is written, and read, at once.
+
+    Args:
+        save: writes it into a directory.
+        load: reads it from there.
+    """
+
+    in_background = False
+    reads_whole_set = False
+
+    def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
+        self._save = save
+        self.load = load
+
+    def snapshot(self) -> Callable[[Path], object]:
+        """The function itself: nothing is copied."""
+        return self._save
+
+
+def take_generators() -> dict[str, Any]:
+    """The state of ``random`` and of numpy's global generator, if numpy is in use."""
+    generators: dict[str, Any] = {"python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        generators["numpy"] = numpy.random.get_state(legacy=False)
+    return generators
+
+
+def set_generators(generators: Mapping[str, Any]) -> None:
+    """Undo whatever was drawn since :func:`take_generators`."""
+    random.setstate(generators["python"])
+    if "numpy" in generators:
+        import numpy as np  # noqa: PLC0415 - only if the script that saved had it
+
+        np.random.set_state(generators["numpy"])
 
 
 class Bundle:
@@ -157,11 +244,7 @@ class Bundle:
         for name, item in self._objects.items():
             is_stateful = hasattr(item, "state_dict")
             states[name] = item.state_dict() if is_stateful else item.bit_generator.state
-        generators: dict[str, Any] = {"python": random.getstate()}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            generators["numpy"] = numpy.random.get_state(legacy=False)
-        save_tree(directory, {"objects": states, "random": generators})
+        save_tree(directory, {"objects": states, "random": take_generators()})
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Give every object the state that it had.
@@ -184,8 +267,4 @@ class Bundle:
             else:
                 item.bit_generator.state = states[name]
         # Last, since loading the objects may have drawn from them.
-        random.setstate(generators["python"])
-        if "numpy" in generators:
-            import numpy as np  # noqa: PLC0415 - only if the script that saved had it
-
-            np.random.set_state(generators["numpy"])
+        set_generators(generators)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers of each framework that are preempted and resumed end as ones that are not: the examples.
+
+Compared byte by byte is all that the last checkpoint holds, but for what tells of the run and not of the
+state: clock times in logs, paths, and counters of validation batches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import swansong
+from swansong.testing import check_resume
+
+pytestmark = pytest.mark.timeout(400)
+
+HOOKS = Path(swansong.__file__).parents[1]
+EXAMPLES = HOOKS / "examples"
+ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kill_at", "saved"),
+    [
+        # Four optimizer steps of two batches make an epoch.
+        ([], ["evaluating", 8], 2),
+        (["--plateau"], [6], 1),
+    ],
+    ids=["in-validation-and-at-epoch-end", "plateau"],
+)
+def test_lightning(
+    tmp_path: Path, options: list[str], kill_at: list[int | str], saved: int
+) -> None:
+    """Mid-epoch, in a validation and at an epoch's end; a rate that hangs on the validation's result."""
+    report = check_resume(
+        [sys.executable, str(EXAMPLES / "with_lightning.py"), "--windows", "128", *options],
+        steps=10,
+        kill_at=kill_at,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+        ignoring=r"state\.json",
+    )
+    assert len(report.saved_steps) == saved
+    assert report.losses >= 8  # Lightning may be killed before it says what it has saved
+    assert report.files == 3
+    assert _epoch_progress(tmp_path / "resumed") == _epoch_progress(tmp_path / "reference")
+
+
+def _epoch_progress(run: Path) -> object:
+    """Lightning's count of epochs in the last checkpoint."""
+    (path,) = run.glob("staging/step-000000000010.*/rank-00000/state.json")
+    loops = dict(json.loads(path.read_text())["objects"]["lightning"]["dict"])["fit_loop"]
+    return dict(loops["dict"])["epoch_progress"]
+
+
+def test_lightning_refuses_what_it_cannot_save(tmp_path: Path) -> None:
+    """What Swansong cannot save rank by rank is refused before the first step, by name."""
+    from swansong.lightning import SwansongCallback
+
+    class Trainer:
+        strategy = object()
+
+    with pytest.raises(TypeError, match="FSDP2"):
+        SwansongCallback().on_fit_start(Trainer(), None)
+
+
+@pytest.mark.fault("T12")
+def test_transformers(tmp_path: Path) -> None:
+    """Two ranks that the notice reaches at different moments save the same step, with accumulation."""
+    report = check_resume(
+        [
+            *(sys.executable, str(EXAMPLES / "with_transformers.py")),
+            *("--windows", "256", "--output", str(tmp_path / "output")),
+        ],
+        steps=6,
+        kill_at=[3],
+        ranks=2,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+        ignoring=r"training_args\.bin|trainer_state\.json",
+    )
+    assert report.saved_steps == [3]
+    # Weights, their two configurations, optimizer, schedule, and the generators of each rank.
+    assert report.files >= 7
+    assert list(tmp_path.glob("resumed/staging/*/rank-00001/checkpoint-6/rng_state_1.pth"))
+
+
+@pytest.mark.fault("T12")
+def test_accelerate(tmp_path: Path) -> None:
+    """Two ranks with accumulation, loader workers and dropout of their own."""
+    report = check_resume(
+        [sys.executable, str(EXAMPLES / "with_accelerate.py"), "--windows", "256"],
+        steps=6,
+        kill_at=[3],
+        ranks=2,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.saved_steps == [3]
+    assert report.losses == 6
+    one, other = tmp_path.glob("resumed/staging/step-000000000006.*/rank-*/model-*")
+    assert one.read_bytes() == other.read_bytes(), "the ranks did not train together"
+
+
+@pytest.mark.fault("T12")
+def test_dcp(tmp_path: Path) -> None:
+    """Two ranks of FSDP2, each of which writes below a directory of its own."""
+    report = check_resume(
+        [sys.executable, str(EXAMPLES / "with_dcp.py")],
+        steps=6,
+        kill_at=[3],
+        ranks=2,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+        ignoring=r"\.metadata",  # it names the save
+    )
+    assert report.saved_steps == [3]
+    assert report.losses == 6
+    assert report.files == 2
+
+
+@pytest.mark.fault("T12")
+def test_torchrun(tmp_path: Path) -> None:
+    """Under the launcher itself: its environment variables, its run id, its workers' process groups."""
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ]
+    report = check_resume(
+        [*launcher, str(EXAMPLES / "torch_ddp.py"), "--windows", "256", "--epochs", "9"],
+        steps=6,
+        kill_at=[3],
+        ranks=2,
+        has_launcher=True,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.saved_steps == [3]
+    assert report.losses == 6

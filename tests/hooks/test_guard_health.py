@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard and a loss that is not finite, pauses, and the way back; against a real socket."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swansong
+from hooks.fake_daemon import FakeDaemon
+from hooks.parts import Counter
+from swansong import _progress
+from swansong._progress import PauseWatch, Reporter
+from swansong._saving import Measured
+from swansong.protocol import (
+    Hello,
+    Message,
+    Progress,
+    RankManifest,
+    Request,
+    RestoreQuery,
+    Sealed,
+    Withdrawn,
+)
+from waiting import until
+
+Attach = Callable[..., swansong.Guard]
+
+
+class Tensor:
+    """A loss for which a device would have to be waited for."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.reads = 0
+
+    def __float__(self) -> float:
+        self.reads += 1
+        return self.value
+
+
+def health_in(directory: Path) -> dict[str, float]:
+    return RankManifest.decode((directory / "rank-00000.json").read_bytes()).health
+
+
+def step_to(guard: swansong.Guard, counter: Counter, last: int, loss: Any = 1.0) -> None:
+    for step in range(counter.value + 1, last + 1):
+        counter.value = step
+        guard.step(step, loss=loss)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_loss_is_noticed_at_its_step(
+    attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture, bad: float
+) -> None:
+    """One warning, that names the step; healthy again once the loss is."""
+    guard = attach({"counter": counter})
+    assert guard.healthy, "nothing is known yet"
+    step_to(guard, counter, 6)
+    assert guard.healthy
+    step_to(guard, counter, 9, bad)
+    assert not guard.healthy
+    warnings = [message for message in caplog.messages if "not finite" in message]
+    assert warnings == ["the loss of step 7 is not finite; checkpoints go on, marked as such"]
+    step_to(guard, counter, 10)
+    assert guard.healthy
+
+
+def test_a_tensor_is_read_only_when_a_checkpoint_is_taken(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """To look at it waits for the device; the checkpoint is marked all the same."""
+    guard = attach({"counter": counter})
+    daemon.wait_connected()
+    loss = Tensor(math.nan)
+    step_to(guard, counter, 9, loss)
+    assert loss.reads == 0
+    until(lambda: guard.save(9), what="the welcome")
+    assert loss.reads > 0
+    assert health_in(daemon.wait_sealed(1)[0]) == {"loss_is_finite": 0.0}
+    assert not guard.healthy
+
+
+def test_what_is_reported_says_whether_the_loss_is_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the loss where it is a finite number; a tensor is not looked at; a poll is news."""
+    monkeypatch.setattr(_progress, "INTERVAL_S", 0.0)
+    said: list[Message] = []
+    reporter = Reporter(said.append)
+    tensor = Tensor(1.0)
+    for step, loss, polls in (
+        (1, 0.5, 0),
+        (2, math.nan, 0),
+        (3, tensor, 0),
+        (3, tensor, 0),
+        (3, tensor, 1),
+    ):
+        reporter.tick(step, loss, Measured(), polls)
+    facts = [(p.step, p.loss, p.loss_is_finite) for p in said if isinstance(p, Progress)]
+    assert facts == [(1, 0.5, True), (2, None, False), (3, None, None), (3, None, None)]
+    assert tensor.reads == 0
+
+
+# ---------------------------------------------------------------- the way back
+
+
+def offer(daemon: FakeDaemon, step: int) -> None:
+    """The daemon has the set of that step to go back to."""
+    (found,) = [path for path in daemon.sealed() if f"{step:012d}." in path.name]
+    daemon.restorable = lambda: (found, step)
+
+
+def test_a_rollback_brings_the_state_back_and_goes_on(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Asked for before the suspect step; the daemon hears the step again, and gets a set at the next one."""
+    guard = attach({"counter": counter})
+    daemon.wait_connected()
+    step_to(guard, counter, 10)
+    guard.save(10)
+    daemon.wait_sealed(1)
+    step_to(guard, counter, 19)
+    step_to(guard, counter, 22, math.nan)
+    offer(daemon, 10)
+    assert guard.rollback() == 10
+    query = daemon.wait_for(RestoreQuery)
+    assert (query.rollback, query.before_step) == (1, 19), "step 20 began with what step 19 left"
+    assert counter.value == 10
+    assert guard.healthy
+    assert daemon.wait_for(Hello, 2).step == 10
+    step_to(guard, counter, 11)
+    assert daemon.wait_for(Sealed, 2).step == 11
+
+
+def test_the_last_set_does_not_answer_for_its_step_anew(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The very step that was saved last comes again after the way back: it is saved again."""
+    guard = attach({"counter": counter})
+    daemon.wait_connected()
+    step_to(guard, counter, 10)
+    until(lambda: guard.save(10), what="the welcome")
+    step_to(guard, counter, 11, math.nan)
+    assert guard.save(11)
+    daemon.wait_sealed(2)
+    offer(daemon, 10)
+    guard.rollback()
+    step_to(guard, counter, 11)
+    sets = [path for path in daemon.wait_sealed(3) if "011." in path.name]
+    assert sorted(health_in(path)["loss_is_finite"] for path in sets) == [0.0, 1.0]
+
+
+def test_a_step_that_is_done_anew_is_a_set_of_its_own(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with several ranks, whose sets are named after the step: nothing of the first time answers."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    first = attach({"counter": counter}, every_steps=10)
+    monkeypatch.setenv("RANK", "1")
+    other = Counter()
+    second = attach({"counter": other}, every_steps=10)
+    daemon.wait_connected(2)
+
+    def both(last: int) -> None:
+        for guard, state in ((first, counter), (second, other)):
+            step_to(guard, state, last)
+            assert guard.wait_saved()
+
+    both(20)
+    daemon.wait_sealed(2)
+    offer(daemon, 10)
+    back: list[int] = []
+    ranks = [
+        threading.Thread(target=lambda guard=guard: back.append(guard.rollback()))  # type: ignore[misc]
+        for guard in (first, second)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+    assert back == [10, 10]
+    assert (counter.value, other.value) == (10, 10)
+    both(20)
+    steps = sorted(int(path.name[5:17]) for path in daemon.wait_sealed(4))
+    assert steps == [10, 11, 20, 20]
+
+
+def test_a_rollback_for_another_reason_excludes_the_current_step(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A finite loss that somebody does not like: only checkpoints before this step will do."""
+    guard = attach({"counter": counter})
+    daemon.wait_connected()
+    step_to(guard, counter, 10)
+    with pytest.raises(swansong.RestoreError, match="no healthy checkpoint"):
+        guard.rollback()
+    assert daemon.wait_for(RestoreQuery).before_step == 10
+    assert counter.value == 10
+
+
+def test_without_a_daemon_there_is_no_way_back(attach: Attach, counter: Counter) -> None:
+    """An error that says so, and the state stays as it is."""
+    guard = attach({"counter": counter})
+    step_to(guard, counter, 3)
+    with pytest.raises(swansong.RestoreError, match="no daemon"):
+        guard.rollback()
+    assert counter.value == 3
+
+
+# ---------------------------------------------------------------- periodic checkpoints
+
+
+def test_who_plans_periodic_checkpoints_is_told_at_hello(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The daemon does, unless the script says when."""
+    attach({"counter": counter})
+    assert daemon.wait_for(Hello).capabilities == ["periodic"]
+    attach({"counter": counter}, every_steps=3)
+    assert daemon.wait_for(Hello, 2).capabilities == []
+    attach({"counter": counter}, every_s=3.0)
+    assert daemon.wait_for(Hello, 3).capabilities == []
+
+
+def test_a_periodic_request_is_a_periodic_checkpoint_and_stops_nobody(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Its kind says so, and should_stop stays False; one that is withdrawn leaves nothing behind."""
+    guard = attach({"counter": counter}, stop_after_save=True)
+    daemon.wait_connected()
+    step_to(guard, counter, 4)
+    daemon.send(Request("periodic-1", "due", 300.0, urgency="drain"))
+    until(lambda: guard.request is not None, what="the request")
+    step_to(guard, counter, 5)
+    assert daemon.wait_for(Sealed).request_id == "periodic-1"
+    (directory,) = daemon.wait_sealed(1)
+    manifest = RankManifest.decode((directory / "rank-00000.json").read_bytes())
+    assert (manifest.kind, manifest.step) == ("periodic", 5)
+    assert not guard.should_stop
+    daemon._target = None
+    daemon.send(Request("periodic-2", "due", 300.0, urgency="drain"))
+    until(lambda: guard.request is not None, what="the second request")
+    daemon.send(Withdrawn("periodic-2", "another set was sealed"))
+    until(lambda: guard.request is None, what="the withdrawal")
+    step_to(guard, counter, 9)
+    assert len(daemon.sealed()) == 1
+
+
+# ---------------------------------------------------------------- pauses
+
+
+def test_a_pause_longer_than_the_notice_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not before the first step, not while somebody polls, not where the notice is unknown."""
+    watch = PauseWatch()
+    grace_s = 0.02
+
+    def pauses(*args: int) -> bool:
+        watch.tick(*args, grace_s)
+        return bool(caplog.messages)
+
+    patience = threading.Event()
+    for polls in range(5):
+        for step, grace in ((-1, grace_s), (3, 0.0)):
+            watch.tick(step, polls, grace)
+        patience.wait(2 * grace_s)
+        watch.tick(3, polls + 1, grace_s)
+    assert not caplog.messages
+    until(lambda: pauses(3, 5), what="the warning")
+    for _ in range(3):
+        patience.wait(grace_s)
+        watch.tick(3, 5, grace_s)
+    (line,) = caplog.messages
+    assert "after step 3" in line
+    assert "guard.poll()" in line
+    assert caplog.records[0].levelno == logging.WARNING

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PyTorch trainer that is killed and resumed ends as one that is not: the example, as a user runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import swansong
+from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
+
+HOOKS = Path(swansong.__file__).parents[1]
+EXAMPLE = [
+    sys.executable,
+    str(HOOKS / "examples" / "torch_ddp.py"),
+    # Four optimizer steps of two batches make an epoch.
+    *("--windows", "128", "--accumulate", "2", "--epochs", "9", "--evaluate-every", "5"),
+]
+ENVIRONMENT = {"PYTHONPATH": str(HOOKS)}
+
+
+@pytest.mark.fault("T02", "T16", "S26")
+@pytest.mark.timeout(300)
+def test_one_process(tmp_path: Path) -> None:
+    """Twice in one epoch, in an evaluation, at an epoch's end; dropout, accumulation, loader workers."""
+    report = check_resume(
+        [*EXAMPLE, "--workers", "1"],
+        steps=10,
+        kill_at=[2, 3, "evaluating", 8],
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.saved_steps == [2, 3, 5, 8]
+    assert report.losses == 10
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
+def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
+    """Each rank with its own dropout and its own part of the data."""
+    report = check_resume(
+        [*EXAMPLE, *options],
+        steps=5,
+        kill_at=[3],
+        ranks=2,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.saved_steps == [3]
+    assert report.losses == 5
+
+
+FORGETFUL = """
+import json, sys
+import swansong
+
+total, memory = {"total": 0.0}, [1.0]
+
+def save(directory):
+    (directory / "total").write_text(json.dumps(total))
+
+def load(directory):
+    total.update(json.loads((directory / "total").read_text()))
+
+guard = swansong.attach(save=save, load=load)
+for step in range(guard.restore() + 1, 11):
+    memory[0] *= 0.5  # decides about the next step, and is in no checkpoint
+    total["total"] += memory[0]
+    print(json.dumps({"step": step, "loss": total["total"] if sys.argv[1] == "loud" else 0.0}))
+    guard.step(step)
+    if sys.argv[1] == "short" and step == 5:
+        break
+guard.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("loud", ResumeMismatchError, "the loss of step"),
+        ("quiet", ResumeMismatchError, "total differs"),
+        ("short", TrainerFailedError, "ended with 0"),
+    ],
+)
+def test_a_trainer_that_forgets_is_found_out(
+    tmp_path: Path, kind: str, error: type[Exception], message: str
+) -> None:
+    """State that is in no checkpoint shows in the losses and in the bytes; a short run is no success."""
+    with pytest.raises(error, match=message):
+        check_resume(
+            [sys.executable, "-c", FORGETFUL, kind],
+            steps=10,
+            kill_at=[4],
+            directory=tmp_path,
+            environment=ENVIRONMENT,
+            limit_s=30,
+        )

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of PyTorch objects holds, how it is copied, and what a broken one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import swansong
+import torch
+from hooks.fake_daemon import FakeDaemon
+from swansong import _torch_files
+from swansong._restore import RestoreError
+from swansong._torch_files import Arena
+from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector
+from swansong.protocol import Failed, Progress, Sealed
+from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
+from torch import nn
+from waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Trainer:
+    """Everything that can go wrong in a resume, small: tied, frozen, buffers, dropout, shuffling."""
+
+    def __init__(self, seed: int, width: int = 8) -> None:
+        seed_all(0)
+        data = torch.utils.data.TensorDataset(torch.randn(24, width))
+        seed_all(seed)
+        body, head = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        head.weight = body.weight
+        frozen = nn.Linear(width, width)
+        frozen.requires_grad_(False)
+        self.model = nn.Sequential(body, nn.BatchNorm1d(width), frozen, nn.Dropout(0.2), head)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
+        self.loader = ResumableLoader(torch.utils.data.DataLoader(data, 4, shuffle=True))
+        self.noise = torch.Generator().manual_seed(seed)
+        self.numpy = np.random.default_rng(seed)
+        self.state = TrainingState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            noise=self.noise,
+            numpy=self.numpy,
+        )
+        self.batches = self._batches()
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        while True:
+            for (batch,) in self.loader:
+                yield batch
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            batch = next(self.batches) + torch.randn(1, generator=self.noise)
+            self.optimizer.zero_grad()
+            loss = (self.model(batch) * self.numpy.normal() + np.random.rand()).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+def written(write: Callable[[Path], object], directory: Path) -> Path:
+    own = directory / "rank-00000"
+    own.mkdir(parents=True)
+    write(own)
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (directory / "rank-00000").iterdir()}
+
+
+@pytest.mark.parametrize("at", [3, 6, 13])
+def test_everything_comes_back(tmp_path: Path, at: int) -> None:
+    """In the middle of an epoch and at its end: the steps after a restore are the same, bit for bit."""
+    before = Trainer(1)
+    before.steps(at)
+    before.state.values["best"] = (0.5, {"epoch": 2})
+    directory = written(before.state.snapshot(), tmp_path)
+    wanted = before.steps(15)
+    after = Trainer(2)
+    after.state.load(directory)
+    assert after.state.values == {"best": (0.5, {"epoch": 2})}
+    assert after.steps(15) == wanted
+    assert before.model[4].weight is before.model[0].weight
+    names = {path.suffix for path in (directory / "rank-00000").iterdir()}
+    assert names == {".json", ".safetensors"}
+
+
+def test_the_copy_is_of_its_moment_and_outlives_the_next(tmp_path: Path) -> None:
+    """A copy is not touched by training, nor by the next copy; memory of the last but one is used again."""
+    trainer = Trainer(1)
+    trainer.steps(2)
+    first = trainer.state.snapshot()
+    now = contents(written(first, tmp_path / "now"))
+    trainer.steps(2)
+    second = trainer.state.snapshot()
+    assert contents(written(first, tmp_path / "later")) == now
+    assert contents(written(second, tmp_path / "second")) != now
+    arenas = list(trainer.state._arenas)
+    trainer.steps(2)
+    third = trainer.state.snapshot()
+    assert trainer.state._arenas == [arenas[1], arenas[0]]
+    del third
+
+
+def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come whole, from as many files as they were spread over; tied ones under both names."""
+    monkeypatch.setattr(_torch_files, "FILE_BYTES", 300)
+    trainer = Trainer(1)
+    directory = written(trainer.state.snapshot(), tmp_path)
+    assert len(list((directory / "rank-00000").glob("model-*.safetensors"))) > 1
+    weights = load_weights(directory)
+    wanted = trainer.model.state_dict()
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+
+
+def test_what_all_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
+    """The ranks' parts make up the whole without a word between them, large tensors in even parts."""
+    whole = {"large": torch.randn(700, 500), "small": torch.randn(3), "number": torch.tensor(4)}
+    world_size, sizes = 3, []
+    for rank in range(world_size):
+        collector = Collector("model", rank, world_size, is_common=lambda _key, _tensor: True)
+        nodes = {key: collector.encode(value, key) for key, value in whole.items()}
+        own = tmp_path / f"rank-{rank:05d}"
+        own.mkdir()
+        arena = Arena(collector.pieces)
+        arena.fill(collector.pieces)
+        arena.write(own)
+        index = {
+            "format": FORMAT,
+            "world_size": world_size,
+            "objects": {"model": nodes},
+            "tensors": {"model": collector.entries},
+            "files": dict.fromkeys(arena.files, "model"),
+        }
+        (own / INDEX).write_text(json.dumps(index))
+        sizes.append(sum(path.stat().st_size for path in own.glob("*.safetensors")))
+    found = load_weights(tmp_path)
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    assert max(sizes) - min(sizes) < 4096
+    (tmp_path / "rank-00001" / "model-00000.safetensors").unlink()
+    with pytest.raises(OSError, match="model-00000"):
+        CheckpointSet(tmp_path)
+
+
+@pytest.mark.fault("T06")
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no index", "no header", "other index"])
+def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+    """Whatever is cut off, missing or not what it should be: an error that names it, not a guess."""
+    trainer = Trainer(1)
+    trainer.steps(1)
+    directory = written(trainer.state.snapshot(), tmp_path)
+    own = directory / "rank-00000"
+    victim = own / "optimizer-00000.safetensors"
+    data = victim.read_bytes()
+    if damage == "truncated":
+        victim.write_bytes(data[:-1])
+    elif damage == "missing":
+        victim.unlink()
+    elif damage == "no index":
+        (own / INDEX).unlink()
+    elif damage == "no header":
+        victim.write_bytes(b"\xff" * 8 + data[8:])
+    else:
+        (own / INDEX).write_text("{}")
+    with pytest.raises((ValueError, OSError), match=r"optimizer|state\.json"):
+        Trainer(2).state.load(directory)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Other shapes, other types, other names: said before anything is trained on it."""
+    directory = written(Trainer(1).state.snapshot(), tmp_path)
+    with pytest.raises(BaseException, match="mismatch"):
+        Trainer(1, width=9).state.load(directory)
+    other = Trainer(1)
+    other.model.double()
+    with pytest.raises(ValueError, match="float64"):
+        other.state.load(directory)
+    with pytest.raises(ValueError, match="entries, such as"):
+        TrainingState(nn.Linear(8, 8)).load(directory)
+
+
+def test_what_cannot_be_saved_says_so() -> None:
+    """A wrong object when it is given, a wrong value when it is copied."""
+    with pytest.raises(TypeError, match="without state_dict"):
+        TrainingState(nn.Linear(1, 1), loader=[1, 2])
+    with pytest.raises(ValueError, match="cannot be the name"):
+        TrainingState(nn.Linear(1, 1), values=nn.Linear(1, 1))
+    state = TrainingState(nn.Linear(1, 1))
+    state.values["when"] = object()
+    with pytest.raises(TypeError, match=r"values\['when'\]"):
+        state.snapshot()
+    model = nn.Linear(1, 1)
+    model.register_buffer("odd", torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match="odd"):
+        TrainingState(model).snapshot()
+
+
+class Held:
+    """Lets no file be written until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.released, self.error = threading.Event(), threading.Event(), None
+        write = Arena.write
+
+        def held(arena: Arena, directory: Path) -> None:
+            self.begun.set()
+            assert self.released.wait(30)
+            if self.error is not None:
+                raise self.error
+            write(arena, directory)
+
+        monkeypatch.setattr(Arena, "write", held)
+
+
+Attach = Callable[..., swansong.Guard]
+
+
+@pytest.mark.fault("T07", "T16")
+def test_training_goes_on_while_the_copy_is_written(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is answered when the set is sealed; meanwhile steps are made, and what is sealed is whole."""
+    held, trainer = Held(monkeypatch), Trainer(1)
+    guard = attach(trainer.state)
+    assert guard.restore() == 0
+    trainer.steps(1)
+    guard.step(1)
+    daemon.request()
+    step = 1
+    while not held.begun.is_set():
+        trainer.steps(1)
+        step += 1
+        guard.step(step)
+    for _ in range(5):
+        trainer.steps(1)
+        step += 1
+        guard.step(step)
+    assert daemon.all_of(Sealed) == []
+    daemon.request("again")  # the second copy
+    until(lambda: guard._agreement.current is not None or guard._saver._outstanding == 2)
+    while guard._saver._outstanding < 2:
+        trainer.steps(1)
+        step += 1
+        guard.step(step)
+    daemon.request("same")  # for the step that is copied already
+    until(lambda: guard.request is not None)
+    guard.poll()
+    assert guard.request is None
+    held.released.set()
+    sealed = [daemon.wait_for(Sealed, count) for count in (1, 2, 3)]
+    assert {each.request_id for each in sealed} == {"r1", "again", "same"}
+    assert sealed[1].step == sealed[2].step == step
+    wanted = trainer.steps(8)
+    daemon.restorable = lambda: (daemon.staging / sealed[1].directory, step)
+    again = Trainer(7)
+    other = attach(again.state)
+    assert other.restore() == step
+    assert again.steps(8) == wanted
+
+
+@pytest.mark.fault("D01")
+def test_a_failed_write_is_reported_and_training_goes_on(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full behind the loop's back: the daemon hears of it, the loop does not; the next works."""
+    held, trainer = Held(monkeypatch), Trainer(1)
+    held.error = OSError(28, "No space left on device")
+    held.released.set()
+    guard = attach(trainer.state)
+    guard.restore()
+    guard.step(1)
+    daemon.request()
+    until(lambda: guard.request is not None)
+    guard.step(2)
+    assert "No space left" in daemon.wait_for(Failed).reason
+    assert daemon.sealed() == []
+    until(lambda: daemon.partial() == [])
+    held.error = None
+    assert guard.wait_saved(10)
+    assert guard.save(2)
+    assert guard.wait_saved(10)
+    assert len(daemon.sealed()) == 1
+
+
+def test_the_end_waits_for_the_copy_and_says_what_it_cost(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() returns when all is in staging; the daemon hears of the copy's time and of the whole."""
+    held, trainer = Held(monkeypatch), Trainer(1)
+    guard = attach(trainer.state)
+    guard.restore()
+    guard.step(1)
+    assert guard.save(1)
+    assert held.begun.wait(10)
+    threading.Timer(0.2, held.released.set).start()
+    assert guard.wait_saved(10)
+    guard.step(2)
+    told = until(lambda: [each for each in daemon.all_of(Progress) if each.save_s], what="progress")
+    assert 0 < told[-1].snapshot_s < told[-1].save_s
+    assert guard.save(2)
+    guard.close()
+    assert len(daemon.sealed()) == 2
+
+
+# Two ranks of FSDP: read what one process wrote, and write what one process will read.
+RANKS = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from swansong.torch import TrainingState, seed_all
+
+root = Path(sys.argv[1])
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+seed_all(9)
+model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+state = TrainingState(model, optimizer)
+state.load(root / "one")
+for name, value in model.state_dict().items():
+    wanted = torch.load(root / "one.pt", weights_only=True)[name]
+    assert torch.equal(value.full_tensor(), wanted), name
+model(torch.ones(2, 7)).sum().backward()
+optimizer.step()
+write = state.snapshot()
+own = root / "two" / f"rank-{rank:05d}"
+own.mkdir(parents=True)
+write(own)
+full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+if rank == 0:
+    torch.save([full, moments], root / "two.pt")
+dist.barrier()
+os._exit(0)  # gloo's threads now and then abort a process that ends in the usual way
+"""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process's checkpoint goes on under two ranks of FSDP, and theirs on one; nothing was gathered."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    written(TrainingState(model, optimizer).snapshot(), tmp_path / "one")
+    torch.save(model.state_dict(), tmp_path / "one.pt")
+    hooks = str(Path(swansong.__file__).parents[1])
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(tmp_path)],
+            env={
+                **os.environ,
+                "PYTHONPATH": hooks,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for child in children:
+            complaints = child.communicate(timeout=90)[1]
+            assert child.returncode == 0, complaints[-2000:]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    full, moments = torch.load(tmp_path / "two.pt", weights_only=True)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    state = TrainingState(model, optimizer)
+    state.load(tmp_path / "two")
+    assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
+    got = [values["exp_avg"] for values in optimizer.state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(got, moments, strict=True))
+    largest = max(path.stat().st_size for path in (tmp_path / "two").rglob("model-*.safetensors"))
+    whole = sum(value.nbytes for value in full.values())
+    assert largest < 0.75 * whole + 1024
+
+
+def test_what_each_rank_has_of_its_own_is_not_guessed(
+    tmp_path: Path, daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader of one rank does not go on as one of two, unless somebody says how."""
+    before = Trainer(1)
+    before.steps(3)
+    guard = attach(before.state)
+    guard.restore()
+    guard.step(3)
+    assert guard.save(3)
+    assert guard.wait_saved(10)
+    daemon.restorable = lambda: (daemon.sealed()[0], 3)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RestoreError, match=r"1 ranks saved it and 2 .* loader and noise and numpy"):
+        attach(Trainer(2).state).restore()
+    asked: list[Any] = []
+
+    def resize(name: str, states: list[Any]) -> Any:
+        asked.append((name, len(states)))
+        return states[0]
+
+    after = Trainer(2)
+    after.state._resize = resize
+    assert attach(after.state).restore() == 3
+    assert asked == [("loader", 1), ("noise", 1), ("numpy", 1)]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers that torchrun starts: who says hello, what signals do, and what shields a loader's workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hooks.fake_daemon import FakeDaemon
+from swansong.protocol import Hello, Sealed
+from waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+TRAINER = """
+import json, os, signal, sys, threading, swansong
+
+where = {"step": 0}
+def save(directory):
+    (directory / "step").write_text(str(where["step"]))
+def load(directory):
+    where["step"] = int((directory / "step").read_text())
+
+guard = swansong.attach(save=save, load=load)
+guard.restore()
+print(json.dumps({"pid": os.getpid(), "rank": os.environ["RANK"]}), flush=True)
+pause = threading.Event()
+while True:
+    pause.wait(0.01)
+    where["step"] += 1
+    guard.step(where["step"])
+    if os.path.exists(sys.argv[1]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(3)
+"""
+
+
+class Torchrun:
+    """``torchrun`` with two ranks of a trainer that knows no torch itself."""
+
+    def __init__(self, daemon: FakeDaemon, directory: Path) -> None:
+        script = directory / "train.py"
+        script.write_text(TRAINER)
+        self.crash = directory / "crash"
+        self.popen = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
+                *("--shutdown-timeout=5", str(script), str(self.crash)),
+            ],
+            env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.pids: list[int] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as lines:
+            for line in lines:
+                self.pids.append(json.loads(line)["pid"])
+
+    def wait_ranks(self, count: int = 2) -> None:
+        until(lambda: len(self.pids) >= count, timeout_s=60, what=f"{count} ranks")
+
+    def close(self) -> None:
+        for pid in (self.popen.pid, *self.pids):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait(10)
+        self._reader.join(10)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def torchrun(daemon: FakeDaemon, tmp_path: Path) -> Iterator[Torchrun]:
+    pytest.importorskip("torch")
+    job = Torchrun(daemon, tmp_path)
+    yield job
+    job.close()
+
+
+@pytest.mark.fault("T12")
+def test_ranks_say_who_they_are_and_say_so_again_after_a_restart(
+    daemon: FakeDaemon, torchrun: Torchrun
+) -> None:
+    """Two ranks of one VM, never the launcher; the restart count tells one incarnation from the next."""
+    torchrun.wait_ranks()
+    daemon.wait_connected(2)
+    daemon.request("r1")
+    daemon.wait_for(Sealed)
+    first = daemon.all_of(Hello)
+    assert {(h.rank, h.local_rank) for h in first} == {(0, 0), (1, 1)}
+    assert {(h.world_size, h.local_world_size, h.node, h.nodes) for h in first} == {(2, 2, 0, 1)}
+    (attempt,) = {h.attempt for h in first}
+    assert attempt.endswith("/0")
+    assert len(attempt) > 2
+    torchrun.crash.touch()
+    torchrun.wait_ranks(4)
+    until(lambda: len(daemon.all_of(Hello)) == 4)
+    assert {h.attempt for h in daemon.all_of(Hello)[2:]} == {attempt[:-1] + "1"}
+    daemon.request("r2")
+    until(lambda: [s for s in daemon.all_of(Sealed) if s.request_id == "r2"])
+
+
+@pytest.mark.fault("T10")
+def test_sigusr1_to_torchrun_kills_it_and_leaves_its_workers(torchrun: Torchrun) -> None:
+    """Why no signal goes to a launcher: it has no handler, and nobody looks after the ranks any more."""
+    torchrun.wait_ranks()
+    torchrun.popen.send_signal(signal.SIGUSR1)
+    assert torchrun.popen.wait(20) == -signal.SIGUSR1
+    assert all(is_alive(pid) for pid in torchrun.pids)
+
+
+def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
+    """It passes the signal on, and our hooks do not stand in its way."""
+    torchrun.wait_ranks()
+    torchrun.popen.send_signal(signal.SIGTERM)
+    assert torchrun.popen.wait(40) != 0
+    until(lambda: not any(is_alive(pid) for pid in torchrun.pids), what="the workers' end")
+
+
+LOADING = """
+import os, signal, sys, swansong
+from torch.utils.data import DataLoader
+from swansong.torch import shield_worker
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a trainer that wants to finish what it is at
+guard = swansong.attach(save=lambda d: None, load=lambda d: None)
+guard.restore()
+init = shield_worker if sys.argv[1] == "shielded" else None
+loader = DataLoader(list(range(10000)), num_workers=2, worker_init_fn=init)
+for step, _ in enumerate(loader, 1):
+    guard.step(step)
+    if step == 10:
+        os.killpg(0, signal.SIGTERM)
+    if step == 1000:
+        print("went on", flush=True)
+        break
+guard.close()
+"""
+
+
+@pytest.mark.fault("S26")
+@pytest.mark.parametrize(("how", "survives"), [("shielded", True), ("bare", False)])
+def test_a_shield_keeps_the_workers_of_a_loader_alive(
+    daemon: FakeDaemon, how: str, survives: Any
+) -> None:
+    """SIGTERM to the process group: bare workers die of it, and the loop with them; no worker says hello."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, how],
+        env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        start_new_session=True,
+    )
+    assert ("went on" in done.stdout) is survives, done.stderr[-2000:]
+    assert len(daemon.all_of(Hello)) == 1

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on several VMs agree on the step at which all of them save, by way of the job's own store.
+
+Every daemon hears only of the end of its own VM, so its request goes around in *rounds*, which all ranks
+take part in, in order.  Somebody calls the round; every rank answers with the last step that it has
+completed, and begins no further one; whoever answers last decides on the greatest step plus one.  A rank
+for which that takes too long decides on giving up.  Only the first decision counts, and all obey it: it
+is one compare-and-set.  Nobody waits in a collective, and nothing is opened between the VMs.
+
+Keys in the store, all below the session, which is a number that rank 0 has drawn for this start of the
+job: what an earlier start has left in a store that outlived it means nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swansong._agree import AGREEMENT_LIMIT_S, Agreement, Ranks
+from swansong._rounds import POLL_S, Call, JobStore, await_key, greet, open_job_store, take_part
+from swansong.protocol import (
+    Agreed,
+    Declined,
+    Incarnation,
+    Message,
+    PeerRequest,
+    Request,
+    Target,
+)
+
+DECISION_PART = 0.8
+"""Of the time in which ranks must agree: the rest is left to the training loop, to hear of it."""
+GREETING_LIMIT_S = 120.0
+"""How long a restore waits for the ranks of the other VMs to come."""
+_POLLS_PER_S = 2000.0
+"""So often all ranks together look for the call of a round; in a large job each does so less often."""
+_RETRY_S = 0.5
+_BEAT_S = 1.0
+
+log = logging.getLogger("swansong")
+
+
+class Assembly:
+    """One rank's part in what all ranks do together; a thread, and one more while it calls a round.
+
+    Args:
+        ranks: which part of the job this process is.
+        agreement: between this rank's training loop and us.
+        send: says something to the daemon of this VM, without waiting.
+        open_store: makes a new connection to the job's store.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        agreement: Agreement,
+        send: Callable[[Message], object],
+        open_store: Callable[[], JobStore] = open_job_store,
+    ) -> None:
+        self._ranks = ranks
+        self._agreement = agreement
+        self._send = send
+        self._poll_s = max(POLL_S, ranks.world_size / _POLLS_PER_S)
+        self._open_store = open_store
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._session: str | None = None
+        self._problem = "they have not all come yet"
+        self._number = 1
+        """Of the round that this rank is in, or waits for."""
+        self._under_way: Call | None = None
+        self._heard: tuple[Call, float] | None = None
+        """The last urgent call that the daemon of this VM has not made, and its deadline."""
+        self._asked: set[str] = set()
+        self._aliases: dict[str, list[str]] = {}
+        """Requests that another one's round answers."""
+        self._calling = threading.Lock()
+        self._calls: JobStore | None = None
+        """A connection for calling rounds; made before it is needed."""
+        self._restores = 0
+        self._thread = threading.Thread(target=self._run, name="swansong-nodes", daemon=True)
+
+    def start(self) -> None:
+        """Meet the others, and listen; more than once does no harm."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Take part in nothing any more; waits for the thread a moment."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            # A thread within torch at the very end of Python would take the process down with it.
+            self._thread.join(1.0)
+
+    def forked(self) -> None:
+        """In the child of a fork, where the threads do not exist: be nothing."""
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._stop.set()
+
+    # ------------------------------------------------------------ the daemon of this VM
+
+    def asked(self, request: Request) -> None:
+        """The daemon wants a checkpoint; returns at once."""
+        with self._changed:
+            is_news = request.id not in self._asked
+            self._asked.add(request.id)
+            under_way = self._under_way
+            if under_way is not None and request.id in (under_way.id, *self._of(under_way.id)):
+                is_news = False
+        if self._agreement.say_again(request.id) or not is_news:
+            return
+        threading.Thread(
+            target=self._call, args=(request,), name="swansong-call", daemon=True
+        ).start()
+
+    def connected(self) -> None:
+        """There is a (new) connection to the daemon: say what it must know."""
+        if self._session is not None:
+            self._send(Incarnation(self._session))
+        if self._heard is not None:
+            call, deadline_mono_s = self._heard
+            left_s = deadline_mono_s - time.monotonic()
+            if left_s > 0:
+                self._send(PeerRequest(call.id, call.reason, left_s))
+
+    def answer(self, message: Message) -> object:
+        """Send the agreement's word to the daemon, also for the requests that it answers besides."""
+        request_id = getattr(message, "request_id", "")
+        for alias in self._of(request_id):
+            self._send(dataclasses.replace(message, request_id=alias))  # type: ignore[call-arg]
+        return self._send(message)
+
+    def _of(self, request_id: str) -> list[str]:
+        return self._aliases.get(request_id, [])
+
+    # ------------------------------------------------------------ restore
+
+    def restore(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What rank 0 has decided; the same for all ranks.
+
+        Args:
+            decide: called at rank 0 only.
+
+        Raises:
+            TimeoutError: the other ranks did not come, or rank 0 does not answer any more.
+            Exception: the store failed.
+        """
+        session = self._session_within(GREETING_LIMIT_S)
+        self._restores += 1
+        key = f"{session}/restore/{self._restores}"
+        store = self._open_store()
+        if self._ranks.rank == 0:
+            return self._decide(store, key, decide)
+        heard_mono_s, beats = time.monotonic(), -1
+        while not await_key(store, key, self._stop, every_s=POLL_S, limit_s=_BEAT_S):
+            now_beats = store.add(f"{key}/beats", 0)
+            if now_beats != beats:
+                heard_mono_s, beats = time.monotonic(), now_beats
+            elif time.monotonic() - heard_mono_s > GREETING_LIMIT_S:
+                raise TimeoutError(f"rank 0 has not been heard of for {GREETING_LIMIT_S:.0f} s")
+        return _object(store.get(key))
+
+    def _decide(
+        self, store: JobStore, key: str, decide: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        is_over = threading.Event()
+
+        def beat() -> None:
+            own = self._open_store()
+            while not is_over.wait(_BEAT_S):
+                own.add(f"{key}/beats", 1)
+
+        threading.Thread(target=beat, name="swansong-beat", daemon=True).start()
+        try:
+            decision = decide()
+        finally:
+            is_over.set()
+        store.set(key, json.dumps(decision))
+        return decision
+
+    def _session_within(self, limit_s: float) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._session or self._stop.is_set(), limit_s)
+            if self._session is None:
+                raise TimeoutError(
+                    f"the ranks of the other VMs cannot be reached: {self._problem}; call"
+                    " torch.distributed.init_process_group() first"
+                )
+            return self._session
+
+    # ------------------------------------------------------------ calling a round
+
+    def _call(self, request: Request) -> None:
+        limit_s = min(AGREEMENT_LIMIT_S, max(0.0, request.seconds_left) / 10)
+        asked_mono_s = time.monotonic()
+        try:
+            session = self._session_within(limit_s)
+            with self._calling:
+                if self._calls is None:
+                    self._calls = self._open_store()
+                self._call_round(self._calls, session, request, asked_mono_s)
+        except Exception as error:  # a store that is away is a reason, whatever its type
+            reason = f"the ranks of the other VMs cannot be asked: {_first_line(error)}"
+            with self._changed:
+                self._asked.discard(request.id)
+            self._calls = None
+            self._send(Declined(request.id, reason))
+
+    def _call_round(
+        self, store: JobStore, session: str, request: Request, asked_mono_s: float
+    ) -> None:
+        # All ranks of this VM are asked, and must mean the same round.
+        wanted = store.compare_set(f"{session}/request/{request.id}", "", str(self._number))
+        left_s = request.seconds_left - (time.monotonic() - asked_mono_s)
+        call = Call(request.id, request.reason, left_s, request.urgency)
+        text = json.dumps(dataclasses.asdict(call))
+        number, made = int(wanted), None
+        # A checkpoint without hurry does not do for an emergency.
+        while made is None or request.urgency not in (made.urgency, "drain"):
+            key = f"{session}/round/{number}/call"
+            made = Call.decode(store.compare_set(key, "", text))
+            number += 1
+        if made.id != request.id:
+            with self._changed:
+                self._aliases.setdefault(made.id, []).append(request.id)
+            self._agreement.say_again(made.id)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                store = self._open_store()
+                if self._session is None:
+                    self._greet(store)
+                while not self._stop.is_set():
+                    self._next_round(store)
+            except Exception as error:
+                self._problem = _first_line(error)
+                log.info("the store of the job fails (%s); trying again", self._problem)
+                self._stop.wait(_RETRY_S)
+
+    def _greet(self, store: JobStore) -> None:
+        session = greet(
+            store,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            nonce=secrets.token_hex(8),
+            stop=self._stop,
+        )
+        self._calls = self._open_store()
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+        if session is not None:
+            self._send(Incarnation(session))
+
+    def _next_round(self, store: JobStore) -> None:
+        key = f"{self._session}/round/{self._number}"
+        if not await_key(store, f"{key}/call", self._stop, every_s=self._poll_s):
+            return
+        call = Call.decode(store.get(f"{key}/call"))
+        heard_mono_s = time.monotonic()
+        with self._changed:
+            self._under_way = call
+            is_ours = call.id in self._asked
+        try:
+            if not is_ours and call.urgency == "emergency":
+                self._heard = (call, heard_mono_s + call.seconds_left)
+                self._send(PeerRequest(call.id, call.reason, call.seconds_left))
+            self._save_together(store, key, call)
+        finally:
+            with self._changed:
+                self._under_way = None
+                self._number += 1
+
+    def _save_together(self, store: JobStore, key: str, call: Call) -> None:
+        agreement = self._agreement
+        step = agreement.request(Request(call.id, call.reason, call.seconds_left, call.urgency))
+        limit_s = DECISION_PART * min(AGREEMENT_LIMIT_S, call.seconds_left / 10)
+        try:
+            decision = take_part(
+                store,
+                key,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                step=step,
+                limit_s=limit_s,
+                stop=self._stop,
+            )
+        except Exception as error:
+            agreement.abort(call.id, f"the store of the job failed: {_first_line(error)}")
+            raise
+        if decision.target is None:
+            agreement.abort(call.id, decision.reason)
+            return
+        self.answer(Agreed(call.id, decision.target))
+        agreement.target(Target(call.id, decision.target))
+        # The next round must not take this one's place.
+        agreement.wait_over(call.id, call.seconds_left)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text.splitlines()[0][:300]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters to frameworks share: several objects as one, and one directory of all ranks' files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Parts:
+    """Several objects with ``state_dict`` as one, in their order."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): part.state_dict() for number, part in enumerate(self._parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state) != len(self._parts):
+            raise ValueError(f"{len(state)} were saved, and there are {len(self._parts)} now")
+        for number, part in enumerate(self._parts):
+            part.load_state_dict(state[str(number)])
+
+
+class JointDirectory:
+    """A state that a framework writes and reads as one directory of all ranks.
+
+    Each rank writes into a directory of its own; to be read, links to all their files stand in one.
+
+    Args:
+        save: writes this rank's files into the directory given; may talk to the other ranks.
+        load: reads from one that holds the files of all ranks, and stays until the process ends.
+    """
+
+    in_background = False
+    reads_whole_set = True
+
+    def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
+        self._save, self._load = save, load
+        self._joint: tempfile.TemporaryDirectory[str] | None = None
+
+    def snapshot(self) -> Callable[[Path], object]:
+        """The function that writes: nothing is copied."""
+        return self._save
+
+    def load(self, directory: Path) -> None:
+        """Read what all ranks wrote.
+
+        Raises:
+            OSError: the links cannot be made.
+        """
+        self._joint = tempfile.TemporaryDirectory(prefix="swansong-")
+        for own in sorted(directory.glob("rank-*/")):
+            for parent, _, names in os.walk(own):
+                place = Path(self._joint.name, os.path.relpath(parent, own))
+                place.mkdir(parents=True, exist_ok=True)
+                for name in names:
+                    if not (place / name).is_symlink():
+                        (place / name).symlink_to(os.path.abspath(os.path.join(parent, name)))
+        self._load(Path(self._joint.name))

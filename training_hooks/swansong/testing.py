@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a trainer resume to the bit?  Runs it without interruption, and killed and resumed, and compares.
+
+::
+
+    from swansong.testing import check_resume
+
+    def test_resume(tmp_path):
+        check_resume([sys.executable, "train.py"], steps=40, kill_at=[7, 12, 31], directory=tmp_path)
+
+No daemon, root or cloud is needed: a stand-in answers the hooks.  At each step of ``kill_at`` it asks for a
+checkpoint, and kills the trainer with SIGKILL as soon as that is sealed; then it starts the same command
+again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the two must be the same, which
+covers whatever the trainer saves: weights, optimizer, random generators, position in the data.
+
+The trainer must seed all generators that it saves (``swansong.torch.seed_all``), whether it draws from them
+or not.  Run it on the CPU with a fixed number of threads (one is set unless you say otherwise), or with
+deterministic kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swansong import protocol
+from swansong.protocol import Accepted, Declined, Failed, Hello, Message, Sealed
+
+_DETERMINISTIC = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+class ResumeMismatchError(AssertionError):
+    """The resumed run is not the one that was not interrupted; says where they differ."""
+
+
+class TrainerFailedError(AssertionError):
+    """The trainer ended, refused or came to a halt before it had saved what was asked for."""
+
+
+@dataclass
+class ResumeReport:
+    """What :func:`check_resume` did, and found equal."""
+
+    saved_steps: list[int] = field(default_factory=list)
+    """Steps at which the run was saved and then killed."""
+    files: int = 0
+    """Files of the last checkpoint that were compared."""
+    losses: int = 0
+    """Steps of which the loss was compared."""
+
+
+def check_resume(
+    command: Sequence[str] | Callable[[], object],
+    *,
+    steps: int,
+    kill_at: Sequence[int | str],
+    directory: str | os.PathLike[str] | None = None,
+    ranks: int = 1,
+    has_launcher: bool = False,
+    environment: Mapping[str, str] | None = None,
+    loss_of: Callable[[str], tuple[int, float] | None] | None = None,
+    ignoring: str = "(?!)",
+    limit_s: float = 120.0,
+) -> ResumeReport:
+    """Compare a run that is killed and resumed with one that is not.
+
+    Args:
+        command: starts the trainer; or a function at the top level of a module, run in a new Python.
+        steps: both runs are compared as of this step; the trainer must reach it by itself.
+        kill_at: before each of these the trainer is started (again), and at each it is saved and killed:
+            a step; or a regular expression, for when a line of output matches it.
+        directory: for staging and the trainer's stderr; else a temporary one, which is removed.
+        ranks: number of ranks.
+        has_launcher: ``command`` starts all ranks, as torchrun does; else it is started once for each, with
+            the environment variables that torchrun would set.
+        environment: variables on top of this process's own.
+        loss_of: finds step and loss in a line of output; by default, lines that are JSON objects with
+            ``step`` and ``loss`` are understood.
+        ignoring: a regular expression; files of the last checkpoint in whose path it is found may differ.
+        limit_s: longest time that one start of the trainer may take.
+
+    Raises:
+        ResumeMismatchError: the runs differ.
+        TrainerFailedError: the trainer did not do its part.
+    """
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
+            return check_resume(
+                command,
+                steps=steps,
+                kill_at=kill_at,
+                directory=temporary,
+                ranks=ranks,
+                has_launcher=has_launcher,
+                environment=environment,
+                loss_of=loss_of,
+                ignoring=ignoring,
+                limit_s=limit_s,
+            )
+    if callable(command):
+        code = f"from {command.__module__} import {command.__qualname__} as f; f()"
+        command = [sys.executable, "-c", code]
+    trainer = _Trainer(
+        list(command), ranks, has_launcher, dict(environment or {}), loss_of or _json_loss, limit_s
+    )
+    report = ResumeReport()
+    reference, resumed = _Run(Path(directory, "reference")), _Run(Path(directory, "resumed"))
+    wanted = trainer.until_saved(reference, steps)
+    for moment in kill_at:
+        saved = trainer.until_saved(resumed, moment)
+        report.saved_steps.append(_step_of(saved))
+    got = trainer.until_saved(resumed, steps)
+    report.losses = _compare_losses(reference.losses, resumed.losses)
+    report.files = _compare_sets(wanted, got, ignoring)
+    return report
+
+
+class _Run:
+    """One logical run: its staging directory, and what it said over all starts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.staging = directory / "staging"
+        self.staging.mkdir(parents=True)
+        self.starts = 0
+        self.losses: dict[int, float] = {}
+
+    def newest(self) -> tuple[Path, int] | None:
+        found = [(protocol.parse_sealed_name(path.name), path) for path in self.staging.iterdir()]
+        sets = [(name[0], path) for name, path in found if name is not None]
+        step, path = max(sets, default=(-1, None))
+        return (path, step) if path is not None else None
+
+
+@dataclass
+class _Trainer:
+    command: list[str]
+    ranks: int
+    has_launcher: bool
+    environment: dict[str, str]
+    loss_of: Callable[[str], tuple[int, float] | None]
+    limit_s: float
+
+    def until_saved(self, run: _Run, moment: int | str) -> Path:
+        """Start the trainer, have it saved at this moment, and kill it; the sealed set."""
+        run.starts += 1
+        events: queue.SimpleQueue[Message | str | int] = queue.SimpleQueue()
+        stand_in = _StandIn(run, self.ranks, moment, events.put)
+        processes: list[subprocess.Popen[str]] = []
+        errors = run.directory / f"stderr-{run.starts}"
+        try:
+            with errors.open("w") as stderr:
+                for rank in range(1 if self.has_launcher else self.ranks):
+                    process = self._start(run, stand_in, rank, stderr)
+                    processes.append(
+                        process
+                    )  # one by one: what was started is ended, come what may
+            threads = [
+                threading.Thread(target=_read, args=(process, events.put), daemon=True)
+                for process in processes
+            ]
+            for thread in threads:
+                thread.start()
+            answer = self._wait(run, stand_in, moment, events)
+            if isinstance(answer, str):
+                tail = errors.read_text(errors="replace")[-2000:]
+                raise TrainerFailedError(
+                    f"start {run.starts}, waiting for {moment!r}: {answer}\n{tail}"
+                )
+            return run.staging / answer.directory
+        finally:
+            stand_in.kill(processes)
+            stand_in.close()
+
+    def _start(
+        self, run: _Run, stand_in: _StandIn, rank: int, stderr: Any
+    ) -> subprocess.Popen[str]:
+        variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: stand_in.path}
+        if not self.has_launcher and self.ranks > 1:
+            variables |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "LOCAL_WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(stand_in.free_port),
+                "TORCHELASTIC_RUN_ID": "check",
+                "TORCHELASTIC_RESTART_COUNT": str(run.starts),
+            }
+        return subprocess.Popen(  # noqa: S603 - to run the command given is what this is for
+            self.command,
+            env={**variables, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def _wait(
+        self,
+        run: _Run,
+        stand_in: _StandIn,
+        moment: int | str,
+        events: queue.SimpleQueue[Message | str | int],
+    ) -> Sealed | str:
+        """The sealed set, or what went wrong."""
+        give_up = time.monotonic() + self.limit_s
+        ended = 0
+        sealed: Sealed | None = None
+        while sealed is None:
+            try:
+                event = events.get(timeout=max(0.0, give_up - time.monotonic()))
+            except queue.Empty:
+                return f"nothing after {self.limit_s:.0f} s"
+            if isinstance(event, str):
+                found = self.loss_of(event)
+                if found is not None:
+                    run.losses[found[0]] = found[1]
+                if isinstance(moment, str) and re.search(moment, event):
+                    stand_in.request()
+            elif isinstance(event, Sealed) and event.request_id:
+                sealed = event
+            elif isinstance(event, Failed | Declined):
+                return f"the trainer did not save: {event.reason}"
+            elif isinstance(event, int):
+                ended += 1
+                if event != 0 or (ended == (1 if self.has_launcher else self.ranks)):
+                    return f"the trainer ended with {event}"
+        return sealed
+
+
+class _StandIn:
+    """The daemon's end of the socket, as far as one start of the trainer needs it."""
+
+    def __init__(
+        self, run: _Run, ranks: int, moment: int | str, tell: Callable[[Message], object]
+    ) -> None:
+        self._run = run
+        self._ranks = ranks
+        self._moment = moment
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._pids: set[int] = set()
+        self._accepted: dict[int, int] = {}
+        self._held: list[tuple[socket.socket, Message]] = []
+        self._target: protocol.Target | None = None
+        self._is_requested = isinstance(moment, int)
+        # Short, since the path of a socket is limited to about 100 characters.
+        self._directory = tempfile.TemporaryDirectory(prefix="swansong-")
+        self.path = os.path.join(self._directory.name, "socket")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen(64)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.free_port: int = probe.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def request(self) -> None:
+        """Ask for a checkpoint, once."""
+        with self._lock:
+            if not self._is_requested:
+                self._is_requested = True
+                for connection in self._connections:
+                    self._send(connection, self._request)
+
+    def kill(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        """Kill all at once: the launcher first, so that it starts nothing again."""
+        with self._lock:
+            pids = set(self._pids)
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for pid in pids - {process.pid for process in processes}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for process in processes:
+            process.wait()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for connection in self._connections:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._directory.cleanup()
+
+    @property
+    def _request(self) -> Message:
+        return protocol.Request(
+            id=f"check-{self._run.starts}", reason="resume check", seconds_left=3600.0
+        )
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid = struct.unpack("3i", peer)[0]
+            rank = 0
+            try:
+                while data := connection.recv(protocol.MAX_MESSAGE_BYTES):
+                    message = protocol.decode(data)
+                    if isinstance(message, Hello):
+                        rank = message.rank
+                        self._welcome(connection, pid)
+                    elif isinstance(message, protocol.RestoreQuery):
+                        self._restore(connection, message.query_id)
+                    elif isinstance(message, Accepted):
+                        self._agree(rank, message)
+                    self._tell(message)
+            except OSError:
+                pass
+            finally:
+                with self._lock:
+                    self._pids.discard(pid)
+                    if connection in self._connections:
+                        self._connections.remove(connection)
+
+    def _welcome(self, connection: socket.socket, pid: int) -> None:
+        with self._lock:
+            self._pids.add(pid)
+            self._connections.append(connection)
+            self._send(
+                connection, protocol.Welcome("check", str(self._run.staging), self._run.starts)
+            )
+            # Before its question is answered, so that it cannot have passed the step.
+            if self._is_requested:
+                self._send(connection, self._request)
+
+    def _restore(self, connection: socket.socket, query_id: str) -> None:
+        found = self._run.newest()
+        path, step = (str(found[0]), found[1]) if found is not None else ("", -1)
+        answer = protocol.Restored(query_id, path, step, self._run.starts)
+        with self._lock:
+            # With a step in mind, nobody trains before all ranks know it.
+            if isinstance(self._moment, int) and self._target is None:
+                self._held.append((connection, answer))
+            else:
+                self._send(connection, answer)
+
+    def _agree(self, rank: int, accepted: Accepted) -> None:
+        with self._lock:
+            self._accepted[rank] = accepted.step
+            if len(self._accepted) < self._ranks:
+                return
+            step = max(self._accepted.values()) + 1
+            if isinstance(self._moment, int):
+                step = max(step, self._moment)
+            self._target = protocol.Target(accepted.request_id, step)
+            for connection in self._connections:
+                self._send(connection, self._target)
+            for connection, answer in self._held:
+                self._send(connection, answer)
+            self._held.clear()
+
+    @staticmethod
+    def _send(connection: socket.socket, message: Message) -> None:
+        try:
+            connection.send(protocol.encode(message))
+        except OSError:
+            pass  # it has just ended; its process says so as well
+
+
+def _read(process: subprocess.Popen[str], tell: Callable[[str | int], object]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            tell(line)
+    tell(process.wait())
+
+
+def _json_loss(line: str) -> tuple[int, float] | None:
+    try:
+        said = json.loads(line)
+        return int(said["step"]), float(said["loss"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _step_of(path: Path) -> int:
+    name = protocol.parse_sealed_name(path.name)
+    assert name is not None
+    return name[0]
+
+
+def _compare_losses(wanted: dict[int, float], got: dict[int, float]) -> int:
+    both = sorted(wanted.keys() & got.keys())
+    for step in both:
+        if struct.pack("d", wanted[step]) != struct.pack("d", got[step]):
+            raise ResumeMismatchError(
+                f"the loss of step {step} is {got[step]!r}, and {wanted[step]!r} without interruption"
+            )
+    return len(both)
+
+
+def _compare_sets(wanted: Path, got: Path, ignoring: str) -> int:
+    def files(directory: Path) -> dict[str, Path]:
+        found = (path for path in directory.rglob("*") if path.is_file())
+        # Manifests tell of the request, which is not the same.
+        named = {str(path.relative_to(directory)): path for path in found}
+        return {
+            name: path
+            for name, path in named.items()
+            if not re.fullmatch(r"rank-\d+\.json", name) and not re.search(ignoring, name)
+        }
+
+    ours, theirs = files(wanted), files(got)
+    if ours.keys() != theirs.keys():
+        raise ResumeMismatchError(f"files differ: {sorted(ours.keys() ^ theirs.keys())}")
+    if _step_of(wanted) != _step_of(got):
+        raise ResumeMismatchError(f"{got.name} is not of the step of {wanted.name}")
+    for name, path in ours.items():
+        before, after = path.read_bytes(), theirs[name].read_bytes()
+        if before != after:
+            where = _first_difference(name, before, after)
+            raise ResumeMismatchError(f"{name} differs: {where}")
+    return len(ours)
+
+
+def _first_difference(name: str, before: bytes, after: bytes) -> str:
+    if name.endswith(".json"):
+
+        def walk(a: Any, b: Any, path: str) -> str:
+            if type(a) is type(b) and isinstance(a, dict) and a.keys() == b.keys():
+                return next(walk(a[key], b[key], f"{path}.{key}") for key in a if a[key] != b[key])
+            if type(a) is type(b) and isinstance(a, list) and len(a) == len(b):
+                place = next(place for place, item in enumerate(a) if item != b[place])
+                name = a[place][0] if isinstance(a[place], list) and a[place] else place
+                return walk(a[place], b[place], f"{path}[{name!r:.60}]")
+            return f"{path} is {b!r:.100}, and {a!r:.100} without interruption"
+
+        return walk(json.loads(before), json.loads(after), "")
+    pairs = enumerate(zip(before, after, strict=False))
+    place = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
+    return f"from byte {place} of {len(before)} on"

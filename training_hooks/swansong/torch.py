@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training state of a PyTorch job: one process, DDP and FSDP2 alike.
+
+::
+
+    from swansong.torch import TrainingState
+
+    state = TrainingState(model, optimizer, scheduler=scheduler, loader=loader)
+    guard = swansong.attach(state)
+    for step in range(guard.restore(), total_steps):
+        loss = train_one_step()
+        guard.step(step + 1, loss=loss)
+    guard.close()
+
+The training loop stands still only while the state is copied to host memory; files are written from there.
+No rank waits for another in a save, there are no collectives in it, and nothing is gathered.  Loading reads
+safetensors and JSON: nothing in a checkpoint can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from swansong._agree import Ranks
+from swansong._torch_files import Arena, signature_of
+from swansong._torch_loader import ResumableLoader
+from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector
+from swansong.state import decode_tree, set_generators, take_generators
+
+__all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
+
+_GENERATORS, _VALUES = "generators", "values"
+_OTHERS = "others"
+"""Files of this name hold the tensors of all that is neither model nor optimizer."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+log = logging.getLogger("swansong")
+
+
+class TrainingState:
+    """All that decides about the next optimizer step, of one rank.
+
+    Saved along with the objects: :attr:`values`, and the generators of ``random``, numpy, torch and
+    every CUDA device.
+
+    Args:
+        model: as it is trained: plain, ``DistributedDataParallel``, or after ``fully_shard``.  Give the
+            wrapped model, since only then is it known what the ranks have in common.
+        optimizer: for it; made after wrapping, as usual.
+        scheduler, scaler: of the learning rate, and ``torch.amp.GradScaler``.
+        loader: anything with ``state_dict()``, such as :class:`ResumableLoader` or torchdata's
+            ``StatefulDataLoader``.
+        resize: is asked when another number of ranks saved: gets the name and, by old rank, the
+            states of an object that each rank has of its own, and returns the one for this rank.  Without
+            it such a checkpoint is refused if there is such an object (``loader`` and ``others``).
+        others: more objects: modules, optimizers, ``torch.Generator``, numpy ``Generator``, anything with
+            ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        TypeError, ValueError: an object or a name that cannot be saved.
+    """
+
+    in_background = True
+    reads_whole_set = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        resize: Callable[[str, list[Any]], Any] | None = None,
+        **others: Any,
+    ) -> None:
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        objects = {**named, "loader": loader, **others}
+        self.values: dict[str, Any] = {}
+        """Whatever else must come back: epoch, best metric.  Plain values, the same on all ranks."""
+        self._objects = {name: item for name, item in objects.items() if item is not None}
+        for name, item in self._objects.items():
+            if not _NAME.fullmatch(name) or name in (_GENERATORS, _VALUES, _OTHERS):
+                raise ValueError(f"{name!r} cannot be the name of an object")
+            if not _is_generator(item) and not hasattr(item, "load_state_dict"):
+                raise TypeError(
+                    f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
+                )
+        self._resize = resize
+        self._ranks = Ranks.from_environment()
+        self._arenas: list[Arena | None] = [None, None]
+
+    # ------------------------------------------------------------ saving
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the state to host memory; what is returned writes the copy.
+
+        The memory of the last copy but one is used again: write, or drop, copies in their order.
+
+        Raises:
+            TypeError: something is of a kind that cannot be written; says what.
+        """
+        index: dict[str, Any] = {
+            "format": FORMAT,
+            "rank": self._ranks.rank,
+            "world_size": self._ranks.world_size,
+            "torch": torch.__version__,
+        }
+        others = Collector(_OTHERS, self._ranks.rank, self._ranks.world_size)
+        collectors = [others]
+        objects: dict[str, Any] = {}
+        common = self._common_memory()
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+                objects[name], collector = self._take(name, item, common)
+                collectors.append(collector)
+            else:
+                objects[name] = others.encode(_state_of(item), name)
+        objects[_VALUES] = others.encode(self.values, _VALUES)
+        objects[_GENERATORS] = others.encode(_take_generators(), _GENERATORS)
+        pieces = [piece for collector in collectors for piece in collector.pieces]
+        arena, spare = self._arenas
+        if arena is None or arena.signature != signature_of(pieces):
+            arena = None  # the old memory goes before the new one comes
+            self._arenas[0] = None
+            arena = Arena(pieces)
+        arena.fill(pieces)
+        self._arenas = [spare, arena]
+        groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
+        tensors = {collector.group: collector.entries for collector in collectors}
+        index |= {"objects": objects, "tensors": tensors, "files": groups}
+        text = json.dumps(index, allow_nan=False, separators=(",", ":")).encode()
+
+        def write(directory: Path) -> None:
+            arena.write(directory)
+            (directory / INDEX).write_bytes(text)
+
+        return write
+
+    def _take(
+        self, name: str, item: torch.nn.Module | torch.optim.Optimizer, common: set[int]
+    ) -> tuple[Any, Collector]:
+        is_module = isinstance(item, torch.nn.Module)
+        params = [] if is_module else _params(item)
+
+        def is_common(key: str, tensor: torch.Tensor) -> bool:
+            owner = tensor if is_module else _param_of(key, params)
+            return owner is not None and owner.data_ptr() in common
+
+        collector = Collector(
+            name,
+            self._ranks.rank,
+            self._ranks.world_size,
+            is_common=is_common,
+            may_be_sharded=True,
+        )
+        if is_module:
+            state = get_model_state_dict(item)
+            return {key: collector.encode(value, key) for key, value in state.items()}, collector
+        state = item.state_dict()
+        of_params = state.pop("state")
+        for number, values in of_params.items():
+            _check_shards(number, values, params)
+        node = {
+            "state": [
+                [number, collector.encode(values, f"state.{number}")]
+                for number, values in of_params.items()
+            ],
+            "rest": collector.encode(state, "rest"),
+        }
+        return node, collector
+
+    def _common_memory(self) -> set[int]:
+        # DDP keeps parameters equal on all ranks; of anything else each rank saves its own.
+        if self._ranks.world_size == 1:
+            return set()
+        return {
+            parameter.data_ptr()
+            for item in self._objects.values()
+            if isinstance(item, torch.nn.Module)
+            for module in item.modules()
+            if isinstance(module, DistributedDataParallel)
+            for name, parameter in module.module.named_parameters()
+            if parameter.numel() and name not in module.parameters_to_ignore
+        }
+
+    # ------------------------------------------------------------ loading
+
+    def load(self, directory: Path) -> None:
+        """Give every object the state that it had.
+
+        Args:
+            directory: with the parts of all ranks.
+
+        Raises:
+            ValueError, KeyError, TypeError, OSError: what is missing or does not fit.  The state may then
+                be half loaded.
+        """
+        found = CheckpointSet(directory)
+        is_resized = found.world_size != self._ranks.world_size
+        source = self._ranks.rank % found.world_size
+        nodes = found.indexes[source]["objects"]
+        missing = self._objects.keys() - nodes.keys()
+        if missing:
+            raise KeyError(f"the checkpoint holds no state for {sorted(missing)}")
+        unused = nodes.keys() - self._objects.keys() - {_GENERATORS, _VALUES}
+        if unused:
+            log.warning("the checkpoint also holds %s, which nothing here takes", sorted(unused))
+        if is_resized:
+            self._check_resize(found)
+        get = _getter(_read(found, source, _OTHERS, {}))
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module):
+                _load_module(found, source, name, item)
+            elif isinstance(item, torch.optim.Optimizer):
+                _load_optimizer(found, source, name, item)
+            elif is_resized and self._is_per_rank(name):
+                assert self._resize is not None
+                olds = [_decode(found, rank, name) for rank in range(found.world_size)]
+                _set_state(item, self._resize(name, olds))
+            else:
+                _set_state(item, decode_tree(nodes[name], get))
+        self.values.clear()
+        self.values.update(decode_tree(nodes[_VALUES], get))
+        # Last, since loading the objects may have drawn from them.
+        generators = decode_tree(nodes[_GENERATORS], get)
+        if is_resized and self._ranks.rank >= found.world_size:
+            _reseed(generators, self._ranks.rank)
+        else:
+            _set_generators(generators)
+
+    def _is_per_rank(self, name: str) -> bool:
+        item = self._objects[name]
+        is_of_job = isinstance(item, torch.nn.Module | torch.optim.Optimizer)
+        return not is_of_job and name not in ("scheduler", "scaler")
+
+    def _check_resize(self, found: CheckpointSet) -> None:
+        own = [name for name in self._objects if self._is_per_rank(name)]
+        if own and self._resize is None:
+            raise ValueError(
+                f"{found.world_size} ranks saved it and {self._ranks.world_size} are here now: each rank"
+                f" has its own {' and '.join(own)}; give TrainingState resize= to say what becomes of it"
+            )
+        log.warning(
+            "%s ranks saved the checkpoint and %s are here: training goes on, but not bit by bit as before",
+            found.world_size,
+            self._ranks.world_size,
+        )
+
+
+def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint in host memory, without a model; for evaluation and export.
+
+    Args:
+        directory: of the checkpoint, with the parts of all ranks.
+        name: of the object in :class:`TrainingState`.
+
+    Raises:
+        KeyError, ValueError, OSError: there is no such object, or a file is missing or broken.
+    """
+    found = CheckpointSet(Path(directory))
+    nodes = found.indexes[0]["objects"][name]
+    tensors = _read(found, 0, name, {})
+    return {
+        key: tensors[node["tensor"]]
+        for key, node in nodes.items()
+        if isinstance(node, dict) and "tensor" in node
+    }
+
+
+def seed_all(seed: int) -> None:
+    """Seed ``random``, torch with all its devices, and numpy if it is in use."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def shield_worker(_worker_id: int = 0) -> None:
+    """A ``worker_init_fn``: signals meant for the trainer do not kill the data loader's workers."""
+    import signal  # noqa: PLC0415 - only workers need it
+
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+# ---------------------------------------------------------------- objects
+
+
+def _is_generator(item: Any) -> bool:
+    return isinstance(item, torch.Generator) or hasattr(item, "bit_generator")
+
+
+def _state_of(item: Any) -> Any:
+    if isinstance(item, torch.Generator):
+        return item.get_state()
+    return item.bit_generator.state if hasattr(item, "bit_generator") else item.state_dict()
+
+
+def _set_state(item: Any, state: Any) -> None:
+    if isinstance(item, torch.Generator):
+        item.set_state(state)
+    elif hasattr(item, "bit_generator"):
+        item.bit_generator.state = state
+    else:
+        item.load_state_dict(state)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
+    """The parameter that ``state.<number>...`` belongs to."""
+    match = re.match(r"state\.(\d+)\b", key)
+    return params[int(match[1])] if match and int(match[1]) < len(params) else None
+
+
+def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, DTensor) and value.shape != params[key].shape:
+            raise TypeError(
+                f"the optimizer's {name!r} is sharded, but not in the shape of its parameter"
+            )
+
+
+def _read(
+    found: CheckpointSet, source: int, group: str, targets: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All tensors of an object by key: ``targets`` filled in place, others in host memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key in found.indexes[source]["tensors"][group]:
+        if key in targets:
+            tensors[key] = targets[key]
+        else:
+            shape, dtype = found.shape_and_dtype(source, group, key)
+            tensors[key] = torch.empty(shape, dtype=dtype)
+    found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
+    return tensors
+
+
+def _getter(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, Any], Any]:
+    def get(word: str, key: Any) -> Any:
+        if word == "tensor":
+            return tensors[key]
+        if word in ("array", "scalar"):
+            array = tensors[key].numpy()
+            return array if word == "array" else array[()]
+        raise ValueError(f"{INDEX} holds {word!r:.40}, which this version does not know")
+
+    return get
+
+
+def _decode(found: CheckpointSet, source: int, name: str) -> Any:
+    get = _getter(_read(found, source, _OTHERS, {}))
+    return decode_tree(found.indexes[source]["objects"][name], get)
+
+
+def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
+    state = get_model_state_dict(module)
+    nodes = found.indexes[source]["objects"][name]
+    for what, keys in (
+        ("lacks", state.keys() - nodes.keys()),
+        ("has", nodes.keys() - state.keys()),
+    ):
+        if keys:
+            some = ", ".join(sorted(keys)[:5])
+            raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
+    targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    get = _getter(_read(found, source, name, targets))
+    set_model_state_dict(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+
+
+def _load_optimizer(
+    found: CheckpointSet, source: int, name: str, optimizer: torch.optim.Optimizer
+) -> None:
+    params = _params(optimizer)
+    targets = {}
+    for key in found.indexes[source]["tensors"][name]:
+        param = _param_of(key, params)
+        if isinstance(param, DTensor):
+            shape, dtype = found.shape_and_dtype(source, name, key)
+            if shape == param.shape:
+                targets[key] = torch.empty_like(param.detach(), dtype=dtype)
+    get = _getter(_read(found, source, name, targets))
+    node = found.indexes[source]["objects"][name]
+    state = {key: decode_tree(value, get) for key, value in node["state"]}
+    optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
+
+
+# ---------------------------------------------------------------- generators
+
+
+def _take_generators() -> dict[str, Any]:
+    generators = {**take_generators(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators["cuda"] = torch.cuda.get_rng_state_all()
+    return generators
+
+
+def _set_generators(generators: Mapping[str, Any]) -> None:
+    set_generators(generators)
+    torch.set_rng_state(generators["torch"])
+    if torch.cuda.is_available():
+        for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _reseed(generators: Mapping[str, Any], rank: int) -> None:
+    """Generators for a rank that nobody saved: unlike all others, and the same whenever it is done."""
+    facts = bytes(generators["torch"].tolist()) + rank.to_bytes(8, "big")
+    seed_all(int.from_bytes(hashlib.sha256(facts).digest()[:8], "big"))
