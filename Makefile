@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vm image check bench bench-beside bench-notices format clean
+.PHONY: help setup demo test test-system test-vm image check bench bench-beside bench-notices format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -29,7 +29,10 @@ demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, r
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
 test: $(STAMP)  ## all tests but those of whole machines
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vm --ignore=tests/system/nspawn $(PYTEST_ARGS)
+
+test-system: $(STAMP)  ## the image in containers with a real systemd; as root, with systemd-container and mmdebstrap
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
 
 test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 minutes (PYTEST_ARGS='-k button_alone' for one)
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)

@@ -41,7 +41,7 @@ PATH=$PATH:$PWD/.venv/bin
 
 if have shellcheck "shell scripts"; then
 	mapfile -t scripts < <(find . \( -name '.?*' -o -name build \) -prune -o -name '*.sh' -print)
-	check "shell scripts" shellcheck "${scripts[@]}" .ci/run
+	check "shell scripts" shellcheck "${scripts[@]}" .ci/run systemd/nvme/swansong-nvme
 fi
 
 if have systemd-analyze "units"; then
@@ -49,19 +49,23 @@ if have systemd-analyze "units"; then
 	root=$scratch/root
 	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
 	ln -s usr/lib "$root/lib"
-	for program in bin/sh bin/rm opt/swansong/bin/swansongd opt/swansong/bin/swansong; do
-		install -m 0755 /dev/null "$root/$program"
+	programs=(bin/sh bin/rm opt/swansong/bin/swansongd opt/swansong/bin/swansong)
+	programs+=(usr/lib/swansong/swansong-nvme usr/bin/systemd-tmpfiles)
+	for program in "${programs[@]}"; do
+		install -D -m 0755 /dev/null "$root/$program"
 	done
 	for units in /usr/lib/systemd/system /lib/systemd/system; do
 		[ -d "$root/usr/lib/systemd/system" ] || [ ! -d "$units" ] || cp -r "$units" "$root/usr/lib/systemd/"
 	done
 	cp -r systemd/*.service systemd/trainer.service.d "$root/etc/systemd/system/"
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
-	for unit in swansongd.service swansong-restore@my-run.service trainer.service; do
+	for unit in swansongd.service swansong-restore@my-run.service swansong-nvme.service trainer.service; do
 		check "$unit is understood" systemd-analyze verify --man=no --recursive-errors=no \
 			--root="$root" "/etc/systemd/system/$unit"
 	done
 	for unit in systemd/*.service; do
+		# It mounts, for all to see, and is over before anything else begins: no sandbox does that.
+		[ "$unit" != systemd/swansong-nvme.service ] || continue
 		check "exposure of ${unit#systemd/} is at most 2.0" systemd-analyze security --offline=true \
 			--threshold=20 --no-pager "$unit"
 	done

@@ -22,6 +22,8 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
+_LOOK_BACK = 5
+"""Among so many newest claims the one of an incarnation is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +36,49 @@ class Claim:
 
 
 def claim_generation(
-    store: ObjectStore, keys: RunKeys, *, identity: Mapping[str, object], nonce: str
+    store: ObjectStore,
+    keys: RunKeys,
+    *,
+    identity: Mapping[str, object],
+    nonce: str,
+    incarnation: str = "",
 ) -> Claim:
     """Claim the next generation of the run; whoever loses the race for a number takes a later one.
 
     The claim is then created once more: a store that lets that happen ignores create-if-absent.  The
     bytes are the same, so nothing is damaged by asking.
 
+    With an ``incarnation``, VMs that name the same one share a generation: the first claims it.
+
     Args:
         identity: who claims: instance, boot, host name; for people.
         nonce: tells this claim from everybody else's.
+        incarnation: names one start of a job over several VMs; empty for a run on one VM.
 
     Raises:
+        FencedError: the incarnation has a generation, and another one has taken the run over since.
         StoreError: the store failed, or the race was lost too often.
     """
     generation = newest_generation(store, keys)
+    for number in range(generation, max(0, generation - _LOOK_BACK), -1) if incarnation else ():
+        if _claim_body(store, keys.generation(number)).get("incarnation") == incarnation:
+            if number < generation:
+                raise FencedError(number, generation)
+            return Claim(number, honours_if_absent=True)
     for _ in range(_CLAIM_ATTEMPTS_MAX):
         generation += 1
         key = keys.generation(generation)
         body = {"version": 1, "run": keys.run, "generation": generation, "nonce": nonce}
+        if incarnation:
+            body["incarnation"] = incarnation
         data = json.dumps({**body, "identity": dict(identity)}, sort_keys=True).encode()
         try:
             store.put(key, data, if_absent=True)
         except Exists:
-            if not _is_ours(store, key, nonce):
+            winner = _claim_body(store, key)
+            if incarnation and winner.get("incarnation") == incarnation:
+                return Claim(generation, honours_if_absent=True)
+            if winner.get("nonce") != nonce:
                 continue
         try:
             store.put(key, data, if_absent=True)
@@ -67,12 +88,12 @@ def claim_generation(
     raise StoreError(f"lost the race for {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}")
 
 
-def _is_ours(store: ObjectStore, key: str, nonce: str) -> bool:
+def _claim_body(store: ObjectStore, key: str) -> Mapping[str, object]:
     try:
         body = json.loads(store.get(key))
     except (NotFound, ValueError):
-        return False
-    return isinstance(body, dict) and body.get("nonce") == nonce
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:

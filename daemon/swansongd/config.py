@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 from urllib.parse import unquote, urlsplit
 
 from swansong.protocol import DEFAULT_SOCKET
@@ -45,6 +45,11 @@ _section = dataclass(frozen=True, slots=True, kw_only=True)
 @_section
 class RunConfig:
     name: str = _key(read.run_name)
+    several_vms: bool = _key(read.yes_or_no, default=False)
+    """The job may run on several VMs at once; each has this set."""
+    checkpoint_interval_s: float | None = _key(read.interval, default=None)
+    """None: by the measured cost of a save and the interruptions that were seen."""
+    mtbf_s: float = _key(read.duration, default=4 * 3600.0, key="mtbf")
 
 
 @_section
@@ -59,6 +64,18 @@ class StoreConfig:
     region: str | None = _key(
         read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"), default=None
     )
+    profile: str | None = _key(
+        read.text(r"[^\x00-\x1f\]]{1,128}", "give a profile of the AWS configuration"), default=None
+    )
+    ca_bundle: Path | None = _key(read.path, default=None)
+    """None: what this VM trusts."""
+    addressing: Literal["auto", "path", "virtual"] = _key(
+        read.one_of("auto", "path", "virtual"), default="auto"
+    )
+    checksums: Literal["trailer", "header"] = _key(
+        read.one_of("trailer", "header"), default="trailer"
+    )
+    abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
 
 
 @_section
@@ -98,6 +115,8 @@ class TrainerConfig:
     users: tuple[str | int, ...] = _key(read.users, default=())
     """Who may speak on the socket and own staged files, besides root and the daemon's own user."""
     settle_s: float = _key(read.duration, default=2.0)
+    stall_steps: float = _key(read.factor, default=20.0)
+    stall_min_s: float = _key(read.duration, default=60.0)
 
     @property
     def signal_number(self) -> int | None:
@@ -115,8 +134,10 @@ class DeadlineConfig:
 
 @_section
 class FlushConfig:
-    connections: int = _key(read.connections, default=8)
+    connections: int = _key(read.connections, default=32)
     part_size_bytes: int = _key(read.part_size, default=16 * 2**20, key="part_size")
+    background_bytes_per_s: float | None = _key(read.rate, default=None)
+    """None: as fast as it goes; so always while an evacuation is open."""
 
 
 @_section

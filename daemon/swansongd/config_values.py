@@ -21,6 +21,9 @@ from swansongd.digests import PART_SIZE_BYTES_MAX
 PART_SIZE_BYTES_MIN = 5 * 2**20
 """What S3 demands of all parts but the last."""
 
+RATE_BYTES_PER_S_MIN = 100_000
+"""A window takes ten seconds then: a request must not look stalled for being held back."""
+
 
 class Wrong(Exception):
     """A value is unusable: what is wrong with it, and what would be right."""
@@ -73,6 +76,12 @@ def one_of(*words: str) -> Reader:
     return read
 
 
+def yes_or_no(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise Wrong("is neither true nor false", "write true or false, without quotes")
+    return value
+
+
 def path(value: object) -> Path:
     good = isinstance(value, str) and value.isprintable() and value.startswith("/")
     if not good or ".." in str(value).split("/"):
@@ -113,20 +122,44 @@ def duration(value: object) -> float:
     return seconds
 
 
+def interval(value: object) -> float | None:
+    """A duration in seconds; None for ``auto``."""
+    return None if value == "auto" else duration(value)
+
+
+def factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
+        raise Wrong("is no number above 1", "give a number such as 20")
+    return float(value)
+
+
+def _size(value: object, remedy: str) -> float:
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _SIZE_UNITS:
+        unit_bytes: int = _SIZE_UNITS[match[2]]
+        return float(match[1]) * unit_bytes
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise Wrong("is no size", remedy)
+
+
 def part_size(value: object) -> int:
     """A part size in bytes."""
     remedy = 'give bytes as a number, or a string such as "16MiB", from 5MiB to 1GiB'
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2] in _SIZE_UNITS:
-        size = float(match[1]) * _SIZE_UNITS[match[2]]
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        raise Wrong("is no size", remedy)
+    size = _size(value, remedy)
     if size != int(size):
         raise Wrong("is no whole number of bytes", remedy)
     if not PART_SIZE_BYTES_MIN <= size <= PART_SIZE_BYTES_MAX:
         raise Wrong("is out of range", remedy)
     return int(size)
+
+
+def rate(value: object) -> float | None:
+    """A number of bytes a second; None for 0, which means no limit."""
+    remedy = 'give bytes for each second as a number, or a string such as "200MB"; 0 for no limit'
+    size = _size(value, remedy)
+    if size and not RATE_BYTES_PER_S_MIN <= size < math.inf:
+        raise Wrong("is too slow for a checkpoint to get through", remedy)
+    return size or None
 
 
 def utc_instant(value: object) -> datetime:

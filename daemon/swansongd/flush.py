@@ -17,6 +17,7 @@ of the daemon, and whenever a file of the set is not the same any more.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from swansongd.digests import part_count, shard_digest
 from swansongd.errors import NotFound, StagingError, SwansongError
 from swansongd.flush_parts import Cancelled, FileBody, opened, part_size_for, within_means
 from swansongd.flush_set import ADVANCE, FlushSet, Order, Outcome, Shard, Task
+from swansongd.flush_width import Width
 from swansongd.journal import SETS_MAX, HeldShard, HeldUpload, Journal
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointId, Staged, StoredShard
@@ -53,7 +55,7 @@ class FlushEngine:
         post: takes FlushProgress, Flushed and FlushFailed.
         journal: of this run and store.
         nonce: a new short random word at each call.
-        connections: how many parts travel at once.
+        connections: how many parts travel at once, at the most.
         part_size_bytes: of each part, but for large files.
         is_urgent: whether an evacuation is open.
     """
@@ -78,6 +80,8 @@ class FlushEngine:
         self._post = post
         self._journal = journal
         self._nonce = nonce
+        self._connections = connections
+        self._cpus = len(os.sched_getaffinity(0))
         self._part_size_bytes = part_size_bytes
         self._is_urgent = is_urgent
         self._monotonic = monotonic
@@ -100,7 +104,7 @@ class FlushEngine:
         Of a set that is not sealed the files so far are sent; FlushProgress is all that is heard of it,
         or FlushFailed when the store fails.
         """
-        order = Order(flush_id, staged, is_sealed)
+        order = Order(flush_id, staged, is_sealed, Width(self._connections))
         with self._changed:
             flush_set = self._sets.get(staged.id) or self._new_set(staged, generation)
             if self._active is not flush_set:
@@ -177,20 +181,28 @@ class FlushEngine:
                 if self._ordered is not None and not self._is_beginning:
                     self._is_beginning = True
                     return *self._ordered, "begin"
-                active = self._active
-                task = active.next_task() if active is not None else None
-                if active is not None and active.order is not None and task is not None:
-                    self._wake()
-                    active.order.workers += 1
-                    return active.order, active, task
+                if (open_to := self._open_to_more()) is not None:
+                    order, active = open_to
+                    if (task := active.next_task()) is not None:
+                        order.workers += 1
+                        self._wake()
+                        return order, active, task
                 self._idle += 1
                 self._changed.wait()
                 self._idle -= 1
 
     def _wake(self) -> None:
         """One worker at a time, who wakes the next: there may be less to do than there are workers."""
-        if self._idle and self._active is not None and self._active.has_task():
+        if self._idle and (open_to := self._open_to_more()) and open_to[1].has_task():
             self._changed.notify()
+
+    def _open_to_more(self) -> tuple[Order, FlushSet] | None:
+        """What is being sent, if one more worker may take part."""
+        active = self._active
+        if active is None or active.order is None:
+            return None
+        order = active.order
+        return (order, active) if order.workers < order.width.now else None
 
     def _leave(
         self,
@@ -209,7 +221,6 @@ class FlushEngine:
                 flush_set.settle(*task, outcome)
             order.workers -= task != "begin"
             self._close_if_over(order, flush_set)
-            self._wake()
         self._report(flush_set, at_once=task == "begin")
 
     def _fail(self, order: Order, flush_set: FlushSet, reason: str, *, void: bool) -> None:
@@ -307,7 +318,9 @@ class FlushEngine:
                 shard.held = held
             return
         with opened(self._directory(order), file) as fd:
-            body = _body(flush_set, shard, fd, 0, file.size_bytes, self._moved(order, flush_set))
+            body = _body(
+                flush_set, shard, fd, 0, file.size_bytes, moved=self._moved(order, flush_set)
+            )
             crc32c = self._store.put_shard(shard.key, body)
         stored = StoredShard(
             path=file.path,
@@ -352,7 +365,9 @@ class FlushEngine:
         offset = (number - 1) * upload.part_size_bytes
         size_bytes = upload.part_length_bytes(number)
         with opened(self._directory(order), shard.file) as fd:
-            body = _body(flush_set, shard, fd, offset, size_bytes, self._moved(order, flush_set))
+            body = _body(
+                flush_set, shard, fd, offset, size_bytes, moved=self._moved(order, flush_set)
+            )
             try:
                 receipt = self._store.put_part(upload, number, body)
             except NotFound as error:
@@ -425,6 +440,8 @@ class FlushEngine:
                 return
             self._progress_mono_s = now
             sent_bytes = sum(list(order.sent_bytes.values()))
+            order.width.look(now, sent_bytes, time.process_time(), self._cpus)
+            self._wake()
             progress = FlushProgress(order.flush_id, flush_set.bytes_stored, sent_bytes)
         self._post(progress)
 
@@ -439,12 +456,13 @@ def _body(
     fd: int,
     offset: int,
     size_bytes: int,
+    *,
     moved: Callable[[int], None] = lambda _bytes: None,
 ) -> FileBody:
     def is_unwanted() -> bool:
         return not flush_set.wants(shard)
 
-    return FileBody(fd, shard.file.path, offset, size_bytes, is_unwanted, moved)
+    return FileBody(fd, shard.file.path, offset, size_bytes, is_unwanted=is_unwanted, moved=moved)
 
 
 def _agree(ours: PartReceipt, theirs: PartReceipt | None) -> bool:

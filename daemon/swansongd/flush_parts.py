@@ -90,6 +90,7 @@ class FileBody:
         path: str,
         offset: int,
         size_bytes: int,
+        *,
         is_unwanted: Callable[[], bool],
         moved: Callable[[int], None] = lambda _bytes: None,
     ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swansongd.digests import part_count
+from swansongd.flush_width import Width
 from swansongd.journal import Held, HeldShard, HeldUpload
 from swansongd.model import Staged, StagedFile
 from swansongd.staging.scan import SetDirectory
@@ -63,13 +64,14 @@ class Order:
     flush_id: str
     staged: Staged
     is_sealed: bool
+    width: Width
     is_ending: bool = False
     sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that none waits for another to count."""
     directory: SetDirectory | None = None
     """Of the set, once a file of it has been opened."""
     workers: int = 0
-    """That may be using it."""
+    """That are at a task of it."""
 
     def moved(self, size_bytes: int) -> None:
         """So much has left, or less than that had; without a lock, from any thread."""

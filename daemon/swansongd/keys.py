@@ -57,10 +57,17 @@ class RunKeys:
         return f"{self.data}{generation:08d}/{name}/{node:05d}/{path}"
 
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
-        return f"{self.commits}{ref.generation:08d}/{ref.step:012d}/{node:05d}-of-{nodes:05d}.json"
+        return f"{self.parts(ref)}{node:05d}-of-{nodes:05d}.json"
+
+    def farewell_prefix(self, generation: int) -> str:
+        return f"{self.farewells}{generation:08d}-"
+
+    def parts(self, ref: CommitRef) -> str:
+        """What the keys of all manifests of one checkpoint begin with."""
+        return f"{self.commits}{ref.generation:08d}/{ref.step:012d}/"
 
     def farewell(self, generation: int, stamp: str) -> str:
-        return f"{self.farewells}{generation:08d}-{stamp}.json"
+        return f"{self.farewell_prefix(generation)}{stamp}.json"
 
     def probe(self, nonce: str) -> str:
         return f"{self.run}/probes/{nonce}"

@@ -7,7 +7,7 @@ of CLOCK_MONOTONIC; wall-clock values are informational and never order anything
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -81,6 +81,24 @@ class CheckpointKind(StrEnum):
     FINAL = "final"
 
 
+def is_healthy(health: Mapping[str, float]) -> bool | None:
+    """Whether the loss with which a checkpoint was taken is finite; None where the trainer gave none."""
+    is_finite = health.get("loss_is_finite")
+    return None if is_finite is None else is_finite != 0.0
+
+
+def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The health of a checkpoint from that of its ranks, or of its nodes.
+
+    Values are averaged over those that have them; one loss that is not finite makes the whole unhealthy.
+    """
+    merged = {}
+    for name in sorted({name for health in healths for name in health}):
+        values = [float(health[name]) for health in healths if name in health]
+        merged[name] = min(values) if name == "loss_is_finite" else sum(values) / len(values)
+    return merged
+
+
 class Verdict(StrEnum):
     """How an evacuation ended."""
 
@@ -152,6 +170,8 @@ class StoredShard:
     key: str
     part_size_bytes: int
     """The digest is a two-level one over parts of this size."""
+    crc32c: int
+    """Of all its bytes; what the store itself has checked, where it can."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -175,11 +195,21 @@ class TrainerView:
     rank: int
     world_size: int
     local_world_size: int
+    nodes: int = 1
+    """How many VMs the job has."""
     step: int = -1
     """Last step that it reported as done; -1 before the first."""
     save_s: float | None = None
     """How long its last save took."""
     save_bytes: int | None = None
+    snapshot_s: float | None = None
+    """For how long of it training stood still."""
+    step_s: float | None = None
+    """Its usual time for a step."""
+    loss: float | None = None
+    loss_is_finite: bool | None = None
+    takes_periodic: bool = False
+    """It leaves it to the daemon to say when a periodic checkpoint is due."""
     reported_mono_s: float | None = None
     is_connected: bool = True
     """False when the connection is gone but the process may still live, and come back."""

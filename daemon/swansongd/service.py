@@ -8,15 +8,15 @@ does blocking IO and posts events; at the end the process leaves without waiting
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import queue
-import secrets
 import signal
 import threading
 import time
 from collections import deque
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -24,20 +24,20 @@ import structlog
 from swansong import protocol
 
 import swansongd
-from swansongd.clerk import Clerk
 from swansongd.config import Config
 from swansongd.core import machine
 from swansongd.core.events import (
     Action,
     AskTrainers,
     CancelFlush,
+    CheckComplete,
     CheckFence,
+    ClaimGeneration,
     CommitManifest,
     Conclude,
     Event,
     Exit,
-    Flushed,
-    FlushFailed,
+    JoinGeneration,
     Log,
     Mark,
     NoticeRaised,
@@ -56,26 +56,21 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, State
 from swansongd.errors import ConfigError, StagingError
-from swansongd.flush import FlushEngine
-from swansongd.keys import RunKeys
-from swansongd.model import Severity, Verdict
+from swansongd.model import CommitRef, Severity, Verdict
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws_events import AwsAsgSource
-from swansongd.sources.base import HealthTracker
 from swansongd.sources.metadata import DEFAULT_URL
-from swansongd.sources.opening import open_deadline, open_sources
+from swansongd.sources.opening import open_deadline, open_sources, shortest_grace_s
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
-from swansongd.stores import addresses
-from swansongd.stores.opening import open_store
-from swansongd.stores.retry import Retrying
-from swansongd.stores.warm import Warmer
+from swansongd.storage import Storage, utc_now
 from swansongd.telemetry import log as logs
-from swansongd.telemetry.report import STORE_HEALTH, status_line, status_report
+from swansongd.telemetry.kept import Kept
+from swansongd.telemetry.report import status_line, status_report
 from swansongd.telemetry.sdnotify import SystemdNotifier
 from swansongd.telemetry.timeline import Timeline
 from swansongd.trainers.channel import TrainerChannel
@@ -86,11 +81,6 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
-_SMALL_CONNECTIONS = 4
-"""Beside those of the flush: for the clerk, a restore, and keeping warm."""
-_CALL_BUDGET_S = 20.0
-"""How long one call to the store is tried again in the background before it counts as failed."""
-_STORE_BLIND_AFTER_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
@@ -117,52 +107,40 @@ class Service:
         self._exit: Exit | None = None
         self._timeline: Timeline | None = None
         self._notifier = SystemdNotifier(os.environ)
-        self._state = State(
-            settings=Settings(
-                reserve_s=config.deadline.reserve_s, signals_trainer=config.trainer.signal != "none"
-            )
+        self._kept = Kept(self._notifier, os.environ)
+        settings = Settings(
+            reserve_s=config.deadline.reserve_s,
+            signals_trainer=config.trainer.signal != "none",
+            background_limit_bytes_per_s=config.flush.background_bytes_per_s,
+            checkpoint_interval_s=config.run.checkpoint_interval_s,
+            mtbf_s=config.run.mtbf_s,
+            stall_steps=config.trainer.stall_steps,
+            stall_min_s=config.trainer.stall_min_s,
         )
+        self._state = State(settings=settings)
         run = config.run.name
         boot_id = _BOOT_ID.read_text().strip()
         uids = _uids(config.trainer.users)
         self._staging = prepare(config.staging.path, run)
-        backend = open_store(
-            config.store.url,
-            endpoint=config.store.endpoint,
-            region=config.store.region,
-            connections=config.flush.connections + _SMALL_CONNECTIONS,
-        )
-        addresses.remember()
-        self._warmer = Warmer(backend, stop=self._stop)
-        keys = RunKeys(run)
-        data_store, small_store = (
-            Retrying(backend, give_up_mono_s=give_up, budget_s=_CALL_BUDGET_S, stop=self._stop)
-            for give_up in (self._data_give_up, self._commit_give_up)
-        )
-        self._store_health = HealthTracker(
-            STORE_HEALTH,
-            blind_after_s=_STORE_BLIND_AFTER_S,
-            monotonic=time.monotonic,
-            post=self._post,
-        )
-        self._flush = FlushEngine(
-            data_store,
-            keys,
-            self._staging.path,
-            self._post_flush,
-            nonce=lambda: secrets.token_hex(4),
-            connections=config.flush.connections,
-            part_size_bytes=config.flush.part_size_bytes,
-        )
-        self._clerk = Clerk(
-            small_store,
-            keys,
-            self._staging.own,
+        self._storage = Storage(
+            config,
+            self._staging,
             self._post,
+            state=lambda: self._state,
             boot_id=boot_id,
-            wall=_utc_now,
-            health=self._store_health,
+            stop=self._stop,
         )
+        self._flush, self._clerk = self._storage.flush, self._storage.clerk
+        if config.run.several_vms:
+            self._state = State(
+                settings=replace(
+                    settings,
+                    several_vms=True,
+                    vm=_short_digest(f"{boot_id}{self._staging.path}"),
+                    goes_on_with=self._clerk.incarnation,
+                ),
+                incarnation=self._clerk.incarnation,
+            )
         scanner = Scanner(
             self._staging.path,
             allowed_uids=uids,
@@ -170,7 +148,13 @@ class Service:
             monotonic=time.monotonic,
         )
         self._observer = StagingObserver(scanner, self._post, _log)
-        self._rejoin = Rejoin(backend, keys, self._staging.path, lambda: self._state, self._stop)
+        self._rejoin = Rejoin(
+            self._storage.backend,
+            self._storage.keys,
+            self._staging.path,
+            lambda: self._state,
+            self._stop,
+        )
         self._channel = TrainerChannel(
             config.trainer.socket,
             run=run,
@@ -179,6 +163,8 @@ class Service:
             post=self._post,
             answer=self._answer,
             log=_log,
+            several_vms=config.run.several_vms,
+            listener_fd=self._kept.listener_fd(config.trainer.socket),
         )
         self._signal_sender = None
         if config.trainer.signal != "none":
@@ -195,6 +181,8 @@ class Service:
             stop_grace_s=config.deadline.sigterm_grace_s,
             boot_id=boot_id,
             monotonic=time.monotonic,
+            lock_fd=self._kept.lock_fd(),
+            keep_lock=self._kept.keep_lock,
         )
         cloud_sources = open_sources(
             config.sources.cloud,
@@ -223,15 +211,22 @@ class Service:
                 metadata_url=config.sources.metadata_url or DEFAULT_URL,
             )
         self._sources = [*cloud_sources, *deadline_sources, self._logind]
+        self._channel.grace_s = shortest_grace_s(
+            {source.name for source in cloud_sources},
+            assumed_grace_s=config.deadline.assumed_grace_s,
+        )
 
     def run(self) -> int:
         """Work until told to stop; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _frame: self._signals.append(number))
+        for notice in self._kept.notices(time.monotonic()):
+            self._post(NoticeRaised(notice))
         self._channel.start()
+        if self._notifier.has_systemd:
+            self._kept.keep_listener(self._channel.share_listener())
         self._observer.start()
-        self._clerk.start()
-        self._warmer.start()
+        self._storage.start()
         if self._asg_hook is not None:
             self._asg_hook.start()
         for source in self._sources:
@@ -273,6 +268,7 @@ class Service:
             self._asleep_s += slept_s
             self._step(WokeUp(slept_s), now)
         self._step(event, now)
+        self._kept.keep_notices(self._state.notices.values())
         self._hold_or_release()
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
@@ -300,13 +296,6 @@ class Service:
     def _post(self, event: Event) -> None:
         self._inbox.put(event)
 
-    def _post_flush(self, event: Event) -> None:
-        if isinstance(event, FlushFailed) and not event.void:
-            self._store_health.failed(event.reason)
-        elif isinstance(event, Flushed):
-            self._store_health.ok()
-        self._post(event)
-
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGTERM:
             threading.Thread(target=self._judge_sigterm, name="sigterm", daemon=True).start()
@@ -326,18 +315,6 @@ class Service:
             self._post(NoticeRaised(notice))
         else:
             self._post(StopRequested("stopped by the operator"))
-
-    def _data_give_up(self) -> float | None:
-        evacuation = self._state.evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None
-        return evacuation.deadline_mono_s - self._config.deadline.reserve_s
-
-    def _commit_give_up(self) -> float | None:
-        evacuation = self._state.evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None  # outlived, so far: whatever still gets through is won
-        return evacuation.deadline_mono_s
 
     # ------------------------------------------------------------------ actions
 
@@ -366,11 +343,22 @@ class Service:
             case TellFenced(generation):
                 self._channel.send(None, protocol.Fenced(generation=generation))
             case StartFlush():
-                self._flush.start(action.flush_id, action.staged, action.generation)
+                self._flush.start(
+                    action.flush_id,
+                    action.staged,
+                    action.generation,
+                    is_sealed=action.is_sealed,
+                )
             case CancelFlush(flush_id):
                 self._flush.cancel(flush_id)
             case CommitManifest():
                 self._clerk.commit(action)
+            case ClaimGeneration(after):
+                self._clerk.claim_next(after)
+            case JoinGeneration(incarnation):
+                self._clerk.join(incarnation)
+            case CheckComplete():
+                self._clerk.check_complete(action)
             case CheckFence():
                 if self._state.generation is not None:
                     self._clerk.check_fence(self._state.generation)
@@ -396,8 +384,7 @@ class Service:
     def _mark(self, mark: Mark, now: float) -> None:
         if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
             self._timeline = Timeline(mark.evacuation_id, now)
-            self._clerk.hurry()
-            self._warmer.now()
+            self._storage.hurry()
         entry = self._timeline.add(mark, now)
         _log.info("evacuation", id=mark.evacuation_id, **entry)
 
@@ -417,7 +404,7 @@ class Service:
             self._asg_hook.complete()
         generation = self._state.generation
         farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=_utc_now()
+            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
         )
         if generation is not None:
             self._clerk.farewell(generation, farewell)
@@ -440,6 +427,7 @@ class Service:
                 "version": swansongd.__version__,
                 "pid": os.getpid(),
                 "uptime_s": round(now - self._born_mono_s, 1),
+                "bytes_referenced": self._storage.bytes_referenced,
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
@@ -452,7 +440,13 @@ class Service:
                 self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
-            self._rejoin.start(message.query_id, reply)
+            if message.generation >= 0:
+                ref = CommitRef(message.generation, message.step)
+                self._rejoin.start_from(message.query_id, ref, reply)
+            elif message.rollback:
+                self._rejoin.start_rollback(message, reply, self._post)
+            else:
+                self._rejoin.start(message.query_id, reply)
 
     def _leave(self, order: Exit) -> int:
         """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""
@@ -482,10 +476,10 @@ def _uids(users: tuple[str | int, ...]) -> frozenset[int]:
     return frozenset(uids)
 
 
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _asleep_s() -> float:
     """How long this VM has been suspended since it booted."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-
-
-def _utc_now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

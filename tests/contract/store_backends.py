@@ -245,8 +245,8 @@ WRAPPED = ("file", "s3-tls", "gcs")
 def is_wanted(item: pytest.Item) -> bool:
     """Whether this test is one of the combinations of server and wrapper that are worth their time."""
     chosen = getattr(item, "callspec", None)
-    is_wrapped = chosen is not None and chosen.params.get("store") == "retrying"
-    return not is_wrapped or chosen.params.get("server_name") in WRAPPED
+    parameters: dict[str, object] = chosen.params if chosen is not None else {}
+    return parameters.get("store") != "retrying" or parameters.get("server_name") in WRAPPED
 
 
 @pytest.fixture(params=["file", *SERVERS])

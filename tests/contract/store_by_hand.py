@@ -12,7 +12,7 @@ from botocore.credentials import Credentials
 from contract.store_backends import BUCKET, Cloud
 
 
-class Signer(S3SigV4Auth):  # type: ignore[misc]
+class Signer(S3SigV4Auth):  # type: ignore[misc,unused-ignore]
     """Signs what the request says of its payload, true or not."""
 
     def __init__(self, secret_key: str = "test") -> None:
@@ -20,7 +20,7 @@ class Signer(S3SigV4Auth):  # type: ignore[misc]
 
     def _modify_request_before_signing(self, request: AWSRequest) -> None:
         declared = request.headers.get("x-amz-content-sha256")
-        super()._modify_request_before_signing(request)
+        super()._modify_request_before_signing(request)  # type: ignore[misc,unused-ignore]
         if declared:
             request.headers.replace_header("X-Amz-Content-SHA256", declared)
 

@@ -129,6 +129,33 @@ def test_a_daemon_that_starts_during_a_shutdown_learns_of_it(fake_host: FakeHost
         assert not run.is_now(Health.BLIND)
 
 
+@pytest.mark.fault("H01")
+def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -> None:
+    """A copy of each lock goes to the keeper; the next daemon has its whole delay, and lets go of it."""
+    kept: list[int] = []
+
+    def keep(lock_fd: int | None) -> None:
+        while kept:
+            os.close(kept.pop())
+        if lock_fd is not None:
+            kept.append(os.dup(lock_fd))
+
+    with SourceRun(fake_host.source(keep_lock=keep)) as run:
+        until(lambda: run.is_now(Health.OK))
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+    fake_host.shows(locks=1, shutdown="waiting")  # the source has ended, and the lock is held
+
+    again = fake_host.source(lock_fd=os.dup(kept[0]), keep_lock=keep)
+    with SourceRun(again) as run:
+        until(lambda: run.notices)
+        assert run.notices[0].deadline_quality is DeadlineQuality.DERIVED
+        fake_host.shows(locks=1, shutdown="waiting")
+        again.release()
+        fake_host.shows(locks=0, shutdown="gone")
+    assert kept == []
+
+
 def test_a_limit_that_is_too_short_is_said_with_the_remedy(fake_host: FakeHost) -> None:
     """Degraded, naming the file and the command; the shutdown is still heard of, with that limit."""
     fake_host.order("delay", max_s=5)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from bodies import BytesBody
@@ -27,7 +28,7 @@ from swansongd.errors import NotFound, StoreError, Transient
 from swansongd.stores.base import ObjectInfo, ObjectStore, PartReceipt
 
 CONTENT = os.urandom(2 * MIB + 17)
-LIMITS = {"connect_timeout_s": 1.0, "read_timeout_s": 0.5}
+LIMITS: dict[str, Any] = {"connect_timeout_s": 1.0, "read_timeout_s": 0.5}
 
 
 def careful(cloud: Cloud, **options: object) -> ObjectStore:

@@ -138,7 +138,7 @@ def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
         r"|etc/systemd/system/multi-user\.target\.wants/swansongd\.service"
         r"|etc/systemd/logind\.conf\.d/zz-swansong\.conf"
         r"|usr/lib/(sysusers|tmpfiles)\.d/swansong\.conf"
-        r"|usr/local/bin/swansong"
+        r"|usr/local/bin/swansong|usr/lib/swansong/(swansong-nvme|nvme-staging\.conf)"
         r"|etc/((passwd|group|shadow|gshadow)-?|\.pwd\.lock)"
     )
     foreign = [

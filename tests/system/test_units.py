@@ -75,6 +75,11 @@ def test_no_restart_where_it_would_change_nothing() -> None:
     assert unit["StartLimitIntervalSec"] == ["0"]
 
 
+def test_systemd_keeps_what_outlives_a_restart() -> None:
+    """There is room for the listening socket, the delay lock (old and new) and the live notices."""
+    assert int(settings(UNITS / "swansongd.service")["FileDescriptorStoreMax"][0]) >= 4
+
+
 @pytest.mark.fault("H03")
 def test_shutdown_leaves_time_for_the_flush() -> None:
     """The stop outlasts the longest grace period (120 s); the delay lock leaves GCP's 30 s a rest."""

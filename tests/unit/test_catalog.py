@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from committed import commit, file_store, object_path
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd import catalog
+from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, NotFound
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef
+from swansongd.model import CheckpointKind, CommitRef
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 
@@ -125,3 +127,49 @@ def test_a_store_that_is_not_there_is_not_an_empty_one(store: FileStore, tmp_pat
     object_path(tmp_path, "store").rmdir()
     with pytest.raises(NotFound):
         catalog.list_commits(store, KEYS)
+
+
+# ---------------------------------------------------------------- what became of earlier VMs
+
+
+def claim(store: FileStore, generation: int, claimed: str, boot: str = "") -> None:
+    identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}"}
+    store.put(KEYS.generation(generation), json.dumps({"identity": identity}).encode())
+
+
+def farewell(store: FileStore, generation: int, verdict: str, written: str) -> None:
+    body = {"verdict": verdict, "written": written}
+    store.put(KEYS.farewell(generation, written.replace(":", "")), json.dumps(body).encode())
+
+
+def test_vms_that_went_without_a_safe_farewell_are_counted(store: FileStore) -> None:
+    """One that said nothing counts, one that was SAFE does not; each lived until its last sign."""
+    claim(store, 1, "2029-12-31T23:00:00Z")
+    commit(store, {"a": b"1"}, generation=1, step=5)  # created at 2030-01-01T00:00:00Z
+    claim(store, 2, "2030-01-01T10:00:00Z")
+    farewell(store, 2, "PARTIAL", "2030-01-01T11:00:00Z")
+    farewell(store, 2, "SAFE", "2030-01-01T12:00:00Z")
+    claim(store, 3, "2030-01-01T20:00:00Z")
+    farewell(store, 3, "LOST", "2030-01-01T20:30:00Z")
+    claim(store, 4, "2030-01-02T00:00:00Z")
+    assert catalog.history(store, KEYS, 4) == History(3600 + 7200 + 1800, 2)
+    assert catalog.history(store, KEYS, 1) == History()
+
+
+def test_a_rollback_and_an_end_are_no_interruptions(store: FileStore) -> None:
+    """Two generations of one boot are one VM, and who made a final commit has ended by itself."""
+    claim(store, 1, "2030-01-01T00:00:00Z", "same")
+    claim(store, 2, "2030-01-01T01:00:00Z", "same")
+    commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
+    claim(store, 3, "2030-01-05T00:00:00Z")
+    assert catalog.history(store, KEYS, 3) == History(0.0, 0)
+
+
+def test_a_history_that_makes_no_sense_stops_nobody(store: FileStore) -> None:
+    """Clocks that ran backwards, claims and farewells that are no JSON or say nothing, many generations."""
+    for generation in range(1, 30):
+        store.put(KEYS.generation(generation), [b"{", b"[]", b'{"identity": 7}'][generation % 3])
+    store.put(KEYS.farewell(29, "x"), b"\xff")
+    claim(store, 28, "2030-01-01T00:00:00Z")
+    farewell(store, 28, "LOST", "2029-01-01T00:00:00Z")
+    assert catalog.history(store, KEYS, 30) == History(0.0, catalog.HISTORY_MAX)

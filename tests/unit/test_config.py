@@ -62,7 +62,11 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert got.deadline.reserve_s == 3.0
     assert got.deadline.assumed_grace_s == 25.0
     assert got.deadline.sigterm_grace_s == 25.0
-    assert (got.flush.connections, got.flush.part_size_bytes) == (8, 16 * 2**20)
+    assert (got.flush.connections, got.flush.part_size_bytes) == (32, 16 * 2**20)
+    assert got.flush.background_bytes_per_s is None
+    assert (got.store.profile, got.store.ca_bundle) == (None, None)
+    assert (got.store.addressing, got.store.checksums) == ("auto", "trailer")
+    assert got.store.abort_uploads_after_s == 86_400
     assert (got.log.format, got.log.level) == ("json", "info")
     assert [problem.partition(" (")[0] for problem in problems_of({})] == [
         "run.name: is missing",
@@ -222,6 +226,15 @@ def test_what_is_no_part_size(value: object) -> None:
         ("trainer__users", [True]),
         ("trainer__users", [-1]),
         ("trainer__users", ["../x"]),
+        ("flush__background_bytes_per_s", -1),
+        ("flush__background_bytes_per_s", 99_999),
+        ("flush__background_bytes_per_s", "fast"),
+        ("flush__background_bytes_per_s", True),
+        ("store__addressing", "both"),
+        ("store__checksums", "none"),
+        ("store__profile", ""),
+        ("store__ca_bundle", "ca.pem"),
+        ("store__abort_uploads_after_s", 0),
         ("flush__connections", 0),
         ("flush__connections", 8.0),
         ("flush__connections", True),
@@ -334,6 +347,15 @@ def test_load(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("value", "bytes_per_s"),
+    [(0, None), ("0MB", None), ("200MB", 200_000_000), (100_000, 100_000), ("1.5MiB", 1_572_864)],
+)
+def test_a_background_rate_is_a_size_a_second(value: int | str, bytes_per_s: float | None) -> None:
+    """0 means no limit."""
+    assert parsed(flush__background_bytes_per_s=value).flush.background_bytes_per_s == bytes_per_s
+
+
 def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one place to look, and it is the file."""
     for section, keys in section_keys().items():
@@ -341,5 +363,5 @@ def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setenv(f"SWANSONG_{section}_{key}".upper(), "9")
             monkeypatch.setenv(f"SWANSONG_{key}".upper(), "9")
     assert parse(MINIMAL) == parse(MINIMAL)
-    assert parse(MINIMAL).flush.connections == 8
+    assert parse(MINIMAL).flush.connections == 32
     assert parse(MINIMAL).trainer.socket == Path("/run/swansong/trainer.sock")

@@ -18,6 +18,7 @@ from memory_store import WINDOW_BYTES
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
 from swansongd.flush_parts import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
+from swansongd.flush_width import FIRST
 from swansongd.stores.base import Body, PartReceipt, Upload
 from waiting import until
 
@@ -289,3 +290,24 @@ def test_parts_are_as_configured_and_twice_that_for_large_files() -> None:
     sizes = [0, 16 * mib, LARGE_FILE_BYTES, LARGE_FILE_BYTES + 1, 32 * mib * PARTS_MAX + 1]
     parts = [part_size_for(size, wanted_bytes=16 * mib, least_bytes=1) for size in sizes]
     assert parts == [16 * mib, 16 * mib, 16 * mib, 32 * mib, 64 * mib]
+
+
+def test_no_more_workers_take_part_than_pays(tmp_path: Path) -> None:
+    """While nothing says that more would bring more, few of the many workers are at it."""
+    flush = Flush(tmp_path, connections=20)
+    held = threading.Event()
+    begun: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        begun.append(key)
+        assert held.wait(20)
+
+    flush.store.before = before
+    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
+    flush.engine.start("many", many, 1)
+    until(
+        lambda: len(begun) == FIRST and flush.engine._idle == 20 - FIRST, what="the first to begin"
+    )
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)
+    assert len(begun) == 20

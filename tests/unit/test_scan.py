@@ -246,6 +246,10 @@ def test_open_leaves_no_set(run: Path) -> None:
     os.mkfifo(run / "set" / "fifo")
     with pytest.raises(StagingError):
         scan.open_file(run, "set", replace(file, path="fifo"))
+    fifo = os.stat(run / "set" / "fifo")
+    itself = StagedFile(path="fifo", size_bytes=0, mtime_ns=fifo.st_mtime_ns, inode=fifo.st_ino)
+    with pytest.raises(StagingError, match="FIFO"):
+        scan.open_file(run, "set", itself)
     (run / "linked").symlink_to(run / "set")
     with pytest.raises(StagingError, match="symbolic link"):
         listing(run, "linked")

@@ -29,6 +29,7 @@ def test_a_farewell_is_the_timeline_and_the_verdict() -> None:
         "verdict": "SAFE",
         "reason": "it is committed",
         "commit": {"generation": 2, "step": 7},
+        "complete": True,
         "slack_s": 101.5,
         "timeline": [
             {"phase": "notice", "at_s": 0.0, "source": "aws.spot", "seconds_left": 120.0},

@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.opening import open_store
+from swansongd.stores.configured import open_configured
 from swansongd.stores.retry import Retrying
 from swansongd.telemetry.log import printable
 
@@ -56,7 +57,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
         ConfigError: the configuration is wrong.
     """
     config = load(args.config)
-    store = open_store(config.store.url, endpoint=config.store.endpoint, region=config.store.region)
+    store = open_configured(config.store)
     stop = threading.Event()
     before = {}
 
@@ -136,6 +137,7 @@ class ShownProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._tenths = 0
+        self._began_mono_s = time.monotonic()
         if sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -157,7 +159,9 @@ class ShownProgress:
             self._tenths = 0
         if tenths > self._tenths:
             self._tenths = tenths
-            note(f"{self._what} {tenths}0 % of {human_bytes(total_bytes)}")
+            rate = done_bytes / max(time.monotonic() - self._began_mono_s, 1e-3)
+            of_all = f"{self._what} {tenths}0 % of {human_bytes(total_bytes)}"
+            note(f"{of_all}, {human_bytes(rate)}/s")
 
     def __enter__(self) -> Self:
         if self._bar is not None:

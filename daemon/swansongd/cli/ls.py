@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from swansongd import catalog
+from swansongd import catalog, restore
 from swansongd.catalog import Commit
 from swansongd.cli.common import (
     Opened,
@@ -21,6 +21,8 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
+from swansongd.model import CommitRef, is_healthy
+from swansongd.pins import Best, pins
 from swansongd.telemetry.log import printable
 from swansongd.threads import parallel
 
@@ -29,18 +31,26 @@ HELP = "list the commits of a run, newest first"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
+    parser.add_argument(
+        "--best", metavar="METRIC", default="loss", help="name the commit with the least of this"
+    )
+    parser.add_argument(
+        "--highest", action="store_true", help="with --best: the greatest value is the best"
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         rows = _rows(here)
+        best = Best(args.best, is_highest=args.highest)
+        _pin(rows, best)
         if args.json:
             print_json(rows)
         elif not rows:
             note(f"run {here.keys.run} has no commit")
         else:
-            console().print(_table(rows))
+            console().print(_table(rows, best.metric))
     return 0
 
 
@@ -66,25 +76,42 @@ def _row(here: Opened, commit: Commit) -> dict[str, Any]:
         "size_bytes": None,
         "created": None,
         "loss": None,
+        "health": {},
+        "healthy": None,
+        "pins": [],
         "problem": None,
     }
     try:
         manifests = catalog.load(here.store, here.keys, commit)
     except CorruptError as error:
         return row | {"complete": False, "problem": error.line()}
-    first = manifests[0]
+    first, health = manifests[0], restore.health_of(manifests)
     return row | {
         "kind": str(first.kind),
         "size_bytes": sum(manifest.size_bytes for manifest in manifests),
         "created": first.created,
-        "loss": first.health.get("loss"),
+        "loss": health.get("loss"),
+        "health": health,
+        "healthy": is_healthy(health),
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _pin(rows: list[dict[str, Any]], best: Best) -> None:
+    def ref(row: dict[str, Any]) -> CommitRef:
+        return CommitRef(row["generation"], row["step"])
+
+    named = pins(((ref(row), row["health"]) for row in rows if row["complete"]), best)
+    for row in rows:
+        if row["complete"]:
+            row["pins"] = named.get(ref(row), [])
+
+
+def _table(rows: list[dict[str, Any]], metric: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("GENERATION", "STEP", "KIND", "NODES", "COMPLETE", "SIZE", "CREATED", "LOSS"):
-        right = name in ("GENERATION", "STEP", "SIZE", "LOSS")
+    head = ["GENERATION", "STEP", "KIND", "NODES", "COMPLETE", "SIZE", "CREATED"]
+    numbers = ["LOSS"] if metric == "loss" else ["LOSS", str(printable(metric)).upper()]
+    for name in (*head, *numbers, "HEALTHY", "PINNED"):
+        right = name in ("GENERATION", "STEP", "SIZE", *numbers)
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for row in rows:
         damaged = row["problem"] is not None
@@ -96,7 +123,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"no: {printable(row['problem'])}" if damaged else "yes" if row["complete"] else "no",
             "?" if row["size_bytes"] is None else human_bytes(row["size_bytes"]),
             str(printable(row["created"] or "?")),
-            "-" if row["loss"] is None else f"{row['loss']:.6g}",
+            *(_number(row["health"].get(name)) for name in dict.fromkeys(("loss", metric))),
+            {True: "yes", False: "no", None: "-"}[row["healthy"]],
+            ", ".join(str(printable(pin)) for pin in row["pins"]) or "-",
             style="dim" if damaged or not row["complete"] else None,
         )
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

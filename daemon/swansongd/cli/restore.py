@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong restore``: bring the newest whole commit of a run to a directory."""
+"""``swansong restore``: bring the newest whole commit of a run to a directory.
+
+Ended by a signal or by the store, it keeps what it has fetched, and the same command goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from swansongd.cli.common import (
 )
 from swansongd.errors import NothingToRestore
 from swansongd.model import CommitRef
-from swansongd.restore import restore
+from swansongd.restore import healthy, restore
 
 HELP = "bring the newest whole commit of a run to a directory"
 
@@ -33,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DIR",
         help="where to; must not exist, or be an empty directory",
+    )
+    parser.add_argument(
+        "--healthy",
+        action="store_true",
+        help="only a commit whose loss was finite; one of unknown health will not do",
     )
     parser.add_argument(
         "--fresh-ok",
@@ -61,31 +69,44 @@ def run(args: argparse.Namespace) -> int:
                 here.keys,
                 destination,
                 step=args.step,
-                connections=here.config.flush.connections,
+                wanted=healthy if args.healthy else None,
                 progress=progress,
                 skipped=on_skipped,
                 stop=here.stop,
             )
         except NothingToRestore:
             # Only a run that never committed is fresh: damaged commits want a person's eye.
-            if not args.fresh_ok or skipped or args.step is not None:
+            if not args.fresh_ok or skipped or args.step is not None or args.healthy:
                 raise
             restored = None
     seconds = time.monotonic() - began_mono_s
     facts = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
     if restored is None:
         if args.json:
-            print_json({**facts, "generation": None, "step": None, "path": None, "size_bytes": 0})
+            print_json(
+                {
+                    **facts,
+                    "generation": None,
+                    "step": None,
+                    "path": None,
+                    "size_bytes": 0,
+                    "reused_bytes": 0,
+                }
+            )
         else:
             print(f"nothing to restore: run {run_name} has no commit yet")
         return 0
     ref, size_bytes = restored.ref, restored.size_bytes
     if args.json:
         place = {"generation": ref.generation, "step": ref.step, "path": str(restored.path)}
-        print_json({**facts, **place, "size_bytes": size_bytes})
+        sizes = {"size_bytes": size_bytes, "reused_bytes": restored.reused_bytes}
+        print_json({**facts, **place, **sizes})
     else:
+        fetched_bytes = size_bytes - restored.reused_bytes
+        already = f" ({human_bytes(restored.reused_bytes)} of it were here already)"
         print(
             f"restored step {ref.step} of run {run_name} (generation {ref.generation}): "
-            f"{human_bytes(size_bytes)} in {seconds:.1f} s, {size_bytes / seconds / 1e6:.0f} MB/s"
+            f"{human_bytes(size_bytes)}{already if restored.reused_bytes else ''} "
+            f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
         )
     return 0

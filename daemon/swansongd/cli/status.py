@@ -52,7 +52,11 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
     table.add_row("pending", _bytes(report.get("pending_bytes")))
+    if report.get("bytes_referenced"):
+        table.add_row("not sent again", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
+    for line in _troubles(report.get("trainers")):
+        table.add_row("trouble", line, style="red")
     table.add_row(
         "daemon",
         f"version {_word(report.get('version'))}, pid {_word(report.get('pid'))}, "
@@ -74,6 +78,18 @@ def _listing(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -
         bad = row.get("health") in ("degraded", "blind")
         table.add_row(*cells, style="red" if bad else None)
     return table
+
+
+def _troubles(trainers: Any) -> list[str]:
+    """What is wrong with a trainer, a line each."""
+    lines = []
+    for trainer in (row for row in trainers or [] if isinstance(row, dict)):
+        where = f"rank {_word(trainer.get('rank'))} at step {_word(trainer.get('step'))}"
+        if trainer.get("stalled_s") is not None:
+            lines.append(f"{where} has made no progress for {_seconds(trainer['stalled_s'])}")
+        if trainer.get("loss_is_finite") is False:
+            lines.append(f"{where} has a loss that is not finite")
+    return lines
 
 
 def _store(health: Any) -> str:

@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
             here.store,
             here.keys,
             step=args.step,
-            connections=here.config.flush.connections,
             progress=progress,
             stop=here.stop,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -250,6 +250,8 @@ class LogindSource:
         stop_grace_s: what the host gives when no lock holds it up.
         boot_id: tells the shutdowns of one boot from those of the next.
         monotonic: the clock.
+        lock_fd: the delay lock, when there is one already.
+        keep_lock: told of every change of it, for whoever keeps it over a restart of the daemon.
     """
 
     name = NAME
@@ -262,8 +264,11 @@ class LogindSource:
         stop_grace_s: float,
         boot_id: str,
         monotonic: Clock,
+        lock_fd: int | None = None,
+        keep_lock: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         self._bus = bus
+        self._keep_lock = keep_lock
         self._wanted_delay_s = wanted_delay_s
         self._stop_grace_s = stop_grace_s
         self._boot_id = boot_id
@@ -272,7 +277,7 @@ class LogindSource:
         self._delay_s: float | None = None
         """Of logind, as last read."""
         self._guard = threading.Lock()  # the two below; release() comes from another thread
-        self._lock_fd: int | None = None
+        self._lock_fd = lock_fd
         self._is_shutting_down = False
 
     def release(self) -> None:
@@ -282,11 +287,12 @@ class LogindSource:
         so that the lock stays for the next one.
         """
         with self._guard:
-            if self._is_shutting_down:
+            if self._is_shutting_down and self._lock_fd is not None:
                 self._close_lock()
+                self._keep_lock(None)
 
     def run(self, post: Post, stop: threading.Event) -> None:
-        """Watch until ``stop`` is set; the lock is released then."""
+        """Watch until ``stop`` is set; the lock is closed then, and lives on only where it is kept."""
         health = HealthTracker(
             NAME, blind_after_s=_BLIND_AFTER_S, monotonic=self._monotonic, post=post
         )
@@ -344,6 +350,7 @@ class LogindSource:
         with self._guard:
             self._close_lock()
             self._lock_fd = taken_fd
+            self._keep_lock(taken_fd)
         return ""
 
     def _close_lock(self) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import datetime
 
+from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsSource, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clock, Source
@@ -89,6 +91,11 @@ def open_sources(
             return []
         case _:
             raise ValueError(f"no such cloud: {cloud!r}")
+
+
+def shortest_grace_s(names: Collection[str], *, assumed_grace_s: float) -> float:
+    """How long before the end word may come at the latest, where these sources watch."""
+    return SPOT_NOTICE_S if AwsSpotSource.name in names else assumed_grace_s
 
 
 def open_deadline(

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from swansongd.core import periodic
 from swansongd.core.state import State
-from swansongd.model import Verdict
+from swansongd.model import TrainerView, Verdict
 
 STORE_HEALTH = "store"
 """Under this name the health of the store goes beside that of the sources."""
@@ -46,9 +47,14 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
                 "step": trainer.step,
                 "save_s": trainer.save_s,
                 "connected": trainer.is_connected,
+                "loss": trainer.loss,
+                "loss_is_finite": trainer.loss_is_finite,
+                "step_s": trainer.step_s,
+                "stalled_s": _stalled_s(state, trainer, now_mono_s),
             }
             for trainer in state.trainers
         ],
+        "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
         "replication_lag": _lag(state, now_mono_s),
         "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
@@ -69,10 +75,19 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
 def status_line(state: State, now_mono_s: float) -> str:
     """The same in one line, for ``systemctl status``."""
     last = f"last commit {state.last_commit}" if state.last_commit else "nothing committed yet"
+    if state.stalled:
+        last += "; the trainer is stalled"
     if state.evacuation is None:
         return f"{state.phase.value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
     return f"{state.phase.value}; {left_s:.0f} s left; {last}"
+
+
+def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float | None:
+    """For how long nothing was heard of a rank that has come to a halt; else None."""
+    if trainer.connection not in state.stalled or trainer.reported_mono_s is None:
+        return None
+    return round(now_mono_s - trainer.reported_mono_s, 1)
 
 
 def _verdict(verdict: Verdict | None) -> str | None:

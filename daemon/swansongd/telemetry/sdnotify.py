@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 from collections.abc import Mapping
@@ -28,6 +29,11 @@ class SystemdNotifier:
         if watchdog_us.isdigit() and int(watchdog_us) > 0 and is_ours:
             self.watchdog_interval_s = int(watchdog_us) / 2e6
 
+    @property
+    def has_systemd(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._address)
+
     def ready(self) -> None:
         self._send("READY=1")
 
@@ -45,7 +51,22 @@ class SystemdNotifier:
         extend = "" if within_s is None else f"\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}"
         self._send(f"STOPPING=1{extend}")
 
-    def _send(self, message: str) -> None:
+    def keep(self, name: str, fd: int) -> None:
+        """Let systemd hold a copy of ``fd``, and hand it to the next start of the daemon.
+
+        It does so only if the unit has FileDescriptorStoreMax=.
+        """
+        self._send(f"FDSTORE=1\nFDNAME={name}", fd)
+
+    def drop(self, name: str) -> None:
+        """Let systemd close all that it holds under this name."""
+        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    def _send(self, message: str, *fds: int) -> None:
         if self._address:
             with suppress(OSError):  # a systemd that does not listen changes nothing for us
-                self._socket.sendto(message.encode(), self._address)
+                # Not socket.send_fds: Python 3.11's leaves the address out.
+                held = (
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+                )
+                self._socket.sendmsg([message.encode()], held, 0, self._address)

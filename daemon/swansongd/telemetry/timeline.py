@@ -44,6 +44,7 @@ class Timeline:
             "commit": None
             if commit is None
             else {"generation": commit.generation, "step": commit.step},
+            "complete": conclusion.is_complete,
             "slack_s": conclusion.slack_s,
             "timeline": self.entries,
             "written": written,

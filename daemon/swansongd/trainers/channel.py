@@ -60,7 +60,8 @@ class TrainerChannel:
         answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
             the reply, now or later, from whatever thread.
         log: a structlog logger.
-        listener_fd: the listening socket when systemd made it; ``path`` is then not touched.
+        listener_fd: the listening socket when there is one already; ``path`` is then not touched.
+        several_vms: whether trainers may have ranks on other VMs.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class TrainerChannel:
         answer: Callable[[Message, Callable[[Message], None]], None],
         log: Any,
         listener_fd: int | None = None,
+        several_vms: bool = False,
     ) -> None:
+        self.grace_s = 0.0
+        """Shortest notice to be expected, told to trainers; 0 when unknown.  To be set before the start."""
         self._path = path
         self._run = run
         self._staging = staging
@@ -83,6 +87,7 @@ class TrainerChannel:
         self._answer = answer
         self._log = log
         self._listener_fd = listener_fd
+        self._several_vms = several_vms
         self._born: os.stat_result | None = None  # the socket file, when it is ours
         self._generation: int | None = None
         self._numbers = itertools.count(1)
@@ -122,6 +127,11 @@ class TrainerChannel:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakefd, selectors.EVENT_READ, self._run_commands)
         self._thread.start()
+
+    def share_listener(self) -> int:
+        """The listening socket, for others who keep it open: its path is then left behind at the end."""
+        self._born = None
+        return self._listener.fileno()
 
     def send(self, connections: Iterable[int] | None, message: Message) -> None:
         """Send to these connections; None means all that said hello.  Unknown numbers are skipped.
@@ -305,7 +315,7 @@ class TrainerChannel:
             self._post(translate.event_of(number, message))
 
     def _greet(self, connection: Connection, hello: protocol.Hello) -> None:
-        problem = translate.problem_with(hello, self._run)
+        problem = translate.problem_with(hello, self._run, several_vms=self._several_vms)
         if problem:
             self._refuse(connection, problem)
             return
@@ -317,7 +327,10 @@ class TrainerChannel:
                 connection.peer.pidfd, selectors.EVENT_READ, partial(self._exited, connection)
             )
         welcome = protocol.Welcome(
-            run=self._run, staging=os.fspath(self._staging), generation=self._generation
+            run=self._run,
+            staging=os.fspath(self._staging),
+            generation=self._generation,
+            grace_s=self.grace_s,
         )
         self._send(connection, protocol.encode(welcome))
         if connection.socket is not None:

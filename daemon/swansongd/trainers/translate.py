@@ -8,7 +8,10 @@ from swansong.protocol import Message
 
 from swansongd.core.events import (
     Event,
+    IncarnationBegun,
+    PeerRequested,
     TrainerAccepted,
+    TrainerAgreed,
     TrainerFailed,
     TrainerProgress,
     TrainerSealed,
@@ -22,13 +25,28 @@ def event_of(connection: int, message: Message) -> Event:
     """The event that stands for a trainer's message; not for those that the channel itself handles."""
     match message:
         case protocol.Progress():
-            return TrainerProgress(connection, message.step, message.save_s, message.save_bytes)
+            return TrainerProgress(
+                connection,
+                message.step,
+                save_s=message.save_s,
+                save_bytes=message.save_bytes,
+                snapshot_s=message.snapshot_s,
+                step_s=message.step_s,
+                loss=message.loss,
+                loss_is_finite=message.loss_is_finite,
+            )
         case protocol.Accepted():
             return TrainerAccepted(connection, message.request_id, message.step)
         case protocol.Sealed():
             return TrainerSealed(
                 connection, message.request_id, message.step, message.save_s, message.size_bytes
             )
+        case protocol.Agreed():
+            return TrainerAgreed(message.request_id, message.step)
+        case protocol.PeerRequest():
+            return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
+        case protocol.Incarnation():
+            return IncarnationBegun(short(message.id))
         case protocol.Failed():
             return TrainerFailed(connection, message.request_id, short(message.reason))
         case protocol.Declined():
@@ -45,11 +63,13 @@ def view_of(connection: int, pid: int, hello: protocol.Hello) -> TrainerView:
         rank=hello.rank,
         world_size=hello.world_size,
         local_world_size=hello.local_world_size,
+        nodes=hello.nodes,
         step=hello.step,
+        takes_periodic="periodic" in hello.capabilities,
     )
 
 
-def problem_with(hello: protocol.Hello, run: str) -> str:
+def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -> str:
     """Why a trainer may not join ``run``, with the way out; empty when it may."""
     if hello.version != protocol.VERSION:
         return (
@@ -60,6 +80,11 @@ def problem_with(hello: protocol.Hello, run: str) -> str:
         return (
             f"the trainer says run {hello.run!r:.100}, the daemon serves {run!r}: "
             "let the trainer leave the run out, or change run in the configuration"
+        )
+    if hello.nodes > 1 and not several_vms:
+        return (
+            f"the job has {hello.nodes} VMs, and the daemon was not told so: "
+            "set run.several_vms = true in the configuration of each of them"
         )
     if not (0 <= hello.rank < hello.world_size and 1 <= hello.local_world_size <= hello.world_size):
         return (

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What systemd keeps for us from one start of the daemon to the next: its file descriptor store.
+
+Three things outlive a crash or a restart: the socket that trainers connect to, so that they wait instead of
+being refused; logind's delay lock, so that a shutdown goes on waiting for us; and the live notices, so that
+their deadlines are not counted anew.  When the service is stopped, systemd lets go of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swansongd.model import DeadlineQuality, Notice, Severity
+from swansongd.telemetry.sdnotify import SystemdNotifier
+
+LISTENER = "trainer-socket"
+LOCK = "delay-lock"
+NOTICES = "notices"
+_FIRST_FD = 3
+_NOTICES_MAX_BYTES = 2**16
+
+
+class Kept:
+    """Without systemd, or without room in its store, nothing is kept and nothing comes back.
+
+    Args:
+        notifier: the way to systemd.
+        environment: of the process; says what was kept by the daemon before us.
+    """
+
+    def __init__(self, notifier: SystemdNotifier, environment: Mapping[str, str]) -> None:
+        self._notifier = notifier
+        self._fds = _inherited(environment)
+        self._notices: tuple[Notice, ...] = ()
+        self._notices_fd = self._fds.pop(NOTICES, None)
+
+    # ------------------------------------------------------------------ from the daemon before us
+
+    def listener_fd(self, path: Path) -> int | None:
+        """The listening socket, if it is the one at ``path``."""
+        fd = self._fds.pop(LISTENER, None)
+        if fd is None:
+            return None
+        with socket.socket(fileno=os.dup(fd)) as listener:
+            bound = listener.getsockname() if listener.family == socket.AF_UNIX else None
+        if bound == os.fspath(path) and path.is_socket():
+            return fd
+        os.close(fd)
+        self._notifier.drop(LISTENER)
+        return None
+
+    def lock_fd(self) -> int | None:
+        """The delay lock that the daemon before us held."""
+        return self._fds.pop(LOCK, None)
+
+    def notices(self, now_mono_s: float) -> list[Notice]:
+        """Those that were live, and have not run out since."""
+        if self._notices_fd is None:
+            return []
+        with suppress(OSError, ValueError, TypeError, KeyError):  # cut off, or of another version
+            found = json.loads(os.pread(self._notices_fd, _NOTICES_MAX_BYTES, 0))
+            notices = [_notice(facts) for facts in found]
+            return [notice for notice in notices if notice.deadline_mono_s > now_mono_s]
+        return []
+
+    # ------------------------------------------------------------------ for the daemon after us
+
+    def keep_listener(self, fd: int) -> None:
+        self._notifier.keep(LISTENER, fd)
+
+    def keep_lock(self, fd: int | None) -> None:
+        """In place of the one kept so far; with None, that one is let go."""
+        self._notifier.drop(LOCK)
+        if fd is not None:
+            self._notifier.keep(LOCK, fd)
+
+    def keep_notices(self, notices: Iterable[Notice]) -> None:
+        """In place of those kept so far."""
+        wanted = tuple(notices)
+        if wanted == self._notices:
+            return
+        self._notices = wanted
+        with suppress(OSError):  # no memory for it: then nothing is kept
+            if self._notices_fd is None:
+                self._notices_fd = os.memfd_create(NOTICES)
+                self._notifier.keep(NOTICES, self._notices_fd)
+            os.ftruncate(self._notices_fd, 0)
+            os.pwrite(self._notices_fd, json.dumps([asdict(item) for item in wanted]).encode(), 0)
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
+    """The descriptors that systemd handed to this process, by name; of two with one name the later."""
+    if environment.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    found: dict[str, int] = {}
+    names = environment.get("LISTEN_FDNAMES", "").split(":")
+    for fd, name in enumerate(names[: int(environment.get("LISTEN_FDS", "0"))], _FIRST_FD):
+        os.set_inheritable(fd, False)
+        if name in found:
+            os.close(found[name])
+        found[name] = fd
+    return found
+
+
+def _notice(facts: dict[str, Any]) -> Notice:
+    severity = Severity(facts.pop("severity"))
+    quality = DeadlineQuality(facts.pop("deadline_quality"))
+    return Notice(severity=severity, deadline_quality=quality, **facts)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a job over several VMs, started by torchrun; prints JSON lines.
+
+Every optimizer step adds one to each weight, so what is restored can be told from the step alone.  With
+``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import swansong
+import torch
+import torch.distributed as dist
+from swansong.torch import TrainingState
+from torch.nn.parallel import DistributedDataParallel
+
+
+def say(**facts: object) -> None:
+    print(json.dumps({"rank": dist.get_rank(), **facts}), flush=True)
+
+
+class DyingState(TrainingState):
+    """Kills the process in the middle of writing."""
+
+    step_to_die_in = -1
+
+    def snapshot(self) -> Callable[[Path], None]:
+        write = super().snapshot()
+
+        def write_and_die(directory: Path) -> None:
+            if 0 <= self.step_to_die_in <= self.values["step"]:
+                (directory / "half").write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(directory)
+
+        return write_and_die
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every-steps", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--die-in-save", type=int, default=-1)
+    parser.add_argument("--die-node", type=int, default=-1)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(100, 10, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    state = DyingState(ddp, optimizer)
+    if os.environ["GROUP_RANK"] == str(options.die_node):
+        state.step_to_die_in = options.die_in_save
+    guard = swansong.attach(state, every_steps=options.every_steps)
+    first = guard.restore()
+    weights = model.weight.detach().unique().tolist()
+    say(event="resumed", from_step=first, weights=weights, world=dist.get_world_size())
+    assert weights == [float(first)], weights
+    pause = threading.Event()
+    inputs = torch.ones(1, 100)
+    for step in range(first + 1, options.steps + 1):
+        pause.wait(0.02)
+        optimizer.zero_grad()
+        (-ddp(inputs)).sum().backward()
+        optimizer.step()
+        state.values["step"] = step
+        guard.step(step, loss=1.0)
+        say(step=step)
+    guard.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

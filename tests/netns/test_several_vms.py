@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job over several VMs, each with its own network, metadata service, daemon and disk; one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from netns.cluster import Cluster, part
+from waiting import until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def cluster(network: Any, tmp_path: Path) -> Iterator[Cluster]:
+    pytest.importorskip("torch")
+    with ExitStack() as started:
+        yield Cluster(tmp_path, started)
+
+
+@pytest.mark.fault("N09", "T12")
+def test_a_notice_at_one_vm_saves_the_job_which_goes_on_with_fewer_and_with_more(
+    cluster: Cluster,
+) -> None:
+    """Both parts committed, the farewell says so; then one VM resumes it, and then three do."""
+    doomed, other = cluster.add(2)
+    first, _ = cluster.start([other, doomed])
+    first.lines.wait(90, step=5)
+    doomed.notice(in_s=60)
+    assert doomed.vm.daemon is not None
+    assert other.vm.daemon is not None
+    verdict = doomed.vm.daemon.lines.wait(event="verdict", verdict="SAFE")
+    peer = other.vm.daemon.lines.wait(event="notice", source="peer")
+    assert peer["seconds_left"] <= 60
+    other.vm.daemon.lines.wait(event="verdict", verdict="SAFE")
+    generation, step = verdict["generation"], verdict["step"]
+    until(
+        lambda: {part(generation, step, node, 2) for node in (0, 1)} <= cluster.parts(),
+        what="both parts",
+    )
+    doomed.vm.daemon.lines.wait(event="evacuation", phase="complete", step=step)
+    cluster.power_off()
+
+    (alone,) = cluster.add(1)
+    (trainer,) = cluster.start([alone], "--every-steps", "20")
+    resumed = trainer.lines.wait(90, event="resumed")
+    assert (resumed["from_step"], resumed["world"]) == (step, 1)
+    assert alone.vm.daemon is not None
+    grown = alone.vm.daemon.lines.wait(90, event="committed")
+    alone.power_off()
+
+    three = cluster.add(3)
+    for trainer in cluster.start(three):
+        resumed = trainer.lines.wait(120, event="resumed")
+        assert resumed["from_step"] >= grown["step"]
+        assert resumed["world"] == 3
+
+
+@pytest.mark.fault("G17", "T03")
+def test_a_vm_that_dies_in_mid_save_leaves_the_older_checkpoint_to_all(cluster: Cluster) -> None:
+    """The part that the other VM has committed, and has on its disk, is chosen by nobody."""
+    survivor, dying = cluster.add(2)
+    arguments = ("--every-steps", "10", "--die-in-save", "30", "--die-node", "1")
+    trainers = cluster.start([survivor, dying], *arguments)
+    assert survivor.vm.daemon is not None
+    trainers[0].lines.wait(90, step=29)
+    until(lambda: any(t.popen.poll() is not None for t in trainers), timeout_s=60, what="a death")
+    until(lambda: any("/000000000030/" in name for name in cluster.parts()), what="one part of 30")
+    names = {name for name in cluster.parts() if "/000000000030/" in name}
+    assert len(names) == 1, names
+    complete = {name for name in cluster.parts() if "/000000000020/" in name}
+    assert len(complete) == 2, complete
+    dying.power_off()
+    dying.boot()
+    for trainer in cluster.start([survivor, dying]):
+        assert trainer.lines.wait(90, event="resumed")["from_step"] == 20
+
+
+@pytest.mark.fault("N09")
+def test_torchrun_goes_on_with_the_vms_that_are_left(cluster: Cluster) -> None:
+    """Elastic restart: the same torchrun, fewer nodes, the checkpoint of the notice, a new generation."""
+    staying, doomed = cluster.add(2)
+    trainer, _ = cluster.start([staying, doomed], nodes="1:2", restarts=3)
+    trainer.lines.wait(90, step=5)
+    doomed.notice(in_s=60)
+    assert doomed.vm.daemon is not None
+    assert staying.vm.daemon is not None
+    verdict = doomed.vm.daemon.lines.wait(event="verdict", verdict="SAFE")
+    doomed.vm.daemon.lines.wait(event="evacuation", phase="complete")
+    doomed.power_off()
+    resumed = trainer.lines.wait(90, event="resumed", world=1)
+    assert resumed["from_step"] == verdict["step"]
+    assert staying.vm.status()["generation"] > verdict["generation"]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that containers boot from: a Debian, and on top of it what provision.sh made of it.
+
+The Debian is made once and kept in a cache; the layer on top is made anew for each test session, with the
+same script that makes the images.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from waiting import until
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
+PACKAGES = (
+    "systemd,systemd-sysv,dbus,libpam-systemd,libnss-systemd,polkitd,python3,python3-venv,"
+    "iproute2,procps,ca-certificates,udev,kmod,netbase,acl"
+)
+TOOLS = {
+    "systemd-nspawn": "systemd-container",
+    "mmdebstrap": "mmdebstrap",
+    "nsenter": "util-linux",
+    "ip": "iproute2",
+}
+"""Command to the package that brings it."""
+_LEFT_OUT = ("doc", "man", "locale")
+_PARTS = ("packer/provision.sh", "systemd", "daemon", "training_hooks", "constraints.txt")
+_KEPT_S = 3600.0
+"""A layer that no test session has been using for so long can go."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A root file system as overlayfs wants it: its directories, the topmost first."""
+
+    directories: tuple[Path, ...]
+
+    def over(self, top: Path) -> Layer:
+        return Layer((top, *self.directories))
+
+    def __str__(self) -> str:
+        return ":".join(str(directory) for directory in self.directories)
+
+    def find(self, path: str) -> Path:
+        """Where a file of it lies."""
+        return next(d / path for d in self.directories if (d / path).exists())
+
+
+def cache() -> Path:
+    """Where what takes long to make is kept, outside of the sources."""
+    chosen = os.environ.get("SWANSONG_TEST_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    return Path(chosen or Path.home() / ".cache") / "swansong-tests"
+
+
+def missing_tools() -> list[str]:
+    return [f"{tool} ({package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
+
+
+def debian(suite: str) -> Layer:
+    """A small Debian with systemd, D-Bus and polkit; from the cache when it is there."""
+    packages = PACKAGES.replace("polkitd", "policykit-1") if suite == "bullseye" else PACKAGES
+    command = ["mmdebstrap", "--variant=minbase", f"--include={packages}"]
+    command += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _LEFT_OUT]
+    key = hashlib.sha256(repr(command).encode()).hexdigest()[:12]
+    target = cache() / f"{suite}-{key}"
+    with locked(cache() / f"{suite}.lock"):
+        if not target.exists():
+            # The machine's own mirror, for whatever release is asked.
+            own = re.search(
+                r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE
+            )
+            assert own
+            sources = SOURCES.read_text().replace(own[1], suite)
+            if suite == "bullseye":
+                sources = sources.replace(" non-free-firmware", "")
+            listing = cache() / f"{suite}.sources"
+            listing.write_text(sources)
+            fresh = cache() / f"{suite}.new"
+            shutil.rmtree(fresh, ignore_errors=True)
+            run(*command, suite, str(fresh), str(listing), timeout_s=600)
+            fresh.rename(target)
+    return Layer((target,))
+
+
+def wheelhouse(python_version: str) -> Path:
+    """Wheels of all that the daemon and the example trainer depend on; from the cache when it is there."""
+    about = tomllib.loads((REPOSITORY / "daemon" / "pyproject.toml").read_text())
+    needs = [*about["project"]["dependencies"], "numpy"]
+    needs = [need for need in needs if not need.startswith("swansong")]
+    constraints = REPOSITORY / "constraints.txt"
+    key = hashlib.sha256((repr(sorted(needs)) + constraints.read_text()).encode()).hexdigest()[:12]
+    target = cache() / f"wheels-{python_version}-{key}"
+    with locked(cache() / "wheels.lock"):
+        if not target.exists():
+            fresh = cache() / "wheels.new"
+            shutil.rmtree(fresh, ignore_errors=True)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(fresh)]
+            command += ["--only-binary=:all:", "--python-version", python_version]
+            for platform in ("manylinux_2_28", "manylinux2014", "manylinux_2_17"):
+                command += ["--platform", f"{platform}_x86_64"]
+            run(*command, "--constraint", str(constraints), *needs, timeout_s=300)
+            fresh.rename(target)
+    return target
+
+
+def own_wheels(scratch: Path, wheels: Path) -> None:
+    """Our two distributions, built from a copy: a build leaves files beside its sources."""
+    for folder in ("training_hooks", "daemon"):
+        copy = scratch / folder
+        shutil.copytree(
+            REPOSITORY / folder, copy, ignore=shutil.ignore_patterns("build", "*.egg-info")
+        )
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        run(*build, "--wheel-dir", str(wheels), str(copy), timeout_s=120)
+
+
+def provisioned(base: Layer) -> Layer:
+    """What provision.sh makes of it, and the example trainer beside that, as a unit of its own.
+
+    From the cache as long as nothing changes that goes into it.
+    """
+    digest = hashlib.sha256(str(base).encode())
+    parts = [HERE / "prepare.sh", *(REPOSITORY / name for name in _PARTS)]
+    for path in sorted(file for part in parts for file in (part, *part.rglob("*"))):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(str(path).encode() + path.read_bytes())
+    target = cache() / f"provisioned-{digest.hexdigest()[:12]}"
+    with locked(cache() / "provisioned.lock"):
+        if not target.exists():
+            for old in cache().glob("provisioned-*"):
+                if time.time() - old.stat().st_mtime > _KEPT_S:
+                    shutil.rmtree(old)
+            with tempfile.TemporaryDirectory(dir=cache()) as scratch:
+                _provision(base, Path(scratch))
+                (Path(scratch) / "disk" / "upper").rename(target)
+    return base.over(target)
+
+
+def _provision(base: Layer, scratch: Path) -> None:
+    given = scratch / "given"
+    (python,) = [
+        path.name for path in base.find("usr/bin").glob("python3.*") if path.name[8:].isdigit()
+    ]
+    shutil.copytree(wheelhouse(python.removeprefix("python")), given / "wheels")
+    own_wheels(scratch, given / "wheels")
+    bind = f"--bind-ro={given}:/srv/given"
+    run_script(base, scratch / "disk", "prepare.sh", bind)
+
+
+def run_script(layer: Layer, disk: Path, script: str, *options: str) -> str:
+    """Run a script of this directory on it, without booting; what it wrote."""
+    name = f"sw-{os.getpid()}"
+    try:
+        return run(
+            "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--net",
+            str(HERE / "container_up.sh"), name, str(layer), str(disk),
+            "--pipe", f"--bind-ro={REPOSITORY}:/srv/swansong", *options,
+            "/bin/bash", f"/srv/swansong/tests/system/nspawn/{script}",
+            timeout_s=180,
+        )  # fmt: skip
+    finally:
+        remove_groups(name)
+
+
+def remove_groups(name: str) -> None:
+    """The control groups that container_up.sh made; they can be busy for a moment after the last process."""
+
+    def are_gone(top: Path) -> bool:
+        for path, _, _ in os.walk(top, topdown=False):
+            with suppress(OSError):
+                os.rmdir(path)
+        return not top.exists()
+
+    for tree in ("systemd", "unified", ""):
+        until(partial(are_gone, Path("/sys/fs/cgroup", tree, name)), what="control groups")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def run(*command: str, timeout_s: float) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{command[0]}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done.stdout

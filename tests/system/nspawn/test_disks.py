@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disks that are missing, or cannot be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from system.nspawn.container import DAEMON
+
+pytestmark = pytest.mark.timeout(150)
+
+NVME = "/mnt/nvme/staging"
+READ_WRITE = f"[Service]\nReadWritePaths=-{NVME}\n"
+
+
+@pytest.mark.fault("D08")
+def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """The daemon says what is missing, writes nothing to the root disk, and works once it is mounted."""
+    vm = new_vm(bucket, staging=NVME)
+    vm.drop_in(DAEMON, READ_WRITE)
+    vm.power_on()
+
+    refused = vm.journal.wait(event="cannot_start", unit=DAEMON)
+    assert NVME in refused.facts["problem"]
+    hint = vm.journal.wait("create or mount it", unit=DAEMON)
+    assert hint.mono_s >= refused.mono_s
+    assert vm.run("ls", "-d", "/mnt/nvme", may_fail=True) == ""
+
+    # What the operator does, in a unit of its own kind; the daemon needs no telling.
+    vm.run("mkdir", "/mnt/nvme")
+    vm.run("mount", "-t", "tmpfs", "tmpfs", "/mnt/nvme")
+    vm.run("install", "-d", "-o", "swansong", "-g", "swansong-trainers", "-m", "2770", NVME)
+    vm.journal.wait(event="started", unit=DAEMON)
+    vm.wait_active()
+
+
+def test_root_is_read_only(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """With /var in memory, and nothing else to write to, all works from the boot to the verdict."""
+    vm = new_vm(bucket, options=("--volatile=state",))
+    vm.power_on()
+    vm.wait_step(20)
+    vm.wait_active()
+    assert vm.run("touch", "/etc/x", may_fail=True) == ""
+    assert "ro" in vm.run("findmnt", "-no", "OPTIONS", "/").split(",")
+
+    aws.notice(in_s=30)
+
+    assert vm.journal.wait(event="verdict").facts["verdict"] == "SAFE"

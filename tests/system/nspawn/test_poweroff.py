@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operating system goes down, and the cloud has said nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from system.nspawn.container import DAEMON, TRAINER, Container
+from waiting import until
+
+pytestmark = pytest.mark.timeout(150)
+
+SLOW = 4_000_000
+"""Bytes a second on the wire: the flush of PADDED lasts some seconds."""
+PADDED = "--steps 100000 --step-delay-s 0.02 --pad-mb 20"
+POLKIT = "/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
+
+
+def training(vm: Container) -> None:
+    """Boot, and let it train; from now on its wire is slow."""
+    vm.power_on()
+    vm.wait_step(20)
+    vm.journal.wait(source="logind", event="health")
+    until(lambda: vm.status()["trainers"], what="the trainer's hello")
+    vm.slow_wire(SLOW)
+
+
+def assert_flushed_while_all_was_up(vm: Container, bucket: Bucket, phases: Any) -> None:
+    """The verdict came before the trainer and the network were stopped, and the bucket has the state."""
+    verdict = vm.journal.wait(event="verdict")
+    assert verdict.facts["verdict"] == "SAFE"
+    stopping = vm.journal.wait("Stopping trainer.service")
+    no_network = vm.journal.wait("Stopped target network.target")
+    phases.begin(vm.journal.wait(event="evacuation", phase="notice"))
+    for phase in ("sealed", "flushed", "committed"):
+        phases.add(phase, vm.journal.wait(event="evacuation", phase=phase))
+    phases.add("verdict", verdict)
+    phases.add("trainer told to stop", stopping)
+    phases.add("network down", no_network)
+    phases.add("last word of the journal", vm.journal.all()[-1])
+    assert verdict.mono_s < min(stopping.mono_s, no_network.mono_s)
+    (manifest,) = bucket.manifests()
+    assert (manifest["kind"], manifest["step"]) == ("emergency", verdict.facts["step"])
+    # It lived to train on while its checkpoint was on its way.
+    steps = [e.facts["step"] for e in vm.journal.all(unit=TRAINER) if "step" in e.facts]
+    assert max(steps) > manifest["step"]
+
+
+@pytest.mark.fault("H03", "O16")
+def test_poweroff_waits_for_the_flush(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
+    """logind holds the shutdown up until the checkpoint is committed, and not a moment longer."""
+    vm = new_vm(bucket, arguments=PADDED)
+    training(vm)
+
+    vm.run("systemctl", "poweroff")
+
+    assert vm.wait_off() == 0
+    assert_flushed_while_all_was_up(vm, bucket, phases)
+    notice = vm.journal.wait(event="evacuation", phase="notice")
+    assert notice.facts["source"] == "logind"
+
+
+@pytest.mark.fault("H03")
+def test_poweroff_without_polkit(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
+    """No lock is to be had, which is said; SIGTERM is the notice, and the order of stopping does the rest."""
+    vm = new_vm(bucket, arguments=PADDED)
+    vm.remove(POLKIT)
+    vm.remove("/usr/lib/systemd/system/polkit.service")
+    training(vm)
+    (logind,) = (one for one in vm.status()["sources"] if one["name"] == "logind")
+    assert logind["health"] == "degraded"
+    assert "polkit" in logind["reason"]
+
+    vm.run("systemctl", "poweroff")
+
+    assert vm.wait_off() == 0
+    assert_flushed_while_all_was_up(vm, bucket, phases)
+
+
+def test_crash_in_mid_flush_keeps_the_lock(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
+) -> None:
+    """Killed while a shutdown waits for it, the daemon comes back, goes on, and the shutdown has waited."""
+    vm = new_vm(bucket, arguments=PADDED)
+    training(vm)
+    vm.run("systemctl", "poweroff")
+    flushing = vm.journal.wait(event="evacuation", phase="flush")
+
+    killed = vm.main_pid()
+    vm.run("kill", "-KILL", str(killed))
+
+    assert vm.wait_off() == 0
+    phases.add("flush begins", flushing)
+    phases.add("daemon killed", vm.journal.wait("Main process exited", unit=DAEMON))
+    again = vm.journal.wait(event="started", since=flushing.mono_s)
+    phases.add("daemon started anew", again)
+    assert again.pid != killed
+    assert_flushed_while_all_was_up(vm, bucket, phases)
+    first, second = (
+        entry for entry in vm.journal.all(event="evacuation", phase="notice", unit=DAEMON)
+    )
+    assert first.facts["seconds_left"] + first.mono_s == pytest.approx(
+        second.facts["seconds_left"] + second.mono_s, abs=0.5
+    )
+
+
+def test_stop_takes_too_long(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
+    """A daemon that does not answer is killed when its time is over; the VM goes off, commits stand."""
+    vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 20")
+    vm.drop_in(DAEMON, "[Service]\nTimeoutStopSec=3s\n")
+    vm.write("/etc/systemd/logind.conf.d/zzz-test.conf", "[Login]\nInhibitDelayMaxSec=1s\n")
+    vm.power_on()
+    until(bucket.manifests, timeout_s=60, what="a commit")
+    # Again and again: systemd wakes up what it stops.
+    loop = f"while kill -STOP {vm.main_pid()}; do sleep 0.01; done"
+    vm.run("systemd-run", "--quiet", "--property=DefaultDependencies=no", "/bin/sh", "-c", loop)
+
+    vm.run("systemctl", "poweroff")
+
+    assert vm.wait_off() == 0
+    asked = vm.journal.wait("inhibitor timeout is reached")
+    killed = vm.journal.wait("timed out. Killing", unit=DAEMON)
+    phases.add("delay over, daemon told to stop", asked)
+    phases.add("killed by systemd", killed)
+    phases.add("last word of the journal", vm.journal.all()[-1])
+    assert killed.mono_s - asked.mono_s < 10
+    assert bucket.manifests()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon starts anew, or the whole VM does, while the training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from system.nspawn.container import DAEMON, TRAINER, Container
+from waiting import until
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def joined(vm: Container) -> list[dict[str, Any]]:
+    """The trainers that the daemon knows of."""
+    trainers: list[dict[str, Any]] = vm.status()["trainers"]
+    return trainers
+
+
+@pytest.mark.fault("H02")
+def test_restart_by_the_operator_disturbs_nobody(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
+) -> None:
+    """No checkpoint is taken, nobody's connection is refused, generation and trainer stay."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: vm.status()["generation"], what="the generation")
+    before, trainer = vm.status(), vm.main_pid(TRAINER)
+
+    vm.run("systemctl", "restart", DAEMON)
+
+    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: vm.status()["generation"], what="the generation")
+    after = vm.status()
+    assert after["pid"] != before["pid"]
+    assert after["generation"] == before["generation"]
+    assert vm.main_pid(TRAINER) == trainer
+    assert vm.journal.all(event="verdict") == []
+    assert bucket.manifests() == []
+    stopping = vm.journal.wait(event="stopping")
+    first, second = vm.journal.all(event="started")
+    phases.add("told to stop", stopping)
+    phases.add("started anew", second)
+    assert second.mono_s > stopping.mono_s > first.mono_s
+    # Who connects meanwhile waits in the socket, which systemd has kept.
+    assert int(vm.show(DAEMON, "NFileDescriptorStore")) >= 2
+
+
+@pytest.mark.fault("H04")
+def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
+    """systemd kills it and starts another, which goes on in the same generation and still commits."""
+    vm = new_vm(bucket)
+    vm.drop_in(DAEMON, "[Service]\nWatchdogSec=2s\n")
+    vm.power_on()
+    vm.wait_active()
+    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: vm.status()["generation"], what="the generation")
+    before, trainer = vm.status(), vm.main_pid(TRAINER)
+
+    vm.run("kill", "-STOP", str(before["pid"]))
+
+    timeout = vm.journal.wait("Watchdog timeout", unit=DAEMON)
+    again = vm.journal.wait(event="started", since=timeout.mono_s)
+    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: vm.status()["generation"], what="the generation")
+    assert vm.status()["generation"] == before["generation"]
+    assert vm.main_pid(TRAINER) == trainer
+    aws.notice(in_s=30)
+    verdict = vm.journal.wait(event="verdict")
+    assert verdict.facts["verdict"] == "SAFE"
+    phases.add("watchdog timeout", timeout)
+    phases.add("started anew", again)
+    phases.add("verdict of a later notice", verdict)
+
+
+@pytest.mark.fault("D06")
+def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
+    """After a power cut the restore unit fetches the newest commit before the trainer starts from it."""
+    vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 25")
+    vm.power_on()
+    until(lambda: len(bucket.manifests()) >= 2, timeout_s=60, what="two commits")
+
+    vm.power_cut()
+    newest, before = bucket.manifests()[0]["step"], vm.journal
+    vm.power_on()
+
+    first = vm.wait_step(newest + 1)
+    assert first.facts["step"] == newest + 1
+    phases.add("last word before the power cut", before.all()[-1])
+    phases.add("restore begins", vm.journal.wait("Starting swansong-restore@run.service"))
+    phases.add("restore done", vm.journal.wait("Finished swansong-restore@run.service"))
+    phases.add("first step", first)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into systemd's file descriptor store comes back at the next start of the daemon."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from story import a_notice
+from swansongd.telemetry import kept
+from swansongd.telemetry.kept import Kept
+from swansongd.telemetry.sdnotify import SystemdNotifier
+
+
+class Systemd:
+    """The other end of NOTIFY_SOCKET, with a store as systemd has one."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+        self.notifier = SystemdNotifier({"NOTIFY_SOCKET": str(path)})
+        self.store: dict[str, int] = {}
+
+    def listen(self) -> dict[str, int]:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            except BlockingIOError:
+                return self.store
+            facts = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "FDSTORE" in facts:
+                (self.store[facts["FDNAME"]],) = fds
+            elif "FDSTOREREMOVE" in facts and facts["FDNAME"] in self.store:
+                os.close(self.store.pop(facts["FDNAME"]))
+
+    def close(self) -> None:
+        for fd in self.listen().values():
+            os.close(fd)
+        self.notifier._socket.close()
+        self._socket.close()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[Systemd]:
+    made = Systemd(tmp_path / "notify")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Kept]:
+    """The next start of the daemon: what systemd holds is handed over, from a number on that is free."""
+
+    def start() -> Kept:
+        store = systemd.listen()
+        # systemd begins at 3; in this process that is somebody else's.
+        first = 500
+        monkeypatch.setattr(kept, "_FIRST_FD", first)
+        for fd, held in enumerate(store.values(), first):
+            os.dup2(held, fd)
+        return Kept(
+            systemd.notifier,
+            {
+                "LISTEN_PID": str(os.getpid()),
+                "LISTEN_FDS": str(len(store)),
+                "LISTEN_FDNAMES": ":".join(store),
+            },
+        )
+
+    return start
+
+
+def test_the_lock_comes_back_until_it_is_let_go(
+    systemd: Systemd, start_anew: Callable[[], Kept]
+) -> None:
+    """Of several only the newest is held; none after the release."""
+    (read_old, old), (read_new, new) = os.pipe(), os.pipe()
+    first = Kept(systemd.notifier, {})
+    assert first.lock_fd() is None
+    first.keep_lock(old)
+    first.keep_lock(new)
+    systemd.listen()
+    os.close(old)
+    os.close(new)
+    assert os.read(read_old, 1) == b""  # nobody holds it
+
+    second = start_anew()
+    taken = second.lock_fd()
+    assert taken is not None
+    assert os.fstat(taken).st_ino == os.fstat(read_new).st_ino
+    assert not os.get_inheritable(taken)
+    second.keep_lock(None)
+    systemd.listen()
+    os.close(taken)
+    assert os.read(read_new, 1) == b""
+    os.close(read_old)
+    os.close(read_new)
+
+
+def test_live_notices_come_back_with_their_deadlines(
+    systemd: Systemd, start_anew: Callable[[], Kept]
+) -> None:
+    """The same instants on the same clock; those that have run out since do not."""
+    early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
+    first = Kept(systemd.notifier, {})
+    first.keep_notices([early, late])
+    second = start_anew()
+    assert second.notices(now_mono_s=10.0) == [early, late]
+    assert second.notices(now_mono_s=60.0) == [late]
+    second.keep_notices([late])
+    third = start_anew()
+    assert third.notices(now_mono_s=10.0) == [late]
+    third.keep_notices([late])
+    third.keep_notices([])
+    assert start_anew().notices(now_mono_s=10.0) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[{", b'[{"source": 1}]', b"7"])
+def test_what_cannot_be_read_is_no_notice(
+    systemd: Systemd, start_anew: Callable[[], Kept], content: bytes
+) -> None:
+    """Cut off in the middle, or of another version: the sources will tell again."""
+    fd = os.memfd_create("x")
+    os.write(fd, content)
+    systemd.notifier.keep(kept.NOTICES, fd)
+    os.close(fd)
+    assert start_anew().notices(now_mono_s=0.0) == []
+
+
+def test_the_listener_comes_back_only_at_its_path(
+    systemd: Systemd, start_anew: Callable[[], Kept], tmp_path: Path
+) -> None:
+    """A connection made in between waits in it; at another path, or none, it is let go."""
+    path = tmp_path / "trainer.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        Kept(systemd.notifier, {}).keep_listener(listener.fileno())
+        systemd.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(path))
+        fd = start_anew().listener_fd(path)
+        assert fd is not None
+        with socket.socket(fileno=fd) as adopted:
+            adopted.accept()[0].close()
+
+    assert start_anew().listener_fd(tmp_path / "other.sock") is None
+    assert kept.LISTENER not in systemd.listen()
+
+
+def test_what_was_handed_to_another_process_is_not_ours(systemd: Systemd) -> None:
+    """LISTEN_PID names whom it was meant for."""
+    others = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": kept.LOCK}
+    assert Kept(systemd.notifier, others).lock_fd() is None

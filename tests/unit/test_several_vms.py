@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VMs of one job and the bucket that they share: one generation, whole checkpoints, one choice."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import committed
+import pytest
+from story import Story, a_set
+from swansong.protocol import Hello, Message, Restored
+from swansongd import commit
+from swansongd.clerk import Clerk
+from swansongd.core.events import (
+    CheckComplete,
+    CommitCompleted,
+    Event,
+    FenceFound,
+    GenerationClaimed,
+    SourceChanged,
+)
+from swansongd.core.state import State
+from swansongd.errors import FencedError
+from swansongd.journal import Journal
+from swansongd.keys import RunKeys
+from swansongd.model import CommitRef
+from swansongd.rejoin import Rejoin
+from swansongd.sources.base import HealthTracker
+from swansongd.stores.files import FileStore
+from swansongd.trainers.translate import problem_with
+
+KEYS = RunKeys("r")
+FILES = {"weights.bin": bytes(range(256)) * 20}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return committed.file_store(tmp_path / "bucket")
+
+
+def claim(store: FileStore, incarnation: str) -> int:
+    nonce = f"{incarnation}{threading.get_ident()}"
+    return commit.claim_generation(
+        store, KEYS, identity={}, nonce=nonce, incarnation=incarnation
+    ).generation
+
+
+@pytest.mark.fault("G04")
+def test_the_vms_of_one_start_share_a_generation_whoever_comes_first(store: FileStore) -> None:
+    """Eight VMs at once, start after start: one number each time, and a greater one every time."""
+    numbers = []
+    for start in range(6):
+        found: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(claim(store, f"start-{start}")))  # noqa: B023
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(found) == 8
+        assert len(set(found)) == 1, found
+        numbers.append(found[0])
+    assert numbers == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_start_that_was_overtaken_gets_no_second_generation(store: FileStore) -> None:
+    """A VM that comes late to it finds that the run goes on elsewhere."""
+    assert claim(store, "old") == 1
+    assert claim(store, "new") == 2
+    with pytest.raises(FencedError) as fenced:
+        claim(store, "old")
+    assert fenced.value.newer == 2
+
+
+class Desk:
+    """The clerk of one VM."""
+
+    def __init__(self, directory: Path, store: FileStore) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.own = directory
+        self.own.mkdir(exist_ok=True)
+        self.store = store
+
+    def open(self) -> Clerk:
+        def note(event: Event) -> None:
+            assert isinstance(event, SourceChanged)
+
+        clerk = Clerk(
+            self.store,
+            KEYS,
+            self.own,
+            self.events.put,
+            journal=Journal(self.own, run="r", store_url=self.store.url),
+            boot_id="boot",
+            wall=lambda: "2030-01-01T00:00:00Z",
+            health=HealthTracker("store", blind_after_s=60.0, monotonic=lambda: 0.0, post=note),
+            several_vms=True,
+        )
+        clerk.start()
+        return clerk
+
+    def next(self, kind: type[Event]) -> Event:
+        while not isinstance(event := self.events.get(timeout=20), kind):
+            pass
+        return event
+
+
+def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """No claim of its own; one generation for two VMs; after a restart at once the same."""
+    desks = [Desk(tmp_path / name, store) for name in ("a", "b")]
+    clerks = [desk.open() for desk in desks]
+    assert list(store.list(KEYS.generations)) == []
+    for desk, clerk in zip(desks, clerks, strict=True):
+        clerk.join("first")
+        claimed = desk.next(GenerationClaimed)
+        assert claimed == GenerationClaimed(1, None, is_rollback=True)
+    clerks[0].close()
+    again = desks[0].open()
+    assert again.incarnation == "first"
+    assert desks[0].next(GenerationClaimed) == GenerationClaimed(1, None)
+    clerks[1].join("second")
+    assert desks[1].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
+    again.check_fence(1)
+    assert desks[0].next(FenceFound) == FenceFound(2)
+    again.join("second")
+    assert desks[0].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
+    for clerk in (again, clerks[1]):
+        clerk.close()
+
+
+@pytest.mark.fault("G17")
+def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """Of this step and this number of VMs; until then nothing is said."""
+    desk = Desk(tmp_path / "a", store)
+    clerk = desk.open()
+    order = CheckComplete(CommitRef(1, 9), 2)
+    for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}):
+        committed.commit(store, FILES, nodes=2, generation=1, attempt=f"{options}", **options)
+    clerk.check_complete(order)
+    assert clerk.drain(10)
+    assert desk.events.empty()
+    committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, attempt="x")
+    clerk.check_complete(order)
+    assert desk.next(CommitCompleted) == CommitCompleted(order.ref)
+    clerk.close()
+
+
+class Vm:
+    def __init__(self, directory: Path, store: FileStore) -> None:
+        self.staging = directory
+        self.staging.mkdir()
+        story = Story()
+        story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
+        story.scan()
+        settings = replace(story.state.settings, several_vms=True)
+        self.state: State = replace(story.state, settings=settings)
+        self.rejoin = Rejoin(store, KEYS, self.staging, lambda: self.state, threading.Event())
+        self.answers: queue.Queue[Message] = queue.Queue()
+
+    def ask(self, wanted: CommitRef | None = None) -> Restored:
+        if wanted is None:
+            self.rejoin.start("q", self.answers.put)
+        else:
+            self.rejoin.start_from("q", wanted, self.answers.put)
+        while not isinstance(answer := self.answers.get(timeout=20), Restored):
+            pass
+        return answer
+
+
+@pytest.mark.fault("G17")
+def test_one_vm_chooses_what_is_whole_and_the_others_take_just_that(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """Neither a set on somebody's disk, nor a part, nor what has been completed since."""
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": FILES["weights.bin"]}
+        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
+    committed.commit(store, {"rank-00000/w": b"1"}, step=30, node=0, nodes=2, attempt="b0")
+    first, second = Vm(tmp_path / "v0", store), Vm(tmp_path / "v1", store)
+    chosen = first.ask()
+    assert (chosen.step, chosen.error) == (20, "")
+    committed.commit(store, {"rank-00001/w": b"1"}, step=30, node=1, nodes=2, attempt="b1")
+    taken = second.ask(CommitRef(chosen.generation, chosen.step))
+    assert (taken.step, taken.error) == (20, "")
+    names = {"rank-00000/w", "rank-00001/w"}
+    for answer in (chosen, taken):
+        path = Path(answer.path)
+        assert {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} == names
+    assert second.ask(CommitRef(chosen.generation, chosen.step)).path == taken.path
+    assert second.ask(CommitRef(7, 7)).error
+
+
+def test_a_job_over_several_vms_is_refused_where_nobody_expects_one() -> None:
+    """Each daemon would claim a generation of its own, and fence the others: say what to set."""
+    hello = Hello(run="", rank=1, world_size=2, node=1, nodes=2)
+    assert "run.several_vms" in problem_with(hello, "r", several_vms=False)
+    assert not problem_with(hello, "r", several_vms=True)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VMs that boot the image, and the cloud around them, in a network of the test's own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system.nspawn.build import run
+from vm import image as images
+from vm.cloud import Cloud
+from vm.evidence import COLUMNS, Story
+from vm.image import Image
+from vm.machine import Machine
+
+CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+_rows = pytest.StashKey[list[tuple[str, ...]]]()
+
+
+@pytest.fixture(scope="session")
+def image() -> Image:
+    """Debian as provision.sh left it, with a kernel of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if missing := images.missing_tools():
+        pytest.skip(f"needs {', '.join(missing)}")
+    return images.made()
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    """A network of its own for the thread, and for every process that it starts: only loopback is there."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        assert _libc.unshare(CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        try:
+            run("ip", "link", "set", "lo", "up", timeout_s=10)
+            yield
+        finally:
+            assert _libc.setns(home, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    finally:
+        os.close(home)
+
+
+@pytest.fixture
+def clouds(network: None) -> Iterator[Callable[[str], Cloud]]:
+    """Makes a cloud, ``aws`` or ``gcp``."""
+    with ExitStack() as started:
+        yield lambda kind: Cloud(started, kind)
+
+
+@pytest.fixture
+def new_vm(image: Image, network: None, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """Makes a VM of a cloud, configured and switched off."""
+    with ExitStack() as started:
+
+        def make(
+            cloud: Cloud, name: str, files: dict[str, str] | None = None, **settings: dict[str, Any]
+        ) -> Machine:
+            machine = started.enter_context(Machine(image, tmp_path / name, cloud.vendor))
+            tables: dict[str, dict[str, Any]] = {
+                "run": {"name": "run"},
+                "staging": {"path": "/var/lib/swansong/staging"},
+                "store": cloud.store,
+                "trainer": {"users": ["trainer"]},
+                **settings,
+            }
+            toml = [
+                line
+                for table, values in tables.items()
+                for line in (
+                    f"[{table}]",
+                    *(f"{key} = {json.dumps(v)}" for key, v in values.items()),
+                )
+            ]
+            configuration = {"/etc/swansong/swansong.toml": "\n".join([*toml, ""])}
+            machine.write({**configuration, **(files or {})})
+            return machine
+
+        yield make
+    if not os.environ.get("SWANSONG_VM_KEEP"):
+        shutil.rmtree(tmp_path)
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str, Story, Story, float], None]:
+    """Adds a line to the table that ends the session's report."""
+    rows = request.config.stash.setdefault(_rows, [])
+
+    def add(scenario: str, before: Story, after: Story, off_s: float) -> None:
+        restored = after.steps[0] - 1
+        lost = before.steps[-1] - restored
+        rows.append((scenario, *before.phases(), f"{off_s:.1f}", str(restored), str(lost)))
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    rows = terminalreporter.config.stash.get(_rows, [])
+    if rows:
+        terminalreporter.section("evacuations of VMs")
+        for row in (COLUMNS, ["---"] * len(COLUMNS), *rows):
+            terminalreporter.write_line(f"| {' | '.join(row)} |")

@@ -1,0 +1,29 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes a bootable disk of a Debian: unpacks it, runs provision.sh in it as users run it, and puts a trainer
+# beside the daemon.  Started by image.py as
+#   unshare --mount --pid --fork --kill-child make_image.sh REPOSITORY GIVEN DEBIAN.tar SCRATCH OUT
+# GIVEN holds the wheels; OUT gets vmlinuz, initrd.img and disk.ext4.
+set -euo pipefail
+repository=$1 given=$2 debian=$3 scratch=$4 out=$5
+
+root=$scratch/root
+mkdir "$root"
+tar --extract --numeric-owner --xattrs --xattrs-include='*' --file "$debian" --directory "$root"
+mount --bind "$root" "$root"
+mount --make-private "$root"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mkdir -p "$root"/srv/{swansong,given}
+mount --bind -o ro "$repository" "$root/srv/swansong"
+mount --bind -o ro "$given" "$root/srv/given"
+chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root PYTHONDONTWRITEBYTECODE=1 \
+	/bin/bash /srv/swansong/tests/vm/prepare.sh
+umount "$root"/srv/{swansong,given} "$root/proc"
+umount --lazy "$root/dev"
+rmdir "$root"/srv/{swansong,given}
+
+cp "$root"/boot/vmlinuz-* "$out/vmlinuz"
+cp "$root"/boot/initrd.img-* "$out/initrd.img"
+rm "$root"/boot/*
+mke2fs -q -t ext4 -d "$root" "$out/disk.ext4" 1600M

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator allows the daemon's unit is kept by a real kernel, and the daemon gets by with it."""
+
+from __future__ import annotations
+
+import pytest
+from vm.test_power import Clouds, NewVm, push_button_and_stop_hard, train
+
+# The address is the VM's own, the first that its network gives out.
+KNOCK = "import socket; socket.create_connection(('169.254.10.15', 8099), 3); print('it answers')"
+LISTENER = f"""[Service]
+ExecStart=/usr/bin/python3 -m http.server 8099
+ExecStartPost=/usr/bin/python3 -c "import time; time.sleep(3)"
+ExecStartPost=/usr/bin/python3 -c "{KNOCK}"
+"""
+LIMITS = f"""[Unit]
+Requires=listener.service
+After=listener.service
+[Service]
+MemoryMax=300M
+MemorySwapMax=0
+OOMPolicy=continue
+IPAddressDeny=any
+IPAddressAllow=169.254.169.254
+ExecStartPre=-/usr/bin/python3 -c "len(b'x' * (400 << 20)); print('took 400 MiB')"
+ExecStartPre=-/usr/bin/python3 -c "{KNOCK}"
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.fault("H06")
+def test_limits_of_the_unit_are_enforced(clouds: Clouds, new_vm: NewVm) -> None:
+    """Within the unit, memory above the limit ends a process and a connection to another address comes
+    to nothing, while outside of it that address answers; within the same limits an evacuation is SAFE."""
+    cloud = clouds("gcp")
+    machine = new_vm(
+        cloud,
+        "limited",
+        {
+            "/etc/systemd/system/listener.service": LISTENER,
+            "/etc/systemd/system/swansongd.service.d/limits.conf": LIMITS,
+        },
+    )
+    train(machine, cloud)
+    push_button_and_stop_hard(machine)
+    (story,) = machine.journal()
+    reached = [entry for entry in story.entries if "it answers" in entry.text]
+    assert [entry.unit for entry in reached] == ["listener.service"]
+    assert story.says("TimeoutError")
+    assert not story.says("took 400 MiB")
+    assert story.says("Memory cgroup out of memory: Killed process")
+    assert story.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A VM is taken away by its power; another one, which never saw it, ends with the same weights.
+
+What happened is read from the dead disk, what is left from the bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from vm.cloud import Cloud
+from vm.evidence import Story
+from vm.machine import Machine
+from waiting import until
+
+STEPS = 120
+FIRST = f"--steps {STEPS} --every-steps 10 --pad-mb 8 --step-delay-s 0.5"
+"""Slow enough to be in the middle of it when its power goes."""
+NEXT = f"--steps {STEPS} --every-steps 60 --pad-mb 8"
+HARD_STOP_S = 30.0
+"""What a VM on GCP has after the button."""
+NOTICE_S = 40.0
+"""For the 120 s that EC2 gives."""
+DROP_IN = "/etc/systemd/system/trainer.service.d/test.conf"
+OFF_WHEN_DONE = "[Unit]\nSuccessAction=poweroff\nFailureAction=poweroff\n"
+# After its end the trainer's unit trains once more, from the beginning and alone: what an uninterrupted
+# run comes to on this very processor.
+REFERENCE = f"""[Service]
+TimeoutStopSec=infinity
+ExecStopPost=/usr/bin/env -u SWANSONG_RESTORE SWANSONG_SOCKET=/nowhere /opt/train/bin/python \
+/opt/train/char_lm.py --steps {STEPS} --pad-mb 8
+"""
+STAGING_ON_NVME = {
+    "/etc/systemd/system/local-disk.service": """[Unit]
+Before=trainer.service
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/sbin/mkfs.ext4 -q /dev/nvme0n1
+ExecStart=/bin/mkdir -p /mnt/nvme
+ExecStart=/bin/mount /dev/nvme0n1 /mnt/nvme
+ExecStart=/bin/systemd-tmpfiles --create /etc/local-disk.conf
+""",
+    "/etc/local-disk.conf": """d /mnt/nvme/staging 2770 swansong swansong-trainers -
+A+ /mnt/nvme/staging - - - - default:user:swansong:rwx,default:group:swansong-trainers:rwx
+""",
+    "/etc/systemd/system/swansongd.service.d/local-disk.conf": """[Unit]
+Requires=local-disk.service
+After=local-disk.service
+[Service]
+ReadWritePaths=/mnt/nvme
+""",
+}
+
+Tell = Callable[[str, Story, Story, float], None]
+NewVm = Callable[..., Machine]
+Clouds = Callable[[str], Cloud]
+GoesOn = Callable[..., Story]
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[str]:
+    """Digest of the weights of a run that nothing happened to, once some VM has made it."""
+    return []
+
+
+@pytest.fixture
+def goes_on(new_vm: NewVm, uninterrupted: list[str]) -> GoesOn:
+    """Lets a VM, a fresh one or the same one, train to the end; asserts that its weights are right."""
+
+    def finish(cloud: Cloud, machine: Machine | None = None) -> Story:
+        trainer = OFF_WHEN_DONE + ("" if uninterrupted else REFERENCE)
+        if machine is None:
+            machine = new_vm(cloud, "next")
+        cloud.new_service()
+        machine.write({DROP_IN: trainer, "/etc/trainer.env": f"ARGUMENTS={NEXT}\n"})
+        machine.power_on()
+        assert machine.is_off_within(240), "the next VM does not come to an end"
+        story = machine.journal()[-1]
+        assert story.weights, "\n".join(entry.text for entry in story.entries[-60:])
+        uninterrupted.extend(story.weights[1:])
+        assert story.weights[0] == uninterrupted[0]
+        return story
+
+    return finish
+
+
+def train(machine: Machine, cloud: Cloud) -> None:
+    """Power on, and wait until the bucket shows that it trains and replicates."""
+    cloud.new_service()
+    machine.write({"/etc/trainer.env": f"ARGUMENTS={FIRST}\n"})
+    machine.power_on()
+    until(lambda: len(cloud.committed_steps()) >= 2, timeout_s=180, what="two commits")
+
+
+def push_button_and_stop_hard(machine: Machine) -> float:
+    """GCP's way: soft-off, and the end 30 s later.  Returns after how many seconds it was off."""
+    pushed = time.monotonic()
+    machine.push_button()
+    if not machine.is_off_within(HARD_STOP_S):
+        machine.cut_power()
+    return time.monotonic() - pushed
+
+
+@pytest.mark.fault("H13", "H03")
+def test_button_alone(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
+    """The metadata service says nothing.  Between the power button and the hard stop 30 s later the
+    operating system's own shutdown gets the newest state into the bucket, and the VM switches itself off."""
+    cloud = clouds("gcp")
+    first = new_vm(cloud, "first")
+    train(first, cloud)
+    off_s = push_button_and_stop_hard(first)
+    (before,) = first.journal()
+    assert before.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])
+    assert before.first(event="evacuation", phase="notice").facts["source"] == "logind"
+    assert off_s < HARD_STOP_S
+    after = goes_on(cloud)
+    assert after.steps[0] == before.verdicts[-1][1] + 1
+    tell("GCP: button alone", before, after, off_s)
+
+
+@pytest.mark.fault("H13")
+def test_preempted_and_button(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
+    """The metadata service says `preempted` just before the button: the verdict is SAFE before the hard
+    stop."""
+    cloud = clouds("gcp")
+    first = new_vm(cloud, "first")
+    train(first, cloud)
+    cloud.gcp.preempt()
+    off_s = push_button_and_stop_hard(first)
+    (before,) = first.journal()
+    assert before.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])
+    assert before.lines(event="notice", source="gcp.preempted")
+    after = goes_on(cloud)
+    assert after.steps[0] == before.verdicts[-1][1] + 1
+    tell("GCP: preempted, button", before, after, off_s)
+
+
+def test_interruption(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
+    """EC2 gives notice and cuts the power at the stated time, without a word to the operating system."""
+    cloud = clouds("aws")
+    first = new_vm(cloud, "first")
+    train(first, cloud)
+    given = time.monotonic()
+    cloud.aws.notice(in_s=NOTICE_S)
+    # The trainer goes on after its emergency checkpoint, for notices can be withdrawn.
+    assert not first.is_off_within(NOTICE_S)
+    first.cut_power()
+    off_s = time.monotonic() - given
+    (before,) = first.journal()
+    verdict = before.first(event="verdict").facts
+    assert verdict["verdict"] == "SAFE"
+    assert verdict["slack_s"] > 0
+    newest = cloud.committed_steps()[-1]
+    assert newest >= verdict["step"]
+    after = goes_on(cloud)
+    assert after.steps[0] == newest + 1
+    tell("AWS: notice, power cut", before, after, off_s)
+
+
+@pytest.mark.fault("D06")
+def test_no_warning(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
+    """The power goes without a word: what was replicated is there, and no more than the rest is lost."""
+    cloud = clouds("aws")
+    first = new_vm(cloud, "first")
+    train(first, cloud)
+    first.cut_power()
+    (before,) = first.journal()
+    assert not before.verdicts
+    newest = cloud.committed_steps()[-1]
+    after = goes_on(cloud)
+    assert after.steps[0] == newest + 1
+    tell("none: power cut", before, after, 0.0)
+
+
+@pytest.mark.fault("D07")
+def test_stop_and_start_with_a_blank_disk(
+    clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell
+) -> None:
+    """EC2 stops the VM and starts it again: the root disk is as it was, the local NVMe with the staged
+    checkpoints is blank, and the run goes on from the bucket."""
+    cloud = clouds("aws")
+    machine = new_vm(cloud, "stopped", STAGING_ON_NVME, staging={"path": "/mnt/nvme/staging"})
+    machine.insert_nvme()
+    train(machine, cloud)
+    given = time.monotonic()
+    cloud.aws.notice("stop", in_s=NOTICE_S)
+    if not machine.is_off_within(NOTICE_S):
+        push_button_and_stop_hard(machine)
+    off_s = time.monotonic() - given
+    (before,) = machine.journal()
+    assert before.verdicts[0][0] == "SAFE"
+    newest = cloud.committed_steps()[-1]
+    machine.insert_nvme()
+    after = goes_on(cloud, machine)
+    assert after.steps[0] == newest + 1
+    tell("AWS: stop, start, NVMe blank", before, after, off_s)
