@@ -41,6 +41,8 @@ PART = 5 * MIB
 
 OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
 """The strict emulators: they take faults on order, and lack nothing."""
+ONE_EACH = pytest.mark.parametrize("cloud", ["s3-tls", "gcs"], indirect=True)
+"""For tests of many cases: once before each backend, and once over TLS, is enough."""
 SERVERS = (*OURS, "moto", "rclone")
 LACKS = {
     "moto": {

@@ -14,6 +14,7 @@ import pytest
 from bodies import BytesBody
 from contract.store_backends import (
     MIB,
+    ONE_EACH,
     PART,
     Cloud,
     get_range,
@@ -73,6 +74,7 @@ CALLS = {
 
 
 @pytest.mark.fault("O01", "O11")
+@ONE_EACH
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from contract.store_backends import (
     BUCKET,
+    ONE_EACH,
     PART,
     Cloud,
     get_range,
@@ -94,6 +95,7 @@ def refusal_is_classified(
         assert hint in caught.value.hint
 
 
+@ONE_EACH
 @pytest.mark.parametrize(("status", "code", "wanted", "hint"), COMMON)
 def test_refusals(
     cloud: Cloud, status: int, code: str, wanted: type[StoreError], hint: str

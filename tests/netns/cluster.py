@@ -7,6 +7,7 @@ They share a wire and a bucket, and nothing else.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,9 @@ class Machine:
         store = {"url": f"file://{shelf}"}
         vm = Vm(disk, store, metadata=("aws", None), settings=settings)
         self.vm = started.enter_context(vm)
+        started.callback(
+            self.power_off
+        )  # before the VM kills torchrun, and its workers are orphans
 
     def boot(self) -> Process:
         """Start the daemon, perhaps again, on an empty disk."""
@@ -133,7 +137,6 @@ class Cluster:
         self.machines: list[Machine] = []
         _run("ip", "link", "add", "switch", "type", "bridge")
         _run("ip", "link", "set", "switch", "up")
-        started.callback(self.power_off)
 
     def add(self, count: int) -> list[Machine]:
         """More VMs, with a daemon running on each."""
@@ -174,6 +177,11 @@ class Cluster:
         return {
             str(path.relative_to(commits).with_suffix("")) for path in commits.glob("*/*/*.json")
         }
+
+    def farewells(self) -> list[dict[str, Any]]:
+        """All that daemons have left of their evacuations, oldest first."""
+        paths = sorted((self._shelf / "run" / "farewells").glob("*.json"))
+        return [json.loads(path.read_text()) for path in paths]
 
 
 def part(generation: int, step: int, node: int, nodes: int) -> str:

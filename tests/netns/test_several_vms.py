@@ -42,7 +42,12 @@ def test_a_notice_at_one_vm_saves_the_job_which_goes_on_with_fewer_and_with_more
         lambda: {part(generation, step, node, 2) for node in (0, 1)} <= cluster.parts(),
         what="both parts",
     )
-    doomed.vm.daemon.lines.wait(event="evacuation", phase="complete", step=step)
+    until(
+        lambda: (
+            [f["complete"] for f in cluster.farewells() if f["verdict"] == "SAFE"].count(True) == 2
+        ),
+        what="two farewells that tell of a whole checkpoint",
+    )
     cluster.power_off()
 
     (alone,) = cluster.add(1)

@@ -142,6 +142,8 @@ def updated_bandwidth(
     if duration_s <= 0:
         return known_bytes_per_s
     sample = size_bytes / duration_s
+    if math.isinf(sample):  # no time at all has passed
+        return known_bytes_per_s
     if known_bytes_per_s is None:
         return sample or None
     faded = math.exp(-duration_s / BANDWIDTH_MEMORY_S)
