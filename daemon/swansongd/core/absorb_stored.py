@@ -98,8 +98,7 @@ def sample_bandwidth(turn: Turn) -> None:
 def _learn(turn: Turn, size_bytes: int, duration_s: float) -> None:
     known = turn.state.bandwidth_bytes_per_s
     limit = turn.state.settings.background_limit_bytes_per_s
-    evacuation = turn.state.evacuation
-    is_limited = limit is not None and (evacuation is None or evacuation.is_precaution)
+    is_limited = limit is not None and turn.state.evacuation is None  # any notice lifts it
     is_at_limit = is_limited and size_bytes >= THROTTLED * (limit or 0.0) * duration_s
     if is_at_limit and (known is None or known * duration_s >= size_bytes):
         return  # the store may be faster: nobody knows how much, only that it is not slower
