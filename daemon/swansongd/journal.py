@@ -234,6 +234,10 @@ class Journal:
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
                 self._take(_shard_record("", HeldShard(file, shard, ())) | {"is": "known"})
 
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
     # ------------------------------------------------------------------ the file, under the lock
 
     def _take(self, record: Record) -> None:

@@ -57,8 +57,8 @@ def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
     def start() -> Kept:
         store = systemd.listen()
-        # systemd begins at 3; in this process that is somebody else's.
-        first = 500
+        # systemd begins at 3; in this process that is somebody else's, so behind all that are in use.
+        first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
         monkeypatch.setattr(kept, "_FIRST_FD", first)
         for fd, held in enumerate(store.values(), first):
             os.dup2(held, fd)
