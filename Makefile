@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-vm image check bench bench-beside bench-notices format clean
+.PHONY: help setup demo test test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -29,10 +29,20 @@ demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, r
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
 test: $(STAMP)  ## all tests but those of whole machines
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/vm --ignore=tests/system/nspawn $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax $(PYTEST_ARGS)
+
+JAX := build/jax/.installed
+
+$(JAX): constraints.txt
+	$(PYTHON) -m venv --clear build/jax
+	build/jax/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax orbax-checkpoint
+	touch $@
+
+test-jax: $(STAMP) $(JAX)  ## the hooks with JAX and Orbax, in an environment of their own (700 MB)
+	$(BIN)/python -m pytest tests/hooks_jax $(PYTEST_ARGS)
 
 test-system: $(STAMP)  ## the image in containers with a real systemd; as root, with systemd-container and mmdebstrap
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
 
 test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 minutes (PYTEST_ARGS='-k button_alone' for one)
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
@@ -55,6 +65,12 @@ bench-beside: $(STAMP)  ## what a flush costs the trainer beside it; about 5 min
 
 bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; about 20 minutes
 	$(BIN)/python bench/notices.py
+
+bench-frozen: $(STAMP)  ## what five commits of a LoRA-like run send; about a minute
+	$(BIN)/python bench/frozen.py
+
+bench-torch: $(STAMP)  ## what a checkpoint costs the training loop, beside torch.save and DCP; about 5 minutes
+	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 format: $(STAMP)  ## let the formatter decide
 	$(BIN)/ruff format .

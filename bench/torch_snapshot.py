@@ -1,48 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a checkpoint holds up the training loop, and how long until it is in staging.
+"""What a checkpoint costs the training loop, and how long until it is in staging: ``make bench-torch``.
 
-    python bench/torch_snapshot.py --gb 1 --directory /dev/shm
+- ``guard.step()`` with nothing to do, beside an empty call of its shape.
+- How long training stands still for a copy of the state, and when all is written; ours, ``torch.save`` and
+  ``torch.distributed.checkpoint.async_save``, in random order within each repetition, after one round that
+  is told apart because memory is new then.  While a copy is written the loop goes on: its steps per
+  second, as a share of those just before.
+- From the daemon's request to the word that the set is sealed, with the same state spread over 1, 2 and
+  4 ranks that meet in an all-reduce of gloo at every step.  A stand-in has the daemon's end of the socket.
 
-Against torch.save and torch.distributed.checkpoint.async_save for the same state: blocking seconds, seconds
-until all files are there.  With --ranks 2, only ours, with the state spread over the ranks by FSDP2.  One
-JSON line for each; medians of --repeats after two saves that are not counted.
+The loop is one thread of small matrix products.  Needs about five times the size of the state in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import swansong
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from swansong.protocol import Failed, Hello, Message, Progress, Sealed
 from swansong.torch import TrainingState
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+
+from bench.hooks_step import Nothing, median_ns
+from bench.transfer import measure
+from bench.transfer.results import write_page
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from hooks.fake_daemon import FakeDaemon
+from waiting import until
+
+NAME = "make bench-torch"
+OURS, SAVE, ASYNC = "swansong", "torch.save", "dcp.async_save"
+BEFORE_S = 0.5
+"""So long the loop runs before a save, to see how fast it is alone."""
+LIMIT_S = 120.0
 
 Save = Callable[[Path], Callable[[], object]]
 """Begins a save into a directory; what it returns waits until it is written."""
 
 
+@dataclass
+class Cost:
+    """Of the saves of one contestant."""
+
+    blocked_s: list[float] = field(default_factory=list)
+    written_s: list[float] = field(default_factory=list)
+    speed: list[float] = field(default_factory=list)
+    """Of the loop during the write, as a share of that before."""
+    first_blocked_s: float = 0.0
+
+
 def trained(size_bytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose weights and Adam moments together have this size."""
-    layers, width = 16, 1
-    while layers * (width + 64) ** 2 * 4 * 3 < size_bytes:
-        width += 64
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    if dist.is_initialized():
-        fully_shard(model)
-    model.to(device)
+    """A model whose weights and Adam moments together have about this size."""
+    layers = 16
+    width = max(1, round((size_bytes / (layers * 4 * 3)) ** 0.5))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, width, device=device)).sum().backward()
     optimizer.step()
@@ -50,54 +81,58 @@ def trained(size_bytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimi
     return model, optimizer
 
 
-def measured(name: str, save: Save, root: Path, repeats: int, device: str) -> None:
-    blocked, total, size_bytes = [], [], 0
-    for number in range(repeats + 2):
-        directory = root / f"{name}-{number}"
-        directory.mkdir(exist_ok=True)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        wait = save(directory)
-        blocked.append(time.perf_counter() - begun)
+class Loop:
+    """Small matrix products, a step of which takes a millisecond or so."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.eye(256)
+
+    def step(self) -> None:
+        for _ in range(4):
+            self._matrix = self._matrix @ self._matrix
+
+    def steps_a_s(self, is_over: Callable[[], bool]) -> float:
+        begun, steps = time.perf_counter(), 0
+        while not is_over():
+            self.step()
+            steps += 1
+        return steps / (time.perf_counter() - begun)
+
+    def alone(self) -> float:
+        end = time.perf_counter() + BEFORE_S
+        return self.steps_a_s(lambda: time.perf_counter() > end)
+
+
+def saved(save: Save, directory: Path, device: str, loop: Loop) -> tuple[float, float, float]:
+    """Seconds blocked, seconds until written, and the loop's speed meanwhile."""
+    directory.mkdir()
+    gc.collect()
+    alone = loop.alone()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    wait = save(directory)
+    blocked_s = time.perf_counter() - begun
+    ends: list[float] = []
+
+    def waits() -> None:
         wait()
-        total.append(time.perf_counter() - begun)
-        if dist.is_initialized():
-            dist.barrier()
-        size_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        if dist.is_initialized():
-            dist.barrier()
-        shutil.rmtree(directory, ignore_errors=True)
-    result = {
-        "what": name,
-        "rank": os.environ.get("RANK", "0"),
-        "device": device,
-        "size_mb": round(size_bytes / 1e6),
-        "blocked_s": round(statistics.median(blocked[2:]), 4),
-        "written_s": round(statistics.median(total[2:]), 4),
-        "first_blocked_s": round(blocked[0], 4),
-    }
-    print(json.dumps(result), flush=True)
+        ends.append(time.perf_counter())
+
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    beside = loop.steps_a_s(lambda: bool(ends))
+    thread.join()
+    shutil.rmtree(directory)
+    return blocked_s, ends[0] - begun, beside / alone
 
 
-def swansong_save(state: TrainingState) -> Save:
-    def save(directory: Path) -> Callable[[], object]:
-        write = state.snapshot()
-        own = directory / f"rank-{int(os.environ.get('RANK', '0')):05d}"
-        own.mkdir(exist_ok=True)
-        return lambda: write(own)
-
-    return save
-
-
-def run(options: argparse.Namespace, root: Path) -> None:
-    warnings.simplefilter("ignore")
-    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
-    model, optimizer = trained(int(options.gb * 1e9), device)
+def contestants(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Save]:
     state = TrainingState(model, optimizer)
-    measured("swansong", swansong_save(state), root, options.repeats, device)
-    if dist.is_initialized():
-        return
+
+    def ours(directory: Path) -> Callable[[], object]:
+        write = state.snapshot()
+        return lambda: write(directory)
 
     def whole() -> dict[str, object]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -106,50 +141,214 @@ def run(options: argparse.Namespace, root: Path) -> None:
         torch.save(whole(), directory / "state.pt")
         return lambda: None
 
-    measured("torch.save", torch_save, root, options.repeats, device)
-    # async_save wants a process group even for one process.
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
-
     def async_save(directory: Path) -> Callable[[], object]:
         future = dcp.async_save(whole(), checkpoint_id=str(directory), no_dist=True)
         return future.result
 
-    measured("dcp.async_save", async_save, root, options.repeats, device)
+    return {OURS: ours, SAVE: torch_save, ASYNC: async_save}
+
+
+def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> dict[str, Cost]:
+    """The saves of all contestants."""
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    saves = contestants(*trained(size_bytes, device))
+    loop = Loop()
+    costs = {name: Cost() for name in saves}
+    # async_save wants a process group even for one process.
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+    for repetition in range(repeats + 2):
+        for name in random.sample(list(saves), len(saves)):
+            if not is_quick:
+                measure.wait_for_quiet(limit_s=10)
+            blocked_s, written_s, speed = saved(saves[name], root / "set", device, loop)
+            cost = costs[name]
+            if repetition == 0:
+                cost.first_blocked_s = blocked_s
+            if repetition > 1:  # both of our copies have their memory by then
+                cost.blocked_s.append(blocked_s)
+                cost.written_s.append(written_s)
+                cost.speed.append(speed)
+            print(f"{name}: {blocked_s:.3f} s, {written_s:.3f} s, {speed:.0%}", file=sys.stderr)
     dist.destroy_process_group()
+    return costs
+
+
+# ---------------------------------------------------------------- ranks
+
+
+class Clock(FakeDaemon):
+    """Remembers when it was told of which request that it is done."""
+
+    def __init__(self, directory: Path) -> None:
+        self.done_mono_s: dict[str, float] = {}
+        super().__init__(directory)
+
+    def _answers(self, connection: object, message: Message) -> list[Message]:
+        if isinstance(message, Sealed | Failed):
+            self.done_mono_s[message.request_id] = time.monotonic()
+        return super()._answers(connection, message)  # type: ignore[arg-type]
+
+
+def as_rank(size_bytes: int, store: str) -> None:
+    """One rank: trains until it is killed."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    state = TrainingState(*trained(size_bytes // ranks, "cpu"))
+    state.snapshot()
+    state.snapshot()  # memory is there, as it is from the second checkpoint of a run on
+    guard = swansong.attach(state)
+    loop, together = Loop(), torch.ones(1)
+    dist.barrier()
+    step = guard.restore()
+    while True:
+        for _ in range(10):
+            loop.step()
+        dist.all_reduce(together)
+        step += 1
+        guard.step(step)
+
+
+@contextmanager
+def training(daemon: FakeDaemon, root: Path, ranks: int, size_bytes: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.torch_snapshot", "--as-rank", str(size_bytes)]
+    processes = []
+    with open(root / f"stderr-{ranks}", "w+") as stderr:
+        try:
+            for rank in range(ranks):
+                environment = {
+                    **os.environ,
+                    "SWANSONG_SOCKET": daemon.path,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                }
+                processes.append(
+                    subprocess.Popen(
+                        [*command, "--store", f"{root}/store-{ranks}"],
+                        env=environment,
+                        stderr=stderr,
+                    )
+                )
+            until(
+                lambda: len(daemon.all_of(Hello)) >= ranks, timeout_s=LIMIT_S, what=f"{ranks} ranks"
+            )
+            until(lambda: daemon.all_of(Progress), timeout_s=LIMIT_S, what="training")
+            yield
+        except BaseException:
+            stderr.seek(0)
+            print(stderr.read()[-2000:], file=sys.stderr)
+            raise
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> list[float]:
+    """Seconds from the request until the set is sealed."""
+    directory = root / f"ranks-{ranks}"
+    directory.mkdir()
+    seconds = []
+    with Clock(directory) as daemon, training(daemon, root, ranks, size_bytes):
+        for number in range(repeats + 1):
+            name = f"request-{number}"
+            begun = time.monotonic()
+            daemon.request(name)
+            until(lambda: name in daemon.done_mono_s, timeout_s=LIMIT_S, what=name)  # noqa: B023
+            failed = daemon.all_of(Failed)
+            if failed:
+                raise SystemExit(f"{ranks} ranks: {failed[0].reason}")
+            if number:  # the first warms everything up
+                seconds.append(daemon.done_mono_s[name] - begun)
+            print(f"{ranks} ranks: {daemon.done_mono_s[name] - begun:.3f} s", file=sys.stderr)
+            for sealed in daemon.sealed():
+                shutil.rmtree(sealed)
+    shutil.rmtree(directory)
+    return seconds
+
+
+# ---------------------------------------------------------------- the table
+
+
+def of(values: list[float], form: str) -> str:
+    """Median, least and most."""
+    low, high = format(min(values), form), format(max(values), form)
+    return f"{statistics.median(values):{form}} ({low}-{high})"
+
+
+def table(
+    size_bytes: int, costs: dict[str, Cost], ranks: dict[int, list[float]], step: dict[str, float]
+) -> str:
+    head = (
+        f"{size_bytes / 1e9:g} GB of state, one process",
+        "training stands still, s",
+        "the first time, s",
+        "written after, s",
+        "loop during the write",
+    )
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name, cost in sorted(costs.items(), key=lambda each: statistics.median(each[1].blocked_s)):
+        lines.append(
+            f"| {'**swansong**' if name == OURS else name} | {of(cost.blocked_s, '.3f')}"
+            f" | {cost.first_blocked_s:.3f} | {of(cost.written_s, '.2f')}"
+            f" | {'-' if name == SAVE else of(cost.speed, '.0%')} |"
+        )
+    lines += [
+        "",
+        "| the same state over | request to sealed, s | n |",
+        "| --- | --- | --- |",
+    ]
+    for count, seconds in ranks.items():
+        word = "rank" if count == 1 else "ranks"
+        lines.append(f"| {count} {word} | {of(seconds, '.2f')} | {len(seconds)} |")
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    facts = (
+        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns a call; an empty method call:"
+        f" {step['empty_ns']:.0f} ns. torch {torch.__version__}, {device}, {os.cpu_count()} cores,"
+        " files on tmpfs."
+    )
+    return "\n".join([*lines, "", facts])
+
+
+def step_cost() -> dict[str, float]:
+    guard = swansong.attach(
+        save=lambda _: None, load=lambda _: None, every_steps=10**9, socket="/nonexistent"
+    )
+    nothing = Nothing()
+    return {
+        "empty_ns": median_ns(lambda step: nothing.step(step, loss=1.0)),
+        "guard_ns": median_ns(lambda step: guard.step(step, loss=1.0)),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Blocking time of a snapshot.")
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--directory", default=None, help="where to write; else the usual one")
-    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    parser.add_argument("--store", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="20 MB, once: does everything run?")
+    parser.add_argument("--data", type=Path, default=Path("/dev/shm"), help="where to write")
+    parser.add_argument("--write", action="store_true", help="the table into docs/performance.md")
+    parser.add_argument("--as-rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.store:
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            "gloo", init_method=f"file://{options.store}/store", rank=rank, world_size=ranks
-        )
-        run(options, Path(options.store))
-        dist.destroy_process_group()
-        return
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        if options.ranks == 1:
-            run(options, Path(directory))
-            return
-        size = str(options.ranks)
-        command = [sys.executable, __file__, *sys.argv[1:], "--store", directory, "--cpu"]
-        children = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
-            )
-            for rank in range(options.ranks)
-        ]
-        for child in children:
-            child.wait()
+    warnings.simplefilter("ignore")
+    if options.as_rank:
+        as_rank(options.as_rank, options.store)
+    size_bytes = 20_000_000 if options.quick else int(options.gb * 1e9)
+    repeats = 1 if options.quick else options.repeats
+    step = step_cost()
+    with tempfile.TemporaryDirectory(prefix="swansong-bench-", dir=options.data) as place:
+        root = Path(place)
+        ranks = {n: request_to_sealed(root, n, size_bytes, repeats) for n in (1, 2, 4)}
+        costs = one_process(root, size_bytes, repeats, options.quick)
+    text = table(size_bytes, costs, ranks, step)
+    print(json.dumps(step), file=sys.stderr)
+    print(text)
+    if options.write:
+        write_page(NAME, text)
 
 
 if __name__ == "__main__":

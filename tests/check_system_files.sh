@@ -49,8 +49,8 @@ if have systemd-analyze "units"; then
 	root=$scratch/root
 	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
 	ln -s usr/lib "$root/lib"
-	programs=(bin/sh bin/rm opt/swansong/bin/swansongd opt/swansong/bin/swansong)
-	programs+=(usr/lib/swansong/swansong-nvme usr/bin/systemd-tmpfiles)
+	programs=(bin/sh bin/rm bin/systemd-tmpfiles opt/swansong/bin/swansongd opt/swansong/bin/swansong)
+	programs+=(usr/lib/swansong/swansong-nvme)
 	for program in "${programs[@]}"; do
 		install -D -m 0755 /dev/null "$root/$program"
 	done

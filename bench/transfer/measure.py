@@ -102,7 +102,7 @@ def run(
     if told is not None:
         facts = json.loads(told)
         wall_s = facts["ended_mono_s"] - facts["began_mono_s"]
-        reported_cpu_s -= facts["cpu_before_s"]
+        reported_cpu_s = facts["cpu_s"]
     return Run(
         wall_s=wall_s,
         cpu_s=reported_cpu_s,

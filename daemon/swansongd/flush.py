@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flush: moves the shards of one set to the object store, part by part, in many threads.
 
-One set at a time; whoever decides which is :mod:`swansongd.core`.  A worker opens a staged file, and a
-part of it passes window by window through the digest and onto the wire, so memory is bounded by workers
-times window whatever the files measure.  Before each window a worker looks whether its bytes are still
-wanted: that is how a flush is cancelled, and nothing waits for a request that hangs.
+One set at a time; whoever decides which is :mod:`swansongd.core`.  What is done for one shard is
+:mod:`swansongd.flush_shard`.  A part passes window by window through the digest and onto the wire, so
+memory is bounded by workers times window whatever the files measure.  Before each window a worker looks
+whether its bytes are still wanted: that is how a flush is cancelled, and nothing waits for a request that
+hangs.
 
 Nothing that is stored is sent again.  A set that comes back after another one, or under its sealed name,
 goes on where it was (:mod:`swansongd.flush_set`), and so does a daemon that was restarted
@@ -28,17 +29,16 @@ from typing import Literal
 import structlog
 
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
-from swansongd.digests import part_count, shard_digest
-from swansongd.errors import NotFound, StagingError, SwansongError
-from swansongd.flush_parts import Cancelled, FileBody, opened, part_size_for, within_means
-from swansongd.flush_set import ADVANCE, FlushSet, Order, Outcome, Shard, Task
+from swansongd.errors import StagingError, SwansongError
+from swansongd.flush_parts import Cancelled
+from swansongd.flush_set import FlushSet, Order, Outcome, Task
+from swansongd.flush_shard import ShardSender
 from swansongd.flush_width import Width
-from swansongd.journal import SETS_MAX, HeldShard, HeldUpload, Journal
+from swansongd.journal import SETS_MAX, Journal
 from swansongd.keys import RunKeys
-from swansongd.model import CheckpointId, Staged, StoredShard
+from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
-from swansongd.stores.base import CRC32C_UNTOLD, ObjectStore, PartReceipt
-from swansongd.stores.checksums import crc32c_of_parts
+from swansongd.stores.base import ObjectStore
 
 _PROGRESS_INTERVAL_S = 0.05
 
@@ -74,7 +74,6 @@ class FlushEngine:
         is_urgent: Callable[[], bool],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
         self._keys = keys
         self._run_directory = run_directory
         self._post = post
@@ -82,10 +81,17 @@ class FlushEngine:
         self._nonce = nonce
         self._connections = connections
         self._cpus = len(os.sched_getaffinity(0))
-        self._part_size_bytes = part_size_bytes
-        self._is_urgent = is_urgent
         self._monotonic = monotonic
         self._changed = threading.Condition()
+        self._sender = ShardSender(
+            store,
+            run_directory,
+            journal,
+            lock=self._changed,
+            report=self._report,
+            part_size_bytes=part_size_bytes,
+            is_urgent=is_urgent,
+        )
         self._idle = 0
         self._sets: dict[CheckpointId, FlushSet] = {}
         self._active: FlushSet | None = None
@@ -161,7 +167,7 @@ class FlushEngine:
                 elif task == "end":
                     self._end(order, flush_set)
                 else:
-                    self._carry_out(order, flush_set, *task)
+                    self._sender.carry_out(order, flush_set, *task)
                 outcome = "done"
             except Cancelled:
                 pass
@@ -260,173 +266,10 @@ class FlushEngine:
         referenced = [item.shard.size_bytes for item in held if item.is_referenced]
         self._post(Flushed(order.flush_id, tuple(item.shard for item in held), sum(referenced)))
 
-    # ------------------------------------------------------------------ one shard
-
-    def _carry_out(self, order: Order, flush_set: FlushSet, shard: Shard, number: int) -> None:
-        upload = shard.upload
-        if not shard.is_believed:
-            self._recover(flush_set, shard)
-        elif upload is None:
-            self._open(order, flush_set, shard)
-        elif number != ADVANCE:
-            self._send_part(order, flush_set, shard, upload, number)
-        elif upload.is_whole:
-            self._complete(flush_set, shard, upload)
-
-    def _recover(self, flush_set: FlushSet, shard: Shard) -> None:
-        """Ask the store about what the journal says, and believe what both say."""
-        held = shard.held
-        if isinstance(held, HeldShard):
-            if self._is_there(held.shard):
-                self._stored(flush_set, shard, held)
-            else:
-                self._renew(flush_set, shard, NotFound(f"{held.shard.key} is gone"))
-        elif held is not None:
-            try:
-                receipts = {receipt.number: receipt for receipt in self._store.parts(held.upload)}
-            except NotFound as error:
-                whole = _whole(held) if held.is_whole else None
-                if whole is not None and self._is_there(whole.shard):  # completed, unheard
-                    self._stored(flush_set, shard, whole)
-                else:
-                    self._renew(flush_set, shard, error)
-                return
-            with self._changed:
-                for number, part in list(held.parts.items()):
-                    is_true = _agree(part.receipt, receipts.get(number))
-                    if not is_true and number not in shard.in_flight:
-                        del held.parts[number]
-                shard.is_believed = True
-                flush_set.count(shard)
-
-    def _open(self, order: Order, flush_set: FlushSet, shard: Shard) -> None:
-        """Reference the shard, store it in one request, or begin its upload."""
-        file = shard.file
-        referenced = self._reference(order, flush_set, shard)
-        if referenced is not None:
-            self._stored(flush_set, shard, referenced)
-            return
-        part_size_bytes = part_size_for(
-            file.size_bytes,
-            wanted_bytes=self._part_size_bytes,
-            least_bytes=self._store.part_size_bytes_min,
-        )
-        if file.size_bytes > part_size_bytes:
-            upload = self._store.begin(shard.key, file.size_bytes, part_size_bytes)
-            held = self._journal.upload_begun(flush_set.name, file, upload)
-            with self._changed:
-                shard.held = held
-            return
-        with opened(self._directory(order), file) as fd:
-            body = _body(
-                flush_set, shard, fd, 0, file.size_bytes, moved=self._moved(order, flush_set)
-            )
-            crc32c = self._store.put_shard(shard.key, body)
-        stored = StoredShard(
-            path=file.path,
-            size_bytes=file.size_bytes,
-            digest=shard_digest([body.digest]),
-            key=shard.key,
-            part_size_bytes=part_size_bytes,
-            crc32c=crc32c,
-        )
-        self._stored(flush_set, shard, HeldShard(file, stored, (body.digest,)))
-
-    def _reference(self, order: Order, flush_set: FlushSet, shard: Shard) -> HeldShard | None:
-        """The shard as the newest committed set has stored it, when it has the same bytes.
-
-        Its first part tells nearly always when it has not.  Where nothing is known of the parts the whole
-        file has to be read, for which there is no time in an evacuation.
-        """
-        file = shard.file
-        known = self._journal.known(file.path)
-        if known is None or known.shard.size_bytes != file.size_bytes or not file.size_bytes:
-            return None
-        if not known.part_digests and self._is_urgent():
-            return None
-        part_size_bytes = known.shard.part_size_bytes
-        digests: list[bytes] = []
-        with opened(self._directory(order), file) as fd:
-            for index in range(part_count(file.size_bytes, part_size_bytes)):
-                offset = index * part_size_bytes
-                size_bytes = min(part_size_bytes, file.size_bytes - offset)
-                body = _body(flush_set, shard, fd, offset, size_bytes)
-                digests.append(body.read_all())
-                if known.part_digests and digests[-1] != known.part_digests[index]:
-                    return None
-        if shard_digest(digests) != known.shard.digest or not self._is_there(known.shard):
-            return None
-        return HeldShard(file, known.shard, tuple(digests), is_referenced=True)
-
-    def _send_part(
-        self, order: Order, flush_set: FlushSet, shard: Shard, held: HeldUpload, number: int
-    ) -> None:
-        upload = held.upload
-        offset = (number - 1) * upload.part_size_bytes
-        size_bytes = upload.part_length_bytes(number)
-        with opened(self._directory(order), shard.file) as fd:
-            body = _body(
-                flush_set, shard, fd, offset, size_bytes, moved=self._moved(order, flush_set)
-            )
-            try:
-                receipt = self._store.put_part(upload, number, body)
-            except NotFound as error:
-                self._renew(flush_set, shard, error)
-                raise Cancelled from None
-        self._journal.part_stored(flush_set.name, held, receipt, body.digest)
-
-    def _complete(self, flush_set: FlushSet, shard: Shard, held: HeldUpload) -> None:
-        whole = _whole(held)
-        receipts = [held.parts[number].receipt for number in sorted(held.parts)]
-        try:
-            self._store.complete(held.upload, receipts)
-        except NotFound as error:
-            self._renew(flush_set, shard, error)
-        except BaseException:
-            with self._changed:
-                shard.is_believed = False  # the next try asks for the parts first
-                flush_set.count(shard)
-            raise
-        else:
-            self._stored(flush_set, shard, whole)
-
-    def _renew(self, flush_set: FlushSet, shard: Shard, error: NotFound) -> None:
-        _log.warning("stored_part_gone", key=shard.key, error=str(error))
-        with self._changed:
-            if not flush_set.renew(shard):
-                raise error
-
-    def _stored(self, flush_set: FlushSet, shard: Shard, held: HeldShard) -> None:
-        self._journal.shard_stored(flush_set.name, held)
-        with self._changed:
-            flush_set.stored(shard, held)
-
-    def _directory(self, order: Order) -> scan.SetDirectory:
-        """Of the set, opened once an order."""
-        if order.directory is not None:
-            return order.directory
-        name = order.staged.directory
-        mine = within_means(lambda: scan.SetDirectory(self._run_directory, name))
-        with self._changed:
-            if order.directory is None:
-                order.directory = mine
-                return mine
-        mine.close()
-        return order.directory
-
     def _close_if_over(self, order: Order, flush_set: FlushSet) -> None:
         if flush_set.order is not order and not order.workers and order.directory is not None:
             order.directory.close()
             order.directory = None
-
-    def _moved(self, order: Order, flush_set: FlushSet) -> Callable[[int], None]:
-        """Counts what leaves, window by window: with many parts under way none of them may end for long."""
-
-        def moved(size_bytes: int) -> None:
-            order.moved(size_bytes)
-            self._report(flush_set)
-
-        return moved
 
     def _report(self, flush_set: FlushSet, *, at_once: bool = False) -> None:
         """Say how far the flush is, now and then."""
@@ -444,49 +287,3 @@ class FlushEngine:
             self._wake()
             progress = FlushProgress(order.flush_id, flush_set.bytes_stored, sent_bytes)
         self._post(progress)
-
-    def _is_there(self, shard: StoredShard) -> bool:
-        info = self._store.head(shard.key)
-        return info is not None and info.size_bytes == shard.size_bytes
-
-
-def _body(
-    flush_set: FlushSet,
-    shard: Shard,
-    fd: int,
-    offset: int,
-    size_bytes: int,
-    *,
-    moved: Callable[[int], None] = lambda _bytes: None,
-) -> FileBody:
-    def is_unwanted() -> bool:
-        return not flush_set.wants(shard)
-
-    return FileBody(fd, shard.file.path, offset, size_bytes, is_unwanted=is_unwanted, moved=moved)
-
-
-def _agree(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
-    """Whether the store has the part that we have a receipt of."""
-    if theirs is None or theirs != ours:
-        return False
-    return theirs.crc32c in (ours.crc32c, CRC32C_UNTOLD)
-
-
-def _whole(held: HeldUpload) -> HeldShard:
-    """The shard that comes of an upload that has all its parts."""
-    upload = held.upload
-    parts = [held.parts[number] for number in sorted(held.parts)]
-    digests = tuple(part.digest for part in parts)
-    lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
-    return HeldShard(
-        held.file,
-        StoredShard(
-            path=held.file.path,
-            size_bytes=upload.size_bytes,
-            digest=shard_digest(digests),
-            key=upload.key,
-            part_size_bytes=upload.part_size_bytes,
-            crc32c=crc32c_of_parts(lengths),
-        ),
-        digests,
-    )

@@ -35,6 +35,7 @@ BUDGET_S = 100.0
 ONE_START_S = 60.0
 """Who asks so soon after another, with nothing sealed in between, is a rank of the same start."""
 _PROGRESS_INTERVAL_S = 0.5
+_LOOK_INTERVAL_S = 0.02
 
 _log = structlog.get_logger(__name__)
 
@@ -93,14 +94,18 @@ class Rejoin:
         """Answer with Restored in the end, with Restoring on the way; returns at once."""
         self._begin(query_id, reply, self._answer)
 
-    def start_from(self, query_id: str, wanted: CommitRef, reply: Reply) -> None:
+    def start_from(self, query: RestoreQuery, reply: Reply) -> None:
         """The same, for a trainer whose first rank has chosen a commit for all VMs of the job."""
-        self._begin(query_id, reply, lambda: self._chosen(wanted))
+        self._begin(query.query_id, reply, lambda: self._chosen(query))
 
     def start_rollback(
         self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]
     ) -> None:
-        """The same, for a trainer that goes back to the newest healthy checkpoint; posts RolledBack first."""
+        """The same, for a trainer that goes back to the newest healthy checkpoint; posts RolledBack first.
+
+        Over several VMs this answer only says which one: all ranks ask for it by name, once they have
+        begun another incarnation, and that takes the place of RolledBack.
+        """
         self._begin(query.query_id, reply, lambda: self._rollback(query, post))
 
     def _begin(self, query_id: str, reply: Reply, find: Callable[[], Restored]) -> None:
@@ -154,7 +159,10 @@ class Rejoin:
         self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=newest, local=local)
         return answer
 
-    def _chosen(self, wanted: CommitRef) -> Restored:
+    def _chosen(self, query: RestoreQuery) -> Restored:
+        wanted = CommitRef(query.generation, query.step)
+        if query.incarnation:
+            self._await_incarnation(query.incarnation)
         given = self._given
         if given is not None and given.newest == wanted and given.still_stands():
             return given.answer  # to another rank of this VM
@@ -164,11 +172,8 @@ class Rejoin:
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         state = self._state()
-        if any(trainer.world_size > trainer.local_world_size for trainer in state.trainers):
-            raise StagingError(
-                "a run over several VMs cannot go back while it runs",
-                hint="End the job, and start it from what swansong restore --healthy brings",
-            )
+        if any(trainer.nodes > 1 for trainer in state.trainers):
+            return self._healthy_for_all(query.before_step)
         if self._went_back is not None:
             number, mono_s, answer = self._went_back
             if number == query.rollback and self._monotonic() - mono_s < ONE_START_S:
@@ -181,13 +186,32 @@ class Rejoin:
         elif committed is not None:
             answer = self._fetched(store, committed, lambda ref, _: ref == committed)
         else:
-            raise NothingToRestore(
-                f"run {self._keys.run} has no healthy checkpoint before step {query.before_step}"
-            )
+            raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
         self._given = None
         self._went_back = (query.rollback, self._monotonic(), answer)
         return answer
+
+    def _healthy_for_all(self, before_step: int) -> Restored:
+        store = self._store()  # what lies in staging is a part only
+        committed = self._newest_healthy_commit(store, before_step)
+        if committed is None:
+            raise self._nothing_before(before_step)
+        answer = self._fetched(store, committed, lambda ref, _: ref == committed)
+        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=committed, local=None)
+        return answer
+
+    def _await_incarnation(self, name: str) -> None:
+        """Until the decision loop has done with the steps that count no more."""
+        give_up_mono_s = self._monotonic() + BUDGET_S
+        while self._state().incarnation != name:
+            if self._monotonic() > give_up_mono_s or self._stop.wait(_LOOK_INTERVAL_S):
+                raise StagingError("the job has been started anew meanwhile", hint="End this one")
+
+    def _nothing_before(self, step: int) -> NothingToRestore:
+        return NothingToRestore(
+            f"run {self._keys.run} has no healthy checkpoint before step {step}"
+        )
 
     def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
         for found in catalog.list_commits(store, self._keys):

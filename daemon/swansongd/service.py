@@ -16,7 +16,6 @@ import signal
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -56,7 +55,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, State
 from swansongd.errors import ConfigError, StagingError
-from swansongd.model import CommitRef, Severity, Verdict
+from swansongd.model import Severity, Verdict
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
@@ -81,6 +80,8 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
+_STOP_EXTENSION_S = 10.0
+"""Longer than any turn of the decision loop, and than the farewell."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
@@ -108,16 +109,6 @@ class Service:
         self._timeline: Timeline | None = None
         self._notifier = SystemdNotifier(os.environ)
         self._kept = Kept(self._notifier, os.environ)
-        settings = Settings(
-            reserve_s=config.deadline.reserve_s,
-            signals_trainer=config.trainer.signal != "none",
-            background_limit_bytes_per_s=config.flush.background_bytes_per_s,
-            checkpoint_interval_s=config.run.checkpoint_interval_s,
-            mtbf_s=config.run.mtbf_s,
-            stall_steps=config.trainer.stall_steps,
-            stall_min_s=config.trainer.stall_min_s,
-        )
-        self._state = State(settings=settings)
         run = config.run.name
         boot_id = _BOOT_ID.read_text().strip()
         uids = _uids(config.trainer.users)
@@ -131,16 +122,19 @@ class Service:
             stop=self._stop,
         )
         self._flush, self._clerk = self._storage.flush, self._storage.clerk
-        if config.run.several_vms:
-            self._state = State(
-                settings=replace(
-                    settings,
-                    several_vms=True,
-                    vm=_short_digest(f"{boot_id}{self._staging.path}"),
-                    goes_on_with=self._clerk.incarnation,
-                ),
-                incarnation=self._clerk.incarnation,
-            )
+        settings = Settings(
+            reserve_s=config.deadline.reserve_s,
+            signals_trainer=config.trainer.signal != "none",
+            background_limit_bytes_per_s=config.flush.background_bytes_per_s,
+            checkpoint_interval_s=config.run.checkpoint_interval_s,
+            mtbf_s=config.run.mtbf_s,
+            stall_steps=config.trainer.stall_steps,
+            stall_min_s=config.trainer.stall_min_s,
+            several_vms=config.run.several_vms,
+            vm=_short_digest(f"{boot_id}{self._staging.path}"),
+            goes_on_with=self._clerk.incarnation,
+        )
+        self._state = State(settings=settings, incarnation=self._clerk.incarnation)
         scanner = Scanner(
             self._staging.path,
             allowed_uids=uids,
@@ -281,8 +275,13 @@ class Service:
             return
         if evacuation.verdict is not None:
             self._logind.release()
-        elif self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
+            return
+        if self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
             self._asg_hook.heartbeat()
+        if host.NAME in self._state.notices:
+            # Beyond TimeoutStopSec= each such word is good for so long only; it comes from this loop, so a
+            # daemon that hangs is killed soon.
+            self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
     def _step(self, event: Event, now: float) -> None:
         self._state, actions = machine.step(self._state, event, now)
@@ -311,7 +310,6 @@ class Service:
         if host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):
             grace_s = self._config.deadline.sigterm_grace_s
             notice = host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s)
-            self._notifier.stopping(within_s=grace_s)
             self._post(NoticeRaised(notice))
         else:
             self._post(StopRequested("stopped by the operator"))
@@ -441,8 +439,7 @@ class Service:
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             if message.generation >= 0:
-                ref = CommitRef(message.generation, message.step)
-                self._rejoin.start_from(message.query_id, ref, reply)
+                self._rejoin.start_from(message, reply)
             elif message.rollback:
                 self._rejoin.start_rollback(message, reply, self._post)
             else:
@@ -450,7 +447,7 @@ class Service:
 
     def _leave(self, order: Exit) -> int:
         """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""
-        self._notifier.stopping()
+        self._notifier.stopping(within_s=_STOP_EXTENSION_S)
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._clerk.drain(_EXIT_DRAIN_S)  # the farewell

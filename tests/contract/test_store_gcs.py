@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from bodies import BytesBody, BytesSink
-from contract.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying
+from contract.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulators.process import EmulatorProcess
-from swansongd.errors import ConfigError, NotFound, Permanent, Transient
+from swansongd.errors import ConfigError, Exists, NotFound, Permanent, Transient
 from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs import GcsStore
@@ -215,17 +215,93 @@ def test_the_service_account_of_the_vm(
 
 
 @pytest.mark.fault("O13")
-@pytest.mark.parametrize("size_bytes", [1000, LARGE])
-def test_a_shard_corrupted_on_its_way(gcs: Cloud, size_bytes: int) -> None:
-    """Before or after the store has taken it, the difference is seen; sent again it is whole."""
-    content = bytes(range(250)) * (size_bytes // 250)
-    gcs.order("flip", method="PUT")
+def test_a_small_shard_corrupted_on_its_way(gcs: Cloud) -> None:
+    """The store refuses what does not have its checksum; sent again it is whole."""
+    content = bytes(range(250)) * 4
     store = gcs.open()
+    gcs.order("flip", method="PUT")
     with pytest.raises(Transient):
         store.put_shard("shard", BytesBody(content))
+    assert store.head("shard") is None
     gcs.order("flip", method="PUT")
     assert retrying(store).put_shard("shard", BytesBody(content)) == crc32c(content)
     assert store.get("shard") == content
+
+
+@pytest.mark.fault("O13")
+def test_a_larger_shard_corrupted_on_its_way(gcs: Cloud) -> None:
+    """The store has taken it when its answer tells the difference: the name is spent, another is good."""
+    content = bytes(range(250)) * (LARGE // 250)
+    store = gcs.open()
+    gcs.order("flip", method="PUT")
+    with pytest.raises(Transient, match="other bytes"):
+        store.put_shard("shard", BytesBody(content))
+    with pytest.raises(Exists):
+        retrying(store).put_shard("shard", BytesBody(content))
+    assert retrying(store).put_shard("shard again", BytesBody(content)) == crc32c(content)
+
+
+# ---------------------------------------------------------------- a role that may not overwrite
+
+
+@pytest.fixture(params=["condition", "rights"])
+def narrow(request: pytest.FixtureRequest, gcs: Cloud) -> Cloud:
+    """GCS under the role of packer/permissions, whichever of the two it looks at first."""
+    gcs.order("role", delete=0, first=request.param)
+    return gcs
+
+
+@pytest.mark.fault("O11", "O09")
+@pytest.mark.parametrize("size_bytes", [0, 1000, LARGE])
+def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: int) -> None:
+    """A shard that was taken unheard is asked for, compared and counted as stored; nothing is replaced."""
+    content = bytes(size_bytes)
+    store = narrow.open()
+    narrow.order("answer", status=503, method="PUT", match="shard", carry_out=1)
+    body = BytesBody(content)
+    assert retrying(store).put_shard("shard", body) == crc32c(content)
+    asked = [method for method, target in narrow.requests() if "shard" in target]
+    assert asked[:2] == ["PUT", "PUT"], "sent, refused"
+    assert set(asked[2:]) == {"GET"}, "asked for"
+    assert store.get("shard") == content
+    with pytest.raises(Exists):
+        store.put_shard("shard", BytesBody(content + b"1"))
+    assert store.get("shard") == content
+
+
+@pytest.mark.fault("O08", "O09")
+def test_names_are_taken_without_the_right_to_overwrite(narrow: Cloud) -> None:
+    """Create-if-absent says Exists all the same: fencing and commits hang on it."""
+    store = narrow.open()
+    store.put("claim", b"1", if_absent=True)
+    with pytest.raises(Exists):
+        store.put("claim", b"2", if_absent=True)
+    assert store.get("claim") == b"1"
+
+
+@pytest.mark.fault("O11")
+def test_a_completion_unheard_without_the_right_to_overwrite(narrow: Cloud) -> None:
+    """The upload is gone with its completion, so nothing is put together a second time."""
+    store = narrow.open()
+    upload, receipts = staged_upload(store, b"content")
+    narrow.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
+    retrying(store).complete(upload, receipts)
+    assert store.get("shard") == b"content"
+
+
+def test_a_right_that_is_lacking(gcs: Cloud) -> None:
+    """403 for a name that is free stays what it is: nobody may take the shard for stored."""
+    store = gcs.open()
+    calls: list[Callable[[], object]] = [
+        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put("claim", b"1", if_absent=True),
+    ]
+    for call in calls:
+        gcs.order("answer", status=403, code="AccessDenied")
+        with pytest.raises(Permanent) as caught:
+            call()
+        assert not isinstance(caught.value, Exists)
+        assert "gcp-vm.yaml" in caught.value.hint
 
 
 @pytest.mark.fault("O13")
@@ -240,25 +316,6 @@ def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
     finally:
         server.shutdown()
         server.server_close()
-
-
-@pytest.mark.fault("O11")
-def test_a_completion_unheard_is_settled_by_checksum(gcs: Cloud) -> None:
-    """An object of the right size that holds other bytes is not taken for ours."""
-    store = gcs.open()
-    content = b"a" * PART + b"b"
-    upload = store.begin("shard", len(content), PART)
-    receipts = [
-        store.put_part(upload, 1, BytesBody(content[:PART])),
-        store.put_part(upload, 2, BytesBody(content[PART:])),
-    ]
-    gcs.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
-    retrying(store).complete(upload, receipts)
-    assert store.get("shard") == content
-    store.complete(upload, receipts)
-    store.put_shard("shard", BytesBody(content[:-1] + b"c"))
-    with pytest.raises(NotFound):
-        store.complete(upload, receipts)
 
 
 @pytest.mark.fault("O13")
@@ -317,12 +374,12 @@ def test_uploads_are_listed_page_by_page(gcs: Cloud) -> None:
 def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is used where no endpoint is configured, with and without its scheme."""
     server = gcs.server.url
-    for named in (server, server.removeprefix("http://")):
+    for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
         store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}")
-        store.put_shard("shard", BytesBody(named.encode()))
+        store.put_shard(shard, BytesBody(named.encode()))
         store.put("small", b"1")
-        assert store.get("shard") == named.encode()
+        assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     assert GcsStore(f"gs://{BUCKET}/{gcs.prefix}", server).get("small") == b"1"
 

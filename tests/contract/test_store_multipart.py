@@ -10,7 +10,7 @@ import google_crc32c
 import pytest
 from bodies import BytesBody, BytesSink
 from contract.store_backends import PART, get_range, in_threads, send_part, send_parts
-from swansongd.errors import NotFound, Permanent
+from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores.base import ObjectInfo, ObjectStore, OpenUpload, PartReceipt, Upload
 
 PARTS_CONTENT = os.urandom(2 * PART + 12345)
@@ -218,8 +218,23 @@ def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
     assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
     assert store.head("shard") == ObjectInfo("shard", size_bytes)
     assert get_range(store, "shard", 0, size_bytes) == content
-    assert store.put_shard("shard", BytesBody(b"again")) == google_crc32c.value(b"again")
-    assert store.get("shard") == b"again"
+    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert get_range(store, "shard", 0, size_bytes) == content
+
+
+@pytest.mark.fault("O11")
+@pytest.mark.parametrize("size_bytes", [5, 2**20 + 5])
+def test_put_shard_overwrites_nothing(
+    store: ObjectStore, size_bytes: int, wants: Callable[[str], None]
+) -> None:
+    """What has other bytes is not taken for ours, whether its size differs or only its bytes, and stays."""
+    wants("spent names")
+    content = os.urandom(size_bytes)
+    store.put_shard("shard", BytesBody(content))
+    for other in (content[1:] + bytes([content[0] ^ 1]), content + b"1"):
+        with pytest.raises(Exists):
+            store.put_shard("shard", BytesBody(other))
+    assert get_range(store, "shard", 0, size_bytes) == content
 
 
 def test_receipts_carry_the_checksum_of_what_was_sent(store: ObjectStore) -> None:

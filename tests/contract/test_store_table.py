@@ -66,6 +66,19 @@ def creates_only_if_absent(cloud: Cloud) -> bool:
     return False
 
 
+def keeps_a_shard(cloud: Cloud) -> bool:
+    """Sent again under its name: the same bytes are taken for stored, others are refused."""
+    store = cloud.open()
+    store.put_shard("shard", BytesBody(b"ours"))
+    if store.put_shard("shard", BytesBody(b"ours")) != google_crc32c.value(b"ours"):
+        return False
+    try:
+        store.put_shard("shard", BytesBody(b"else"))
+    except Exists:
+        return True
+    return False
+
+
 def replaces_a_part(cloud: Cloud) -> bool:
     store = cloud.open()
     upload = store.begin("shard", 3, PART)
@@ -121,6 +134,7 @@ ROWS: dict[str, Callable[[Cloud], bool | None]] = {
     "objects: put, get, head, list, delete, put_shard, get_range, check": moves_objects,
     "uploads: begin, put_part, uploads, complete, abort": moves_parts,
     "put, if absent": creates_only_if_absent,
+    "put_shard, again: the same bytes are taken for stored, others refused": keeps_a_shard,
     "put_part, again with other bytes": replaces_a_part,
     "parts, with their checksums": tells_checksums_of_parts,
     "a wrong CRC32C in a header is refused": refuses_a_wrong_checksum,

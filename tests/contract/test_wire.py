@@ -375,7 +375,7 @@ def test_garbage(plain: Place, raw: bytes) -> None:
         b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfine",
     ],
 )
-def test_a_connection_that_must_not_be_used_again(plain: Place, raw: bytes) -> None:
+def test_a_connection_that_must_not_be_used_again(place: Place, raw: bytes) -> None:
     """Close asked for, an older protocol, bytes that nobody asked for: the next request dials anew."""
 
     def script(peer: Peer) -> None:
@@ -383,7 +383,7 @@ def test_a_connection_that_must_not_be_used_again(plain: Place, raw: bytes) -> N
             peer.send(raw)
             peer.wait_for_end()
 
-    server, wire = plain.both(script)
+    server, wire = place.both(script)
     assert [get(wire).body for _ in range(3)] == [b"fine"] * 3
     assert server.accepted == 3
 

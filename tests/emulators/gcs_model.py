@@ -17,13 +17,14 @@ from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
 import google_crc32c
-from emulators.store_control import Answer, Call, error_answer
+from emulators.store_control import Answer, Call, error_answer, flip_stored
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
 PARTS_MAX = 10_000
 _PAGE = 1000
 _STAMP = "%Y-%m-%dT%H:%M:%S.%fZ"
-PRECONDITIONS = ("x-goog-if-generation-match", "ifgenerationmatch")
+_CONDITION = "x-goog-if-generation-match"
+PRECONDITIONS = (_CONDITION, "ifgenerationmatch")
 
 
 class Refused(Exception):
@@ -86,6 +87,8 @@ class Gcs:
     def _reset(self) -> None:
         self._token: str | None = None
         self._page = _PAGE
+        self._may_delete = True
+        self._asks_rights_first = False
 
     def order(self, name: str, call: Call) -> bool:
         """The orders of this store: see emulators/gcs_server.py."""
@@ -97,6 +100,9 @@ class Gcs:
                     self._token = call.parameter("valid")
                 case "page":
                     self._page = int(call.parameter("size") or _PAGE)
+                case "role":
+                    self._may_delete = call.parameter("delete") != "0"
+                    self._asks_rights_first = call.parameter("first") == "rights"
                 case "forget":
                     self._multipart.clear()
                     self._resumable.clear()
@@ -124,13 +130,7 @@ class Gcs:
 
     def corrupt(self, name: str) -> bool:
         with self._lock:
-            for objects in self._buckets.values():
-                if name in objects:
-                    old = objects[name]
-                    data = bytes([old.data[0] ^ 1]) + old.data[1:]
-                    objects[name] = StoredObject(data, old.object_generation, old.crc32c, old.md5)
-                    return True
-        return False
+            return flip_stored(self._buckets, name)
 
     # ------------------------------------------------------------ JSON interface
 
@@ -150,8 +150,7 @@ class Gcs:
                 return _json_answer(_metadata(unquote(bucket), unquote(name), found))
             case "DELETE", "storage", ["b", bucket, "o", name]:
                 self._find(unquote(bucket), unquote(name), call.parameter("generation"))
-                del self._objects(unquote(bucket))[unquote(name)]
-                return Answer(204)
+                return self._delete(unquote(bucket), unquote(name))
             case "POST", "upload", ["b", bucket, "o"]:
                 return self._upload(unquote(bucket), call)
             case "PUT", "upload", ["b", _, "o"]:
@@ -228,6 +227,9 @@ class Gcs:
                 return self._list_uploads(call, bucket)
             raise Refused(501, "NotImplemented")
         upload_id = call.parameter("uploadId")
+        if (upload_id or call.parameter("uploads") is not None) and _CONDITION in call.headers:
+            # The real one supports no conditions on multipart uploads.
+            raise Refused(501, "NotImplemented")
         number = call.parameter("partNumber")
         match call.method:
             case "POST" if call.parameter("uploads") is not None:
@@ -246,13 +248,12 @@ class Gcs:
                 return _content(call, self._find(bucket, name, None))
             case "PUT" if not call.query:
                 _verify(call.body, call.headers.get("x-goog-hash"))
-                only_if = call.headers.get("x-goog-if-generation-match")
+                only_if = call.headers.get(_CONDITION)
                 stored = self._store(bucket, name, call.body, only_if)
                 return Answer(200, b"", _headers(stored))
             case "DELETE" if not call.query:
                 self._find(bucket, name, None)
-                del self._objects(bucket)[name]
-                return Answer(204)
+                return self._delete(bucket, name)
         raise Refused(501, "NotImplemented")
 
     def _initiate(self, bucket: str, name: str) -> Answer:
@@ -357,12 +358,22 @@ class Gcs:
             raise Refused(404, "NoSuchKey")
         return found
 
+    def _delete(self, bucket: str, name: str) -> Answer:
+        if not self._may_delete:
+            raise Refused(403, "AccessDenied")
+        del self._objects(bucket)[name]
+        return Answer(204)
+
     def _store(
         self, bucket: str, name: str, data: bytes, only_if: str | None, *, composed: bool = False
     ) -> StoredObject:
         objects = self._objects(bucket)
         current = objects[name].object_generation if name in objects else 0
-        if only_if is not None and int(only_if) != current:
+        fails = only_if is not None and int(only_if) != current
+        lacks_right = bool(current) and not self._may_delete
+        if lacks_right and (self._asks_rights_first or not fails):
+            raise Refused(403, "AccessDenied")
+        if fails:
             raise Refused(412, "PreconditionFailed")
         self._object_generation += 1
         objects[name] = StoredObject(

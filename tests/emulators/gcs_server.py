@@ -7,6 +7,9 @@ data are verified, objects appear whole and only when they are complete.  Contro
 :mod:`emulators.store_control`, and of its own::
 
     token?valid=TEXT            the only bearer token that is taken; 401 for all others, until clear
+    role?delete=0&first=rights  nobody may delete, and so not overwrite: 403.  A create-if-absent of a
+                                name that is taken gets 412, with ``first=rights`` 403 as well: which
+                                of them the real one looks at first is written nowhere
 """
 
 from __future__ import annotations

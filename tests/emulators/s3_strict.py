@@ -23,7 +23,7 @@ from xml.etree import ElementTree as ET
 
 from emulators.s3_multipart import MultipartUpload, Part, StoredObject, begun
 from emulators.s3_request import Account, Payload, Refused, payload_of
-from emulators.store_control import Answer, Call, StoreControl, error_answer
+from emulators.store_control import Answer, Call, StoreControl, error_answer, flip_stored
 from emulators.store_server import add_arguments, serve
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -94,13 +94,7 @@ class S3:
 
     def corrupt(self, name: str) -> bool:
         with self._lock:
-            for objects in self._buckets.values():
-                if name in objects:
-                    old = objects[name]
-                    data = bytes([old.data[0] ^ 1]) + old.data[1:]
-                    objects[name] = StoredObject(data, old.etag, old.checksum, old.checksum_type)
-                    return True
-        return False
+            return flip_stored(self._buckets, name)
 
     # ------------------------------------------------------------ requests
 

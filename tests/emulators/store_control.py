@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
@@ -77,6 +78,16 @@ def error_answer(status: int, code: str, message: str = "") -> Answer:
     """An error in the XML that S3 and GCS have in common."""
     body = f"<Error><Code>{escape(code)}</Code><Message>{escape(message or code)}</Message></Error>"
     return Answer(status, body.encode(), {"Content-Type": "application/xml"})
+
+
+def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
+    """Flip one bit of the stored object of that name, a dataclass; says whether there is one."""
+    for objects in buckets.values():
+        if name in objects:
+            old = objects[name]
+            objects[name] = replace(old, data=bytes([old.data[0] ^ 1]) + old.data[1:])
+            return True
+    return False
 
 
 @dataclass(frozen=True)

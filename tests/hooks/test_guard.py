@@ -95,6 +95,28 @@ def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> N
     guard.step(21)
 
 
+def test_a_loop_that_does_not_count_its_steps_has_them_counted(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """From one on; after a restore, from where it went on; and a number that is given counts from then on."""
+    guard = attach({"counter": counter}, every_steps=3)
+    daemon.wait_connected()
+    guard.step(loss=1.0)
+    until(lambda: guard.save(1), what="the welcome")
+    for _ in range(2):
+        guard.step(loss=1.0)
+    guard.step(10)
+    guard.step()
+    guard.step()
+    assert sorted(int(path.name[5:17]) for path in daemon.wait_sealed(4)) == [1, 3, 10, 12]
+    (first,) = [path for path in daemon.sealed() if "001." in path.name]
+    daemon.restorable = lambda: (first, 1)
+    resumed = attach({"counter": counter}, every_steps=3)
+    assert resumed.restore() == 1
+    resumed.step()
+    assert resumed._agreement.step == 2
+
+
 @pytest.mark.fault("T08")
 def test_a_daemon_that_starts_later_is_found(
     attach: Attach, counter: Counter, tmp_path: Path
@@ -594,9 +616,9 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
         daemon.on_query = lambda _: release.wait(30)  # its thread sticks here
         guard = attach({"counter": counter})
         daemon.wait_connected()
-        guard._channel.send(RestoreQuery("q"))
+        guard._talk.channel.send(RestoreQuery("q"))
         begun_s = time.monotonic()
-        while guard._channel.send(Bye("x" * 60000)):
+        while guard._talk.channel.send(Bye("x" * 60000)):
             assert time.monotonic() - begun_s < 10
         train(guard, counter, 1, 100)
         daemon.wait_for(Hello, 2)
@@ -806,7 +828,7 @@ def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
     steps: list[int] = []
     thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
     thread.start()
-    until(guard._channel._tried.is_set)
+    until(guard._talk.channel._tried.is_set)
     assert not steps
     path.unlink()
     with FakeDaemon(tmp_path) as second:

@@ -393,6 +393,70 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
 
 
+def all_go_back(
+    job: Job, steps: dict[int, tuple[int, int]], decide: Callable[[int], dict[str, object]]
+) -> list[object]:
+    """Each rank goes back after ``steps[rank]``: its last step, and the first that it does not trust."""
+    got: list[object] = []
+
+    def go_back(rank: Rank) -> None:
+        got.append(rank.assembly.go_back(1, *steps[rank.ranks.rank], decide))
+
+    threads = [
+        threading.Thread(target=go_back, args=(rank,), daemon=True)
+        for rank in reversed(job.ranks)
+        if rank.ranks.rank in steps
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return got
+
+
+def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_incarnation(
+    connect: Callable[[], JobStore],
+) -> None:
+    """Before the earliest step that any rank suspects; every daemon hears the same new name, also again."""
+    with Job(connect, nodes=2, local=2) as job:
+        asked: list[int] = []
+
+        def decide(before_step: int) -> dict[str, object]:
+            asked.append(before_step)
+            return {"generation": 1, "step": 10}
+
+        steps = {0: (20, 20), 1: (20, 17), 2: (20, 19), 3: (20, 20)}
+        assert all_go_back(job, steps, decide) == [{"generation": 1, "step": 10}] * 4
+        assert asked == [17]
+        began = {m.id for r in job.ranks for m in r.said if isinstance(m, Incarnation)}
+        assert len(began) == 1, "nothing begins before it is known where"
+        assert len({rank.assembly.begin_anew(1) for rank in job.ranks} - began) == 1
+        job.ranks[3].assembly.connected()
+        anew = [m.id for m in job.ranks[3].said if isinstance(m, Incarnation)]
+        assert anew[-1] == anew[-2] == job.ranks[0].said[-1].id  # type: ignore[attr-defined]
+        job.request("r1")
+        job.wait_sealed("r1")
+        job.assert_together()
+
+
+def test_ranks_that_do_not_go_back_together_do_not_go_back(
+    connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After different steps, or not all of them: everybody who came is told so, and nothing is chosen."""
+    monkeypatch.setattr("swansong._agree_nodes.COMING_LIMIT_S", 0.5)
+
+    def decide(_: int) -> dict[str, object]:
+        raise AssertionError
+
+    with Job(connect, nodes=2, local=1) as job:
+        (first, second) = all_go_back(job, {0: (20, 20), 1: (21, 20)}, decide)
+        assert first == second
+        assert "after different steps: 20, 21" in str(first)
+    with Job(connect, nodes=2, local=1) as job:
+        (alone,) = all_go_back(job, {0: (20, 20)}, decide)
+        assert "rank 1 has not called rollback() after step 20" in str(alone)
+
+
 def test_how_many_vms_there_are_is_said_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """GROUP_RANK and GROUP_WORLD_SIZE; without them the ranks of this VM tell."""
     for name, value in {"RANK": 3, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 2}.items():

@@ -52,6 +52,23 @@ def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
     assert report.losses == 5
 
 
+@pytest.mark.timeout(300)
+def test_torchdata(tmp_path: Path) -> None:
+    """torchdata's loader with two workers goes on in the middle of an epoch, without what it had yielded.
+
+    Twice, the second time in an epoch that began after a resume; what the workers draw comes back too.
+    """
+    report = check_resume(
+        [sys.executable, str(Path(__file__).with_name("stateful_loader.py"))],
+        steps=16,
+        kill_at=[5, 14],
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.saved_steps == [5, 14]
+    assert report.losses >= 16
+
+
 FORGETFUL = """
 import json, sys
 import swansong

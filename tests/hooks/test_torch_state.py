@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import subprocess
 import sys
@@ -19,11 +19,13 @@ import torch
 from hooks.fake_daemon import FakeDaemon
 from swansong import _torch_files
 from swansong._restore import RestoreError
-from swansong._torch_files import Arena
-from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector
+from swansong._staging import health_of
+from swansong._torch_files import Arena, checksum
+from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector, encode_index
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -142,15 +144,18 @@ def test_what_all_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
         own.mkdir()
         arena = Arena(collector.pieces)
         arena.fill(collector.pieces)
-        arena.write(own)
+        files = {
+            name: {"group": "model", "checksums": checksums}
+            for name, checksums in arena.write(own).items()
+        }
         index = {
             "format": FORMAT,
             "world_size": world_size,
             "objects": {"model": nodes},
             "tensors": {"model": collector.entries},
-            "files": dict.fromkeys(arena.files, "model"),
+            "files": files,
         }
-        (own / INDEX).write_text(json.dumps(index))
+        (own / INDEX).write_bytes(encode_index(index))
         sizes.append(sum(path.stat().st_size for path in own.glob("*.safetensors")))
     found = load_weights(tmp_path)
     assert all(torch.equal(found[key], whole[key]) for key in whole)
@@ -179,9 +184,68 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     elif damage == "no header":
         victim.write_bytes(b"\xff" * 8 + data[8:])
     else:
-        (own / INDEX).write_text("{}")
+        (own / INDEX).write_bytes(encode_index({"format": "another"}))
     with pytest.raises((ValueError, OSError), match=r"optimizer|state\.json"):
         Trainer(2).state.load(directory)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """One bit of every so many bytes of each file: refused, or, in what says nothing, without effect."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = TrainingState(model, optimizer)
+    directory = written(state.snapshot(), tmp_path)
+    wanted = [value.clone() for value in model.state_dict().values()]
+    refused = 0
+    for file in sorted((directory / "rank-00000").iterdir()):
+        data = file.read_bytes()
+        for place in range(0, len(data), max(1, len(data) // 150)):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << place % 8
+            file.write_bytes(flipped)
+            try:
+                state.load(directory)
+            except (ValueError, KeyError, OSError, CheckpointException):
+                refused += 1
+            else:
+                assert data[place : place + 1] == b" ", f"{file.name}, byte {place}"
+                assert all(
+                    torch.equal(*pair)
+                    for pair in zip(wanted, model.state_dict().values(), strict=True)
+                )
+        file.write_bytes(data)
+    state.load(directory)
+    assert refused > 400
+
+
+def test_what_a_checksum_tells_apart() -> None:
+    """Every bit, pages or words that change places, changes that add up to nothing, a page lost; not where
+    in memory the tensor lies."""
+    memory = torch.randint(256, (3 * 4096 + 9,), dtype=torch.uint8)
+    at_home = checksum(memory)
+    for place in (0, 7, 4095, 4096, 3 * 4096 - 1, 3 * 4096, 3 * 4096 + 8):
+        for bit in range(8):
+            memory[place] ^= 1 << bit
+            assert checksum(memory) != at_home
+            memory[place] ^= 1 << bit
+    exchanged = torch.cat([memory[4096:8192], memory[:4096], memory[8192:]])
+    assert checksum(exchanged) != at_home
+    words = memory[:4096].view(torch.int64)
+    turned = torch.cat([words.flip(0).view(torch.uint8), memory[4096:]])
+    assert checksum(turned) != at_home
+    one_up_one_down = words.clone()
+    one_up_one_down[3] += 1
+    one_up_one_down[200] -= 1
+    assert checksum(torch.cat([one_up_one_down.view(torch.uint8), memory[4096:]])) != at_home
+    lost = memory.clone()
+    lost[4096:8192] = 0
+    assert checksum(lost) != at_home
+    moved = torch.cat([torch.zeros(3, dtype=torch.uint8), memory])[3:]
+    assert checksum(moved) == at_home
+    assert checksum(torch.empty(0)) == 0
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -220,12 +284,12 @@ class Held:
         self.begun, self.released, self.error = threading.Event(), threading.Event(), None
         write = Arena.write
 
-        def held(arena: Arena, directory: Path) -> None:
+        def held(arena: Arena, directory: Path) -> Any:
             self.begun.set()
             assert self.released.wait(30)
             if self.error is not None:
                 raise self.error
-            write(arena, directory)
+            return write(arena, directory)
 
         monkeypatch.setattr(Arena, "write", held)
 
@@ -432,3 +496,39 @@ def test_what_each_rank_has_of_its_own_is_not_guessed(
     after.state._resize = resize
     assert attach(after.state).restore() == 3
     assert asked == [("loader", 1), ("noise", 1), ("numpy", 1)]
+
+
+def test_a_wrapped_loader_is_asked_what_a_loader_is_asked() -> None:
+    """Scripts print ``len(loader.dataset)``; what no loader has is still an error, also in a copy."""
+    data = torch.utils.data.TensorDataset(torch.zeros(24, 1))
+    loader = ResumableLoader(torch.utils.data.DataLoader(data, 4))
+    assert (len(loader.dataset), loader.batch_size, len(loader)) == (24, 4, 6)
+    assert copy.copy(loader).dataset is data
+    with pytest.raises(AttributeError, match="nonsense"):
+        loader.nonsense  # noqa: B018
+
+
+def test_a_look_at_the_data_is_told_to_go_round_the_wrapper(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It would count as an epoch; the loader within may be looked at freely, and a whole epoch is no look."""
+    data = torch.utils.data.TensorDataset(torch.arange(24.0))
+    loader = ResumableLoader(torch.utils.data.DataLoader(data, 4))
+    next(iter(loader.loader))
+    assert len(list(loader)) == 6
+    assert len(list(loader)) == 6
+    assert not caplog.messages
+    next(iter(loader))
+    next(iter(loader))
+    (message,) = caplog.messages
+    assert "next(iter(loader.loader))" in message
+
+
+def test_a_loss_with_its_graph_is_read_without_a_warning() -> None:
+    """As every script has it at hand; a warning may be an error there, as it is here."""
+    weight = torch.ones(1, requires_grad=True)
+    assert health_of(weight.sum() * 2, {"norm": weight * 3}) == {
+        "loss": 2.0,
+        "loss_is_finite": 1.0,
+        "norm": 3.0,
+    }

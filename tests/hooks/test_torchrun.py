@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
+SHUTDOWN_S = 3
 TRAINER = """
 import json, os, signal, sys, threading, swansong
 
@@ -29,6 +31,8 @@ def save(directory):
 def load(directory):
     where["step"] = int((directory / "step").read_text())
 
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 guard = swansong.attach(save=save, load=load)
 guard.restore()
 print(json.dumps({"pid": os.getpid(), "rank": os.environ["RANK"]}), flush=True)
@@ -45,7 +49,7 @@ while True:
 class Torchrun:
     """``torchrun`` with two ranks of a trainer that knows no torch itself."""
 
-    def __init__(self, daemon: FakeDaemon, directory: Path) -> None:
+    def __init__(self, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
         script = directory / "train.py"
         script.write_text(TRAINER)
         self.crash = directory / "crash"
@@ -53,7 +57,8 @@ class Torchrun:
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
-                *("--shutdown-timeout=5", str(script), str(self.crash)),
+                *(f"--shutdown-timeout={SHUTDOWN_S}", str(script), str(self.crash)),
+                *arguments,
             ],
             env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -139,18 +144,40 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     until(lambda: not any(is_alive(pid) for pid in torchrun.pids), what="the workers' end")
 
 
+def test_torchrun_kills_after_its_shutdown_timeout(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """A rank that ignores SIGTERM has that long, and may step and save all the while; no longer."""
+    pytest.importorskip("torch")
+    job = Torchrun(daemon, tmp_path, "ignore SIGTERM")
+    try:
+        job.wait_ranks()
+        daemon.wait_connected(2)
+        begun_s = time.monotonic()
+        job.popen.send_signal(signal.SIGTERM)
+        daemon.request("late")
+        daemon.wait_for(Sealed)
+        assert all(is_alive(pid) for pid in job.pids)
+        until(lambda: not any(is_alive(pid) for pid in job.pids), timeout_s=40, what="their end")
+        assert SHUTDOWN_S <= time.monotonic() - begun_s < SHUTDOWN_S + 15
+        assert job.popen.wait(20) != 0
+    finally:
+        job.close()
+
+
 LOADING = """
-import os, signal, sys, swansong
+import multiprocessing, os, signal, sys, swansong
 from torch.utils.data import DataLoader
 from swansong.torch import shield_worker
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a trainer that wants to finish what it is at
 guard = swansong.attach(save=lambda d: None, load=lambda d: None)
 guard.restore()
-init = shield_worker if sys.argv[1] == "shielded" else None
+init = None if sys.argv[1] == "bare" else shield_worker
 loader = DataLoader(list(range(10000)), num_workers=2, worker_init_fn=init)
 for step, _ in enumerate(loader, 1):
     guard.step(step)
+    if step == 10 and sys.argv[1] == "killed":
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     if step == 10:
         os.killpg(0, signal.SIGTERM)
     if step == 1000:
@@ -166,8 +193,26 @@ def test_a_shield_keeps_the_workers_of_a_loader_alive(
     daemon: FakeDaemon, how: str, survives: Any
 ) -> None:
     """SIGTERM to the process group: bare workers die of it, and the loop with them; no worker says hello."""
+    done = load(daemon, how)
+    assert ("went on" in done.stdout) is survives, done.stderr[-2000:]
+    assert len(daemon.all_of(Hello)) == 1
+
+
+@pytest.mark.fault("S26")
+def test_shielded_workers_do_not_outlive_their_trainer(daemon: FakeDaemon) -> None:
+    """They ignore the signals that would end them, and see for themselves that they are alone."""
+    done = load(daemon, "killed")
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    until(lambda: not any(is_alive(pid) for pid in workers), timeout_s=40, what="the workers' end")
+    assert len(daemon.all_of(Hello)) == 1
+
+
+def load(daemon: FakeDaemon, how: str) -> subprocess.CompletedProcess[str]:
+    """A trainer with two loader workers; it may be killed while they hold its standard error."""
     pytest.importorskip("torch")
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", LOADING, how],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -176,5 +221,3 @@ def test_a_shield_keeps_the_workers_of_a_loader_alive(
         check=False,
         start_new_session=True,
     )
-    assert ("went on" in done.stdout) is survives, done.stderr[-2000:]
-    assert len(daemon.all_of(Hello)) == 1

@@ -3,14 +3,18 @@
 
 Every optimizer step adds one to each weight, so what is restored can be told from the step alone.  With
 ``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N.
+With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
+after the second such step all ranks go back together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +53,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--die-in-save", type=int, default=-1)
     parser.add_argument("--die-node", type=int, default=-1)
+    parser.add_argument("--bad-from", type=int, default=sys.maxsize)
+    parser.add_argument("--bad-rank", type=int, default=-1)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     model = torch.nn.Linear(100, 10, bias=False)
@@ -65,14 +71,25 @@ def main() -> None:
     assert weights == [float(first)], weights
     pause = threading.Event()
     inputs = torch.ones(1, 100)
-    for step in range(first + 1, options.steps + 1):
+    is_bad_here = dist.get_rank() == options.bad_rank
+    bad_from, step = options.bad_from, first
+    while step < options.steps:
         pause.wait(0.02)
+        step += 1
+        factor = math.nan if is_bad_here and step >= bad_from else 1.0
         optimizer.zero_grad()
-        (-ddp(inputs)).sum().backward()
+        (-factor * ddp(inputs)).sum().backward()
         optimizer.step()
         state.values["step"] = step
-        guard.step(step, loss=1.0)
+        loss = torch.tensor([factor])
+        dist.all_reduce(loss)
+        guard.step(step, loss=float(loss))
         say(step=step)
+        if not guard.healthy and step > bad_from:
+            came_from, step, bad_from = step, guard.rollback(), sys.maxsize
+            weights = model.weight.detach().unique().tolist()
+            say(event="rolled_back", from_step=came_from, to_step=step, weights=weights)
+            assert weights == [float(step)], weights
     guard.close()
     dist.destroy_process_group()
 

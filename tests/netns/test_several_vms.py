@@ -85,6 +85,29 @@ def test_a_vm_that_dies_in_mid_save_leaves_the_older_checkpoint_to_all(cluster: 
         assert trainer.lines.wait(90, event="resumed")["from_step"] == 20
 
 
+@pytest.mark.fault("T12")
+def test_a_nan_at_one_vm_takes_the_whole_job_back_in_its_processes(cluster: Cluster) -> None:
+    """To the newest healthy checkpoint, all at once, as a new generation; what was bad is never restored."""
+    first, second = cluster.add(2)
+    arguments = ("--every-steps", "10", "--bad-from", "29", "--bad-rank", "1")
+    trainers = cluster.start([first, second], *arguments)
+    for trainer in trainers:
+        back = trainer.lines.wait(90, event="rolled_back")
+        assert (back["from_step"], back["to_step"]) == (30, 20), back
+        trainer.lines.wait(step=45)
+    # The first checkpoint of the new generation is there at once.
+    until(lambda: {part(2, 21, node, 2) for node in (0, 1)} <= cluster.parts(), what="step 21")
+    until(lambda: {part(2, 40, node, 2) for node in (0, 1)} <= cluster.parts(), what="step 40")
+    assert all(trainer.popen.poll() is None for trainer in trainers)
+    for vm in (first.vm, second.vm):
+        assert vm.status()["generation"] == 2
+    cluster.power_off()
+    for machine in (first, second):
+        machine.boot()
+    for trainer in cluster.start([first, second]):
+        assert trainer.lines.wait(90, event="resumed")["from_step"] >= 40
+
+
 @pytest.mark.fault("N09")
 def test_torchrun_goes_on_with_the_vms_that_are_left(cluster: Cluster) -> None:
     """Elastic restart: the same torchrun, fewer nodes, the checkpoint of the notice, a new generation."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch trainer that knows nothing of Swansong: on SIGTERM it saves as its framework does, and goes on.
+SIGUSR1 means something else to it, and would end it.
 
 signalled_torch.py LAYOUT DIRECTORY PID_FILE; LAYOUT is ``dcp`` or ``ckpt``.
 """
@@ -20,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 def main() -> None:
     layout, directory, pid_file = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     wanted: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit("SIGUSR1 is for the framework"))
     signal.signal(signal.SIGTERM, lambda number, _: wanted.append(number))
     temporary = pid_file.with_suffix(".tmp")
     temporary.write_text(f"{os.getpid()}\n")

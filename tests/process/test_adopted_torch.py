@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 SCRIPT = str(Path(__file__).with_name("signalled_torch.py"))
 
 
+@pytest.mark.fault("T11")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("layout", ["dcp", "ckpt"])
 def test_what_a_framework_writes_is_adopted_and_comes_back(

@@ -6,10 +6,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from clouds import Gcp
 from emulators.process import EmulatorProcess
+from rig import control
+from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,8 +24,15 @@ def gcs() -> Iterator[EmulatorProcess]:
 
 
 @pytest.fixture
+def narrow(request: pytest.FixtureRequest, gcs: EmulatorProcess, store: dict[str, str]) -> None:
+    """The role of packer/permissions: nobody may delete, and so not overwrite."""
+    control(gcs.url, f"role?delete=0&first={request.param}")
+
+
+@pytest.fixture
 def store(gcs: EmulatorProcess) -> dict[str, str]:
-    """An empty prefix in a bucket of Cloud Storage."""
+    """An empty prefix in a bucket of Cloud Storage, whose store is in good health."""
+    control(gcs.url, "clear")
     return {"url": f"gs://ckpt/{secrets.token_hex(4)}", "endpoint": gcs.url}
 
 
@@ -68,3 +78,45 @@ def test_the_metadata_server_may_die_right_after_the_notice(
     daemon.lines.wait(event="verdict", verdict="SAFE")
     report = vm.status()
     assert (report["state"], report["notices"][0]["source"]) == ("SAFE", "gcp.preempted")
+
+
+@pytest.mark.fault("O08", "O09", "O11")
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("narrow", ["condition", "rights"], indirect=True)
+def test_lost_replies_under_a_role_that_may_not_overwrite(
+    gcp: Gcp, gcs: EmulatorProcess, store: dict[str, str], new_vm: Any, witness: str
+) -> None:
+    """The answers to the claim, a shard, a completion and the manifest get lost: each is settled by asking
+    what is there, and the next VM, under the same role, goes on from the commit."""
+    create, shard, completion = (
+        ("POST", "ifGenerationMatch=0"),
+        ("PUT", "/rank-00000.json"),
+        ("POST", "/weights.bin?uploadId"),
+    )
+
+    def lose(method: str, match: str) -> None:
+        query = urlencode({"status": 503, "method": method, "match": match, "carry_out": 1})
+        control(gcs.url, f"answer?{query}")
+
+    def asked(method: str, match: str) -> int:
+        requests = control(gcs.url, "requests")
+        return len([target for how, target in requests if how == method and match in target])
+
+    lose(*create)
+    vm = new_vm("vm", store, metadata=gcp.metadata, settings={"flush": {"part_size": "5MiB"}})
+    daemon = vm.start_daemon()
+    vm.start_trainer("--size-bytes", "5500000", script=witness).lines.wait(step=5)
+    until(lambda: asked(*create) == 3, what="the claim to be made, made again, and probed")
+    for lost in (create, shard, completion):
+        lose(*lost)
+    gcp.preempt()
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert asked(*create) >= 5, "the manifest was made, and made again"
+    assert [asked(*lost) for lost in (shard, completion)] == [2, 2]
+    vm.power_off()
+
+    second = new_vm("second", store)
+    second.start_daemon()
+    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")
+    assert resumed["from_step"] == verdict["step"]

@@ -15,6 +15,7 @@ from waiting import until
 
 NewVm = Callable[..., Vm]
 WAVERING = str(Path(__file__).with_name("wavering.py"))
+GLOO = str(Path(__file__).parents[1] / "netns" / "gloo_trainer.py")
 SETTINGS = {
     "run": {"name": "run", "checkpoint_interval_s": 0.5},
     "trainer": {"stall_min_s": 4.0, "settle_s": 1.0},
@@ -52,6 +53,30 @@ def test_a_run_goes_back_from_a_nan_and_on_under_a_new_generation(
     assert restored.returncode == 0
     weights = next((tmp_path / "here").glob("rank-00000/weights")).read_text()
     assert weights != "nan"
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.timeout(120)
+def test_a_nan_at_one_rank_takes_all_ranks_back_together(new_vm: NewVm, tmp_path: Path) -> None:
+    """DDP with two ranks: the same checkpoint for both, and what follows is committed anew."""
+    pytest.importorskip("torch")
+    store = {"url": f"file://{tmp_path}/store"}
+    vm = new_vm("a", store)
+    vm.start_daemon()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["--every-steps", "10", "--bad-from", "29", "--bad-rank", "1", "--steps", "60"]
+    trainer = vm.spawn(
+        [*command, GLOO, *arguments], lines_on="stdout", SWANSONG_SOCKET=str(vm.socket)
+    )
+    for rank in (0, 1):
+        back = trainer.lines.wait(60, event="rolled_back", rank=rank)
+        assert (back["from_step"], back["to_step"], back["weights"]) == (30, 20, [20.0]), back
+    assert trainer.wait(60) == 0
+    until(lambda: vm.commits()[0]["step"] == 60, what="the last checkpoint")
+    steps = {(row["generation"], row["step"]): row["healthy"] for row in vm.commits()}
+    assert steps[2, 60] is True
+    assert {generation for generation, _ in steps} == {1, 2}
+    assert all(step >= 20 for generation, step in steps if generation == 2)
 
 
 @pytest.mark.fault("T04")

@@ -51,6 +51,7 @@ def test_a_trainer_that_comes_back_after_a_torn_save_goes_on(
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", "--die-in-save", "40", script=witness)
     assert trainer.wait() == -9
+    daemon.lines.wait(event="committed", step=20)
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
     assert trainer.lines.wait(event="resumed")["from_step"] == 20
     daemon.lines.wait(event="committed", step=40)

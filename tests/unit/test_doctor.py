@@ -258,5 +258,5 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
     assert mending(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
     assert mending(s3, Transient("")) == "curl -sSI https://s3.amazonaws.com"
     assert mending(s3, Permanent("")).startswith("aws iam put-role-policy ")
-    assert "roles/storage.objectUser" in mending(gs, Permanent(""))
+    assert "packer/permissions/gcp-vm.yaml" in mending(gs, Permanent(""))
     assert mending(file, NotFound("")).endswith("'/srv/a b'")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -103,6 +104,31 @@ def test_a_file_that_cannot_be_read_voids_its_set_only(flush: Flush) -> None:
     assert "b" in failed.reason
     flush.engine.start("g", staged_set(flush.run_directory, {"b": b"whole"}), 1)
     assert isinstance(flush.outcome(), Flushed)
+
+
+@pytest.mark.fault("D03")
+def test_a_bad_sector_voids_its_set_and_is_read_once(
+    flush: Flush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO in the middle of a shard: no retry loop, no commit of the set; the next one gets through."""
+    staged = staged_set(flush.run_directory, {"bad": bytes(3 * PART), "good": b"good"})
+    read = os.preadv
+    refused: list[int] = []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/bad") and offset >= PART:
+            refused.append(offset)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    flush.engine.start("f", staged, 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert failed.void
+    assert "bad" in failed.reason
+    assert 1 <= len(refused) <= 2, "once for each part that was under way"
+    flush.flushed(staged_set(flush.run_directory, {"a": b"whole"}, step=6, directory="step-6.abc"))
 
 
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from flush_rig import PART, SET, Flush, found_set, staged_set
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
-from swansongd.errors import Permanent, Transient
+from swansongd.errors import Exists, Permanent, Transient
 from swansongd.flush_parts import FileBody
 from waiting import until
 
@@ -215,6 +215,39 @@ def test_a_store_that_always_forgets_fails_the_flush(flush: Flush) -> None:
     assert isinstance(failed, FlushFailed)
     assert not failed.void
     assert flush.store.count("begin") == 4
+
+
+@pytest.mark.fault("O09", "O13")
+def test_a_key_that_holds_other_bytes_is_spent(flush: Flush) -> None:
+    """The store took other bytes than were sent, and replaces nothing: the shard goes under another key."""
+    staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
+    spent: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        if what == "put_shard" and len(spent) < 3 and key.endswith("a"):
+            spent.append(key)
+            raise Exists(key)
+
+    flush.store.before = before
+    done = flush.flushed(staged)
+    assert len(set(spent)) == 3
+    assert not {shard.key for shard in done.shards} & set(spent)
+
+
+def test_keys_that_are_always_taken_fail_the_flush(flush: Flush) -> None:
+    """There is an end to that as well, and the set stays good."""
+
+    def before(what: str, key: str) -> None:
+        if what == "put_shard":
+            raise Exists(key)
+
+    staged = staged_set(flush.run_directory, {"a": noise(10)})
+    flush.store.before = before
+    flush.engine.start("f", staged, 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert not failed.void
+    assert flush.store.count("put_shard") == 4
 
 
 @pytest.mark.fault("O11")

@@ -22,13 +22,14 @@ PERMISSIONS = REPOSITORY / "packer" / "permissions"
 # What the clouds' own documentation demands for each thing that the daemon does with a store.
 # Of S3 and of GCS, by the method of the contract.
 NEEDS: dict[str, tuple[set[str], set[str]]] = {
-    "put": ({"PutObject"}, {"objects.create"}),
+    # A create that is refused asks whether the name is taken, and by what.
+    "put": ({"PutObject"}, {"objects.create", "objects.get", "objects.list"}),
     "get": ({"GetObject"}, {"objects.get"}),
     "get_range": ({"GetObject"}, {"objects.get"}),
     # Both ask for a listing as well, to tell a missing object from a missing bucket.
     "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
     "list": ({"ListBucket"}, {"objects.list"}),
-    "put_shard": ({"PutObject"}, {"objects.create"}),
+    "put_shard": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
     "begin": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
     "put_part": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
     "parts": ({"ListMultipartUploadParts"}, {"multipartUploads.listParts"}),

@@ -19,7 +19,7 @@ from swansongd.core.state import State
 from swansongd.errors import Permanent
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef, Staged, TrainerView
-from swansongd.rejoin import Rejoin
+from swansongd.rejoin import BUDGET_S, Rejoin
 from waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
@@ -250,13 +250,58 @@ def test_without_a_healthy_checkpoint_nobody_goes_back(vm: Vm) -> None:
     assert not posted
 
 
-def test_a_job_over_several_vms_does_not_go_back_while_it_runs(vm: Vm) -> None:
-    """Each VM would claim a generation of its own; the error says what to do instead."""
+class SeveralVms:
+    """What the decision loop of one of two VMs knows of a job that has begun."""
+
+    def __init__(self, vm: Vm) -> None:
+        self.vm = vm
+        self.story = Story()
+        view = TrainerView(connection=1, pid=1, rank=0, world_size=2, local_world_size=1, nodes=2)
+        self.story.tell(TrainerJoined(view))
+        self.begins("session")
+
+    def begins(self, incarnation: str) -> None:
+        self.vm.state = replace(self.story.state, incarnation=incarnation)
+
+
+def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(vm: Vm) -> None:
+    """One part of a newer one, or what lies here, is not enough; the ranks say themselves when they begin."""
     vm.commit(10, health=GOOD)
-    story = Story()
-    view = TrainerView(connection=1, pid=1, rank=0, world_size=2, local_world_size=1)
-    story.tell(TrainerJoined(view))
-    vm.state = story.state
+    vm.commit(20, nodes=2, health=GOOD)
+    SeveralVms(vm)
     answer, posted = vm.go_back(40)
-    assert "restore --healthy" in answer.error
+    assert (answer.step, answer.generation) == (10, 1)
     assert not posted
+    answer, posted = vm.go_back(10)
+    assert "no healthy checkpoint before step 10" in answer.error
+
+
+def test_what_was_chosen_is_given_when_the_new_incarnation_has_begun(vm: Vm) -> None:
+    """Not before: all that this daemon has to say of the steps that count no more, it has said by then."""
+    vm.commit(10, health=GOOD)
+    job = SeveralVms(vm)
+    answers: queue.Queue[Message] = queue.Queue()
+    rejoin = vm.rejoin()
+    query = RestoreQuery("q1", generation=1, step=10, incarnation="session~1")
+    rejoin.start_from(query, answers.put)
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.3)
+    job.begins("session~1")
+    assert vm.answer(answers).step == 10
+
+
+def test_an_incarnation_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
+    """The job was started anew: an error, within the time in which trainers expect an answer."""
+    SeveralVms(vm)
+    times = iter([0.0, BUDGET_S + 1, BUDGET_S + 1])
+    rejoin = Rejoin(
+        vm.store,
+        RunKeys("r"),
+        vm.staging,
+        lambda: vm.state,
+        threading.Event(),
+        monotonic=lambda: next(times),
+    )
+    answers: queue.Queue[Message] = queue.Queue()
+    rejoin.start_from(RestoreQuery("q1", generation=1, step=10, incarnation="other"), answers.put)
+    assert "started anew" in vm.answer(answers).error

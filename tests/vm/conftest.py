@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system.nspawn.build import run
+from system.nspawn.build import missing, run
 from vm import image as images
 from vm.cloud import Cloud
 from vm.evidence import COLUMNS, Story
@@ -30,8 +30,8 @@ def image() -> Image:
     """Debian as provision.sh left it, with a kernel of its own."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    if missing := images.missing_tools():
-        pytest.skip(f"needs {', '.join(missing)}")
+    if lacking := missing(images.TOOLS):
+        pytest.skip(f"needs {', '.join(lacking)}")
     return images.made()
 
 

@@ -15,20 +15,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from system.nspawn.build import SOURCES, cache, locked, own_wheels, run, wheelhouse
+from system.nspawn import build
+from system.nspawn.build import STANDARD, cache, debian, given, locked, missing, provisioned, run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-PACKAGES = (
-    "linux-image-cloud-amd64,initramfs-tools,zstd,systemd,systemd-sysv,dbus,polkitd,libpam-systemd,"
-    "libnss-systemd,python3,python3-venv,iproute2,procps,ca-certificates,udev,kmod,netbase,e2fsprogs"
-)
+MAKE, PREPARE = HERE / "make_image.sh", HERE / "prepare.sh"
 TOOLS = {
+    **build.TOOLS,
     "qemu-system-x86_64": "qemu-system-x86",
-    "mmdebstrap": "mmdebstrap",
     "debugfs": "e2fsprogs",
     "unshare": "util-linux",
-    "ip": "iproute2",
     "journalctl": "systemd",
 }
 """Command to the package that brings it."""
@@ -38,13 +35,8 @@ MACHINE = (
 )  # fmt: skip
 """Nehalem: the oldest processor that numpy still runs on; what is newer costs time to emulate."""
 KERNEL = "root=/dev/vda rw console=ttyS0 quiet mitigations=off systemd.show_status=1"
-_LEFT_OUT = ("doc", "man", "locale")
 _KEPT_S = 3600.0
 """An image that nobody has been using for so long can go."""
-_PARTS = (
-    "packer/provision.sh", "systemd", "daemon", "training_hooks", "constraints.txt",
-    "tests/system/nspawn/prepare.sh", "tests/vm/prepare.sh", "tests/vm/make_image.sh",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,36 +69,23 @@ class Image:
         return shlex.join(["qemu-system-x86_64", *self.boot_arguments(), *disk, *console])
 
 
-def missing_tools() -> list[str]:
-    return [f"{tool} ({package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
-
-
 def made() -> Image:
     """The image of these sources, from the cache when nothing that goes into it has changed."""
-    digest = hashlib.sha256(PACKAGES.encode())
-    for path in sorted(
-        f for name in _PARTS for f in (REPOSITORY / name, *(REPOSITORY / name).rglob("*"))
-    ):
-        if path.is_file() and not {"__pycache__", "build"} & set(
-            path.parts[len(REPOSITORY.parts) :]
-        ):
-            digest.update(str(path.relative_to(REPOSITORY)).encode() + path.read_bytes())
+    layer = provisioned(debian(STANDARD))
+    digest = hashlib.sha256(str(layer).encode())
+    for script in (MAKE, PREPARE):
+        digest.update(script.read_bytes())
     target = cache() / f"vm-image-{digest.hexdigest()[:12]}"
     with locked(cache() / "vm-image.lock"):
         if not target.exists():
-            base = _debian()
             for old in cache().glob("vm-image-*/"):
                 if time.time() - old.stat().st_mtime > _KEPT_S:
                     shutil.rmtree(old)
             with tempfile.TemporaryDirectory(dir=cache(), prefix="making-") as name:
                 scratch = Path(name)
-                shutil.copytree(wheelhouse("3.11"), scratch / "given" / "wheels")
-                own_wheels(scratch, scratch / "given" / "wheels")
-                (scratch / "out").mkdir()
                 run(
                     "unshare", "--mount", "--pid", "--fork", "--kill-child",
-                    *map(str, (HERE / "make_image.sh", REPOSITORY, scratch / "given", base, scratch)),
-                    str(scratch / "out"),
+                    *map(str, (MAKE, REPOSITORY, given(scratch, "3.11"), layer, scratch)),
                     timeout_s=300,
                 )  # fmt: skip
                 (scratch / "out").rename(target)
@@ -114,24 +93,11 @@ def made() -> Image:
     return Image(target)
 
 
-def _debian() -> Path:
-    """A small Debian with a kernel, as an archive, so that no owner or device gets lost."""
-    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}"]
-    command += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _LEFT_OUT]
-    key = hashlib.sha256(repr(command).encode()).hexdigest()[:12]
-    target = cache() / f"vm-debian-{key}.tar"
-    if not target.exists():
-        fresh = cache() / "vm-debian.new.tar"
-        run(*command, "bookworm", str(fresh), str(SOURCES), timeout_s=600)
-        fresh.rename(target)
-    return target
-
-
 def main() -> None:
     if os.geteuid() != 0:
         raise SystemExit("image: needs root, for it makes users and mounts")
-    if missing := missing_tools():
-        raise SystemExit(f"image: missing: {', '.join(missing)}")
+    if lacking := missing(TOOLS):
+        raise SystemExit(f"image: missing: {', '.join(lacking)}")
     image = made()
     print(f"# Boots {image.disk}; root without a password, nothing is kept, Ctrl-A X ends it.")
     print(image.by_hand())

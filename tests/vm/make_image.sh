@@ -1,17 +1,14 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes a bootable disk of a Debian: unpacks it, runs provision.sh in it as users run it, and puts a trainer
-# beside the daemon.  Started by image.py as
-#   unshare --mount --pid --fork --kill-child make_image.sh REPOSITORY GIVEN DEBIAN.tar SCRATCH OUT
-# GIVEN holds the wheels; OUT gets vmlinuz, initrd.img and disk.ext4.
+# Makes a bootable disk of the layers that containers boot from.  Started by image.py as
+#   unshare --mount --pid --fork --kill-child make_image.sh REPOSITORY GIVEN LAYERS SCRATCH
+# GIVEN holds the wheels; LAYERS are as overlayfs wants them; SCRATCH/out gets vmlinuz, initrd.img, disk.ext4.
 set -euo pipefail
-repository=$1 given=$2 debian=$3 scratch=$4 out=$5
+repository=$1 given=$2 layers=$3 scratch=$4
 
-root=$scratch/root
-mkdir "$root"
-tar --extract --numeric-owner --xattrs --xattrs-include='*' --file "$debian" --directory "$root"
-mount --bind "$root" "$root"
-mount --make-private "$root"
+root=$scratch/root out=$scratch/out
+mkdir "$scratch"/{upper,work,root,out}
+mount -t overlay overlay -o "lowerdir=$layers,upperdir=$scratch/upper,workdir=$scratch/work" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mkdir -p "$root"/srv/{swansong,given}

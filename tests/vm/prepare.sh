@@ -1,11 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs in the root that becomes the disk of a VM: the daemon and a trainer as the containers have them, what
-# a VM needs to boot, and at last provision.sh once more, as for an image.
+# Runs in the root that becomes the disk of a VM, after the containers' own: what a VM needs to boot, and at
+# last provision.sh once more, as for an image.
 set -euo pipefail
 umask 022
-
-bash /srv/swansong/tests/system/nspawn/prepare.sh
 
 echo '/dev/vda / ext4 rw,noatime 0 1' >/etc/fstab
 echo '169.254.169.254 metadata.google.internal' >>/etc/hosts # as Google's images have it

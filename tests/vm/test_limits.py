@@ -27,7 +27,7 @@ ExecStartPre=-/usr/bin/python3 -c "{KNOCK}"
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600, func_only=True)
 @pytest.mark.fault("H06")
 def test_limits_of_the_unit_are_enforced(clouds: Clouds, new_vm: NewVm) -> None:
     """Within the unit, memory above the limit ends a process and a connection to another address comes

@@ -58,7 +58,7 @@ Tell = Callable[[str, Story, Story, float], None]
 NewVm = Callable[..., Machine]
 Clouds = Callable[[str], Cloud]
 GoesOn = Callable[..., Story]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,8 @@ DECISION_PART = 0.8
 """Of the time in which ranks must agree: the rest is left to the training loop, to hear of it."""
 GREETING_LIMIT_S = 120.0
 """How long a restore waits for the ranks of the other VMs to come."""
+COMING_LIMIT_S = 60.0
+"""How long rank 0 waits for another rank to go back with it; each has ended the same step."""
 _POLLS_PER_S = 2000.0
 """So often all ranks together look for the call of a round; in a large job each does so less often."""
 _RETRY_S = 0.5
@@ -71,6 +73,8 @@ class Assembly:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._session: str | None = None
+        self._incarnation: str | None = None
+        """The session, or what it became when the ranks went back together."""
         self._problem = "they have not all come yet"
         self._number = 1
         """Of the round that this rank is in, or waits for."""
@@ -124,8 +128,8 @@ class Assembly:
 
     def connected(self) -> None:
         """There is a (new) connection to the daemon: say what it must know."""
-        if self._session is not None:
-            self._send(Incarnation(self._session))
+        if self._incarnation is not None:
+            self._send(Incarnation(self._incarnation))
         if self._heard is not None:
             call, deadline_mono_s = self._heard
             left_s = deadline_mono_s - time.monotonic()
@@ -156,7 +160,51 @@ class Assembly:
         """
         session = self._session_within(GREETING_LIMIT_S)
         self._restores += 1
-        key = f"{session}/restore/{self._restores}"
+        return self._decision(f"{session}/restore/{self._restores}", lambda _: decide())
+
+    def go_back(
+        self,
+        number: int,
+        at_step: int,
+        before_step: int,
+        decide: Callable[[int], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The ranks have come to go back together; what rank 0 has decided.  Nothing has begun yet.
+
+        Args:
+            number: how many-th time they do so.
+            at_step: last step of this rank; all must have come after the same one.
+            before_step: first step that this rank does not trust; the earliest one counts.
+            decide: called at rank 0 only, with that.
+
+        Raises:
+            TimeoutError: the other ranks did not come, or rank 0 does not answer any more.
+            Exception: the store failed.
+        """
+        key = f"{self._session_within(GREETING_LIMIT_S)}/back/{number}"
+        everybody = [f"{key}/at/{rank}" for rank in range(self._ranks.world_size)]
+
+        def decide_for_all(store: JobStore) -> dict[str, Any]:
+            for name in everybody:
+                if not await_key(store, name, self._stop, every_s=POLL_S, limit_s=COMING_LIMIT_S):
+                    rank = name.rpartition("/")[2]
+                    return {"error": f"rank {rank} has not called rollback() after step {at_step}"}
+            said = [json.loads(value) for value in store.multi_get(everybody)]
+            if len({step for step, _ in said}) > 1:
+                steps = ", ".join(str(step) for step, _ in said)
+                return {"error": f"the ranks have called rollback() after different steps: {steps}"}
+            return decide(min(before for _, before in said))
+
+        self._open_store().set(everybody[self._ranks.rank], json.dumps([at_step, before_step]))
+        return self._decision(key, decide_for_all)
+
+    def begin_anew(self, number: int) -> str:
+        """The ranks have gone back so many times: the daemon goes on for another incarnation; its name."""
+        self._incarnation = f"{self._session}~{number}"
+        self._send(Incarnation(self._incarnation))
+        return self._incarnation
+
+    def _decision(self, key: str, decide: Callable[[JobStore], dict[str, Any]]) -> dict[str, Any]:
         store = self._open_store()
         if self._ranks.rank == 0:
             return self._decide(store, key, decide)
@@ -170,7 +218,7 @@ class Assembly:
         return _object(store.get(key))
 
     def _decide(
-        self, store: JobStore, key: str, decide: Callable[[], dict[str, Any]]
+        self, store: JobStore, key: str, decide: Callable[[JobStore], dict[str, Any]]
     ) -> dict[str, Any]:
         is_over = threading.Event()
 
@@ -181,7 +229,7 @@ class Assembly:
 
         threading.Thread(target=beat, name="swansong-beat", daemon=True).start()
         try:
-            decision = decide()
+            decision = decide(store)
         finally:
             is_over.set()
         store.set(key, json.dumps(decision))
@@ -259,7 +307,7 @@ class Assembly:
         )
         self._calls = self._open_store()
         with self._changed:
-            self._session = session
+            self._session = self._incarnation = session
             self._changed.notify_all()
         if session is not None:
             self._send(Incarnation(session))

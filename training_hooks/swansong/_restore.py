@@ -44,12 +44,19 @@ class RestoreDialogue:
         self._moved_mono_s = 0.0
 
     def ask(
-        self, *, rollback: int = 0, before_step: int = -1, generation: int = -1, step: int = -1
+        self,
+        *,
+        rollback: int = 0,
+        before_step: int = -1,
+        generation: int = -1,
+        step: int = -1,
+        incarnation: str = "",
     ) -> Restored:
         """The daemon's answer; its ``path`` is empty for a fresh run.
 
         Args:
-            rollback, before_step, generation, step: see :class:`swansong.protocol.RestoreQuery`.
+            rollback, before_step, generation, step, incarnation: see
+                :class:`swansong.protocol.RestoreQuery`.
 
         Raises:
             RestoreError: the daemon cannot restore, refuses us, or makes no progress any more.
@@ -57,7 +64,7 @@ class RestoreDialogue:
         with self._changed:
             self._answer = None
             self._query = RestoreQuery(
-                secrets.token_hex(8), rollback, before_step, generation, step
+                secrets.token_hex(8), rollback, before_step, generation, step, incarnation
             )
             self._moved_mono_s = time.monotonic()
             self._send(self._query)
@@ -114,17 +121,64 @@ def where_to_go_on(dialogue: RestoreDialogue, assembly: Assembly | None) -> Rest
             return {"error": f"rank 0: {error}"}
         return {"generation": chosen[0].generation, "step": chosen[0].step}
 
-    try:
-        choice = assembly.restore(choose)
-    except Exception as error:  # of the job's store, whatever its type
-        raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
-    if "error" in choice:
-        raise RestoreError(choice["error"])
+    choice = _agreed(lambda: assembly.restore(choose))
     if chosen:
         return chosen[0]
     if choice["generation"] < 0:
         return Restored("")  # a fresh run
     return dialogue.ask(generation=choice["generation"], step=choice["step"])
+
+
+def where_to_go_back(
+    dialogue: RestoreDialogue,
+    assembly: Assembly | None,
+    *,
+    number: int,
+    at_step: int,
+    before_step: int,
+) -> Restored:
+    """The newest healthy checkpoint; over several VMs, the one that the daemon of rank 0 has chosen.
+
+    Args:
+        number: how many-th time this process goes back.
+        at_step: last step of this rank.
+        before_step: first step that it does not trust.
+
+    Raises:
+        RestoreError: there is none, or the ranks, or their daemons, cannot say it.
+    """
+    if assembly is None:
+        return _found(dialogue.ask(rollback=number, before_step=before_step))
+
+    def choose(before_step: int) -> dict[str, Any]:
+        try:
+            found = _found(dialogue.ask(rollback=number, before_step=before_step))
+        except RestoreError as error:
+            return {"error": f"rank 0: {error}"}
+        return {"generation": found.generation, "step": found.step}
+
+    choice = _agreed(lambda: assembly.go_back(number, at_step, before_step, choose))
+    # Each daemon ends what it did for the steps that count no more before it answers.
+    incarnation = assembly.begin_anew(number)
+    return _found(
+        dialogue.ask(generation=choice["generation"], step=choice["step"], incarnation=incarnation)
+    )
+
+
+def _found(answer: Restored) -> Restored:
+    if not answer.path:
+        raise RestoreError("the run has no healthy checkpoint to go back to")
+    return answer
+
+
+def _agreed(choice: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        made = choice()
+    except Exception as error:  # of the job's store, whatever its type
+        raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
+    if "error" in made:
+        raise RestoreError(made["error"])
+    return made
 
 
 def load_checkpoint(

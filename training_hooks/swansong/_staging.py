@@ -52,7 +52,8 @@ def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
     health: dict[str, float] = {}
     for name, value in {**metrics, "loss": loss}.items():
         try:
-            number = float(value)
+            # A loss that still has its graph would be warned of, and the warning may be an error.
+            number = float(value.detach() if hasattr(value, "detach") else value)
         except Exception:  # noqa: S112 - no metric must cost a checkpoint
             continue
         if math.isfinite(number):

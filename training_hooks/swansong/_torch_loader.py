@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+log = logging.getLogger("swansong")
 
 
 class ResumableLoader:
@@ -20,7 +23,8 @@ class ResumableLoader:
     Args:
         loader: a ``torch.utils.data.DataLoader``.  If it or its sampler has ``set_epoch``, that is called.
 
-    Each ``iter()`` is one epoch; begin the next one only when one is exhausted or given up.
+    Each ``iter()`` is one epoch; begin the next one only when one is exhausted or given up.  Whatever else
+    is asked of it (``dataset``, ``batch_size``) the loader within answers.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -35,10 +39,23 @@ class ResumableLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def __getattr__(self, name: str) -> Any:
+        """What is asked of the loader itself: ``dataset``, ``batch_size``, ``sampler``."""
+        if name == "loader":  # not made yet: by copy or pickle
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
     def __iter__(self) -> Iterator[Any]:
         own = getattr(self.loader, "generator", None)
         was_given_up = self._begun_with is not None and not self._is_restored
         if was_given_up:
+            if self.batches <= 1:
+                log.warning(
+                    "epoch %s of the loader was given up after %s batches; for a mere look at the data ask"
+                    " the loader within: next(iter(loader.loader))",
+                    self.epoch,
+                    self.batches,
+                )
             self.end_epoch()
         ordered: tuple[Any, ...] = (self.loader, getattr(self.loader, "sampler", None))
         for each in ordered:

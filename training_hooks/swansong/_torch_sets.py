@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import warnings
 import zlib
@@ -43,6 +44,7 @@ from swansong.state import encode_tree
 
 FORMAT = "swansong.torch/1"
 INDEX = "state.json"
+_INDEX_FILE = re.compile(rb'\{"crc32":"([0-9a-f]{8})","index":(.*)\}', re.DOTALL)
 SPLIT_BYTES = 2**20
 """Tensors that all ranks have in common are split among them from this size on."""
 
@@ -137,6 +139,31 @@ class Collector:
             self.pieces.append(Piece(self.group, key, tensor.to_local()))
 
 
+def encode_index(index: dict[str, Any]) -> bytes:
+    """The content of an index file, with a checksum.
+
+    Raises:
+        ValueError, TypeError: JSON has no words for it.
+    """
+    text = json.dumps(index, allow_nan=False, separators=(",", ":")).encode()
+    return b'{"crc32":"%08x","index":%s}' % (zlib.crc32(text), text)
+
+
+def decode_index(data: bytes) -> dict[str, Any]:
+    """The index that :func:`encode_index` made ``data`` of.
+
+    Raises:
+        ValueError: it is none, or not what was written.
+    """
+    match = _INDEX_FILE.fullmatch(data)
+    if match is None or int(match[1], 16) != zlib.crc32(match[2]):
+        raise ValueError("is no index, or not what was written")
+    index = json.loads(match[2])
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ValueError(f"is not an index of format {FORMAT}")
+    return index
+
+
 class CheckpointSet:
     """What all ranks wrote.
 
@@ -216,19 +243,19 @@ class CheckpointSet:
 
     def _read_index(self, rank: int) -> dict[str, Any]:
         path = self._directory / rank_directory(rank) / INDEX
-        index = json.loads(path.read_bytes())
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"{path} is not an index of format {FORMAT}")
-        return index
+        try:
+            return decode_index(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from None
 
     def _headers(self, rank: int) -> dict[tuple[str, str], Stored]:
         directory = self._directory / rank_directory(rank)
         found = {}
-        for name, group in self.indexes[rank]["files"].items():
+        for name, file in self.indexes[rank]["files"].items():
             if os.path.basename(name) != name:
                 raise ValueError(f"{INDEX} names the file {name!r:.100}")
-            for key, stored in read_header(str(directory / name)).items():
-                found[group, key] = stored
+            for key, stored in read_header(str(directory / name), file["checksums"]).items():
+                found[file["group"], key] = stored
         return found
 
 

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import time
 import weakref
@@ -21,30 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swansong._agree import Agreement, CheckpointRequest, Due, Ranks
-from swansong._agree_nodes import Assembly
-from swansong._channel import Channel, socket_path
+from swansong._agree import CheckpointRequest, Due, Ranks
+from swansong._conversation import Conversation
+from swansong._health import Health
 from swansong._progress import PauseWatch, Reporter
-from swansong._restore import RestoreDialogue, RestoreError, load_checkpoint, where_to_go_on
+from swansong._restore import RestoreError, load_checkpoint, where_to_go_back, where_to_go_on
 from swansong._saving import CLOSE_PATIENCE_S, Saver
-from swansong._staging import health_of, remove_leftovers
-from swansong.protocol import (
-    Bye,
-    Committed,
-    Declined,
-    Fenced,
-    Hello,
-    Message,
-    RankManifest,
-    Refused,
-    Request,
-    Restored,
-    Restoring,
-    Target,
-    Welcome,
-    Withdrawn,
-)
-from swansong.state import Bundle, Functions, Snapshots
+from swansong.protocol import Committed, RankManifest
+from swansong.state import Snapshots, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable that names a directory to restore from, whatever the daemon says."""
@@ -52,7 +37,7 @@ KINDS = ("periodic", "emergency", "final")
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`Guard.should_stop` says so: saved, start me again
 elsewhere.  The code that sysexits.h calls a temporary failure; torchrun and schedulers see no success."""
-_INFINITY = float("inf")
+
 
 log = logging.getLogger("swansong")
 
@@ -88,30 +73,18 @@ def attach(
     Raises:
         ValueError, TypeError: the arguments, or torchrun's environment variables, make no sense.
     """
-    if state is not None:
-        if save is not None or load is not None:
-            raise ValueError("attach() takes state=, or save= and load=, not both")
-        if isinstance(state, Mapping):
-            bundle = Bundle(state)
-            state = Functions(bundle.save, bundle.load)
-    elif save is not None and load is not None:
-        state = Functions(save, load)
-    else:
-        raise ValueError("attach() needs state=, or both save= and load=")
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= are positive")
     ranks = Ranks.from_environment()
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
-    path, expected = socket_path(socket)
     return Guard(
         ranks=ranks,
         run=run,
-        state=state,
+        state=state_of(state, save, load),
         every_steps=every_steps,
         every_s=every_s,
-        socket=path,
-        socket_expected=expected,
+        socket=socket,
         stop_after_save=stop_after_save,
     )
 
@@ -127,55 +100,39 @@ class Guard:
         state: Snapshots,
         every_steps: int | None,
         every_s: float | None,
-        socket: str,
-        socket_expected: bool,
+        socket: str | os.PathLike[str] | None,
         stop_after_save: bool,
     ) -> None:
         self._ranks = ranks
-        self._run = run
         self._state = state
         self._saver = Saver(state.snapshot, in_background=state.in_background)
         self._every_s = every_s
-        self._capabilities = ["periodic"] if every_steps is None and every_s is None else []
         self._stop_after_save = stop_after_save
-
-        self._loss: Any = None
-        self._metrics: dict[str, Any] = {}
-        self._staging: str | None = None
+        self._health = Health()
         self._critical_depth = 0
         self._owes_save = False
         self._should_stop = False
-        self._fenced = False
-        self._last_committed: Committed | None = None
-        self._unhealthy_since: int | None = None
-        self._warned_of_loss = False
         self._rollbacks = 0
         self._polls = 0
-        self._grace_s = 0.0
         self._closed = False
-
-        self._channel = Channel(
-            socket,
-            expected=socket_expected,
-            hello=self._hello,
-            connected=self._connected,
-            handle=self._handle,
+        self._talk = Conversation(
+            ranks,
+            run=run,
+            every_steps=every_steps,
+            plans_periodic=every_steps is not None or every_s is not None,
+            socket=socket,
             tick=self._tick,
         )
-        self._agreement = Agreement(ranks.world_size, every_steps, self._say)
-        self._assembly = (
-            Assembly(ranks, self._agreement, self._channel.send) if ranks.nodes > 1 else None
-        )
-        self._restore = RestoreDialogue(self._channel.send)
-        self._reporter = Reporter(self._channel.send)
+        self._agreement = self._talk.agreement
+        self._reporter = Reporter(self._talk.channel.send)
         self._pauses = PauseWatch()
-        self._channel.start()
+        self._talk.channel.start()
         _guards.add(self)
         atexit.register(self._end, "exit")
 
     # ------------------------------------------------------------ the training loop
 
-    def step(self, step: int, loss: Any = None, **metrics: Any) -> None:
+    def step(self, step: int | None = None, loss: Any = None, **metrics: Any) -> None:
         """Say that ``step`` optimizer steps are complete; saves here when a checkpoint is due.
 
         Call it once after each optimizer step, with the whole state as of that step: with gradient
@@ -183,18 +140,21 @@ class Guard:
         or a tenth of the time left, for the ranks to agree.
 
         Args:
+            step: how many; else they are counted, from where :meth:`restore` went on.
             loss: of that step, for the manifest and :attr:`healthy`; a plain number is looked at right
                 here, anything else (a tensor, for which to wait) when a checkpoint is taken.
             metrics: more of the kind, by name.
         """
         agreement = self._agreement
-        self._loss = loss
-        self._metrics = metrics
+        if step is None:
+            step = max(0, agreement.step) + 1
+        health = self._health
+        health.loss = loss
+        health.metrics = metrics
         agreement.step = step
-        if isinstance(loss, float) and (
-            self._unhealthy_since is not None or not -_INFINITY < loss < _INFINITY
-        ):
-            self._judge(step, loss)
+        # What is not finite, less itself, is NaN: the cheapest way to ask, and this is asked at every step.
+        if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
+            health.judge(step, is_finite=math.isfinite(loss))
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
@@ -258,8 +218,8 @@ class Guard:
         step = 0
         if chosen is not None:
             step = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
-        elif not self._closed and self._channel.is_connected():
-            answer = where_to_go_on(self._restore, self._assembly)
+        elif not self._closed and self._talk.channel.is_connected():
+            answer = where_to_go_on(self._talk.restore, self._talk.assembly)
             if answer.path:
                 step = load_checkpoint(
                     answer.path, self._ranks, self._state, wanted_step=answer.step
@@ -273,41 +233,40 @@ class Guard:
         """Go back, in this process, to the newest checkpoint whose loss was finite, and so was the next.
 
         What was saved after it counts no more: the run goes on under a new generation.  With several
-        ranks all of them call it after the same step.
+        ranks all of them call it after the same step: give :meth:`step` a loss that they have in
+        common, such as the mean over all ranks.
 
         Returns:
             Number of completed steps, from which the loop goes on.
 
         Raises:
-            RestoreError: there is no such checkpoint, no daemon, or it cannot be loaded.  In the last
-                case the state may be half loaded: end the process.
+            RestoreError: there is no such checkpoint, no daemon, the ranks of the other VMs do not come
+                along, or it cannot be loaded.  In the last case the state may be half loaded: end
+                the process.
         """
-        if self._assembly is not None:
-            raise RestoreError("a job over several VMs goes back by starting anew")
         at_step = int(self._agreement.step)
-        if self._closed or not self._channel.is_connected():
+        if self._closed or not self._talk.channel.is_connected():
             raise RestoreError("there is no daemon to ask for a healthy checkpoint")
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("the last checkpoint is still being written")
         self._rollbacks += 1
-        # The step whose loss was the first that is not finite began with a state that is suspect.
-        suspect = at_step if self.healthy else (self._unhealthy_since or at_step) - 1
-        answer = self._restore.ask(rollback=self._rollbacks, before_step=suspect)
-        if not answer.path:
-            raise RestoreError("the run has no healthy checkpoint to go back to")
+        answer = where_to_go_back(
+            self._talk.restore,
+            self._talk.assembly,
+            number=self._rollbacks,
+            at_step=at_step,
+            before_step=self._health.suspect_from(at_step),
+        )
         step = load_checkpoint(answer.path, self._ranks, self._state, wanted_step=answer.step)
         log.warning("went back from step %s to step %s", at_step, step)
         # A set of a step that is done anew is another one than that of the first time.
         self._saver.forget()
-        again = f"{self._ranks.attempt}~{self._rollbacks}"
-        self._ranks = dataclasses.replace(self._ranks, attempt=again)
-        self._loss, self._metrics, self._unhealthy_since = None, {}, None
+        attempt = f"{self._ranks.attempt}~{self._rollbacks}"
+        self._ranks = dataclasses.replace(self._ranks, attempt=attempt)
+        self._health.forget()
         self._agreement.step = step
-        # The first checkpoint of the new generation: without it, what was taken back would still be the
-        # newest one that is committed.
-        self._agreement.periodic_is_due()
         self._saver.measured.saved_mono_s = time.monotonic()
-        self._channel.send(self._hello())
+        self._talk.begin_anew(self._ranks)
         return step
 
     def close(self, *, final: bool = False) -> None:
@@ -349,20 +308,17 @@ class Guard:
     @property
     def healthy(self) -> bool:
         """Whether the loss of the last step is finite, or not known; a tensor is waited for here."""
-        is_finite = health_of(self._loss, {}).get("loss_is_finite")
-        if is_finite is not None:
-            self._judge(int(self._agreement.step), self._loss)
-        return is_finite != 0.0
+        return self._health.look(int(self._agreement.step)).get("loss_is_finite") != 0.0
 
     @property
     def fenced(self) -> bool:
         """Another VM has taken the run over: nothing from here will be committed any more."""
-        return self._fenced
+        return self._talk.is_fenced
 
     @property
     def last_committed(self) -> Committed | None:
         """Generation and step of the newest checkpoint known to be in the object store."""
-        return self._last_committed
+        return self._talk.last_committed
 
     # ------------------------------------------------------------ saving
 
@@ -378,8 +334,8 @@ class Guard:
             self._write(due, step)
 
     def _write(self, due: Due, step: int) -> bool:
-        staging = self._staging
-        if staging is None or (self._fenced and not due.request_id):
+        staging = self._talk.staging
+        if staging is None or (self._talk.is_fenced and not due.request_id):
             self._agreement.plan_periodic(step)
             return False
         nonce = self._ranks.nonce(step, due.request_id)
@@ -388,11 +344,8 @@ class Guard:
         return is_taken
 
     def _manifest(self, due: Due, step: int) -> RankManifest:
-        health = health_of(self._loss, self._metrics)
-        if "loss_is_finite" in health:
-            self._judge(step, self._loss)
         return RankManifest(
-            run=self._run,
+            run=self._talk.run,
             step=step,
             kind=due.kind,
             files=[],
@@ -402,92 +355,18 @@ class Guard:
             node=self._ranks.node,
             nodes=self._ranks.nodes,
             request_id=due.request_id,
-            health=health,
+            health=self._health.look(step),
         )
-
-    def _judge(self, step: int, loss: Any) -> None:
-        if -_INFINITY < float(loss) < _INFINITY:
-            self._unhealthy_since = None
-        elif self._unhealthy_since is None:
-            self._unhealthy_since = step
-            level = logging.INFO if self._warned_of_loss else logging.WARNING
-            self._warned_of_loss = True
-            log.log(
-                level, "the loss of step %s is not finite; checkpoints go on, marked as such", step
-            )
 
     # ------------------------------------------------------------ background thread
-
-    def _hello(self) -> Message:
-        step = int(self._agreement.step)
-        return Hello(
-            run=self._run,
-            step=step,
-            capabilities=list(self._capabilities),
-            **dataclasses.asdict(self._ranks),
-        )
-
-    def _say(self, message: Message) -> object:
-        assembly = self._assembly
-        return self._channel.send(message) if assembly is None else assembly.answer(message)
-
-    def _connected(self) -> None:
-        if self._assembly is not None:
-            self._assembly.connected()
-        self._restore.remind()
-        self._agreement.remind()
-
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, Welcome):
-            self._welcomed(message)
-        elif isinstance(message, Request):
-            if self._staging is None:
-                self._channel.send(Declined(message.id, "the trainer cannot write to staging"))
-            elif self._assembly is not None:
-                self._assembly.asked(message)
-            else:
-                self._agreement.request(message)
-        elif isinstance(message, Target | Withdrawn) and self._assembly is not None:
-            pass  # over several VMs the ranks decide, and what they have decided stands
-        elif isinstance(message, Target):
-            self._agreement.target(message)
-        elif isinstance(message, Withdrawn):
-            self._agreement.withdraw(message.request_id)
-        elif isinstance(message, Committed):
-            self._last_committed = message
-        elif isinstance(message, Fenced):
-            if not self._fenced:
-                log.warning("another VM has taken the run over (generation %s)", message.generation)
-            self._fenced = True
-        elif isinstance(message, (Restoring, Restored, Refused)):
-            if isinstance(message, Refused):
-                log.warning("the daemon at %s refuses us: %s", self._channel.path, message.reason)
-            self._restore.heard(message)
-
-    def _welcomed(self, welcome: Welcome) -> None:
-        self._run = welcome.run
-        self._grace_s = welcome.grace_s
-        if self._assembly is not None:
-            self._assembly.start()
-        if self._staging == welcome.staging:
-            return
-        if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
-            log.warning(
-                "cannot write to %s: add this user to the group that owns it (see ls -ld) and log in"
-                " again; training goes on without checkpoints",
-                welcome.staging,
-            )
-            return
-        remove_leftovers(welcome.staging, self._ranks.rank)
-        self._staging = welcome.staging
 
     def _tick(self) -> None:
         measured = self._saver.measured
         if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
         step = int(self._agreement.step)
-        self._reporter.tick(step, self._loss, measured, self._polls)
-        self._pauses.tick(step, self._polls, self._grace_s)
+        self._reporter.tick(step, self._health.loss, measured, self._polls)
+        self._pauses.tick(step, self._polls, self._talk.grace_s)
 
     # ------------------------------------------------------------ the end
 
@@ -496,21 +375,15 @@ class Guard:
             self._closed = True
             if not self._saver.wait(CLOSE_PATIENCE_S):
                 log.warning("a checkpoint is still not written; it is lost")
-            self._staging = None
-            if self._assembly is not None:
-                self._assembly.close()
-            self._agreement = Agreement(1, None, lambda _: None)
-            self._channel.close(Bye(reason))
+            self._talk.end(reason)
+            self._agreement = self._talk.agreement
             atexit.unregister(self._end)
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is no rank: it does nothing, and holds no connection.
         self._closed = True
-        self._staging = None
-        self._channel.forked()
-        if self._assembly is not None:
-            self._assembly.forked()
-        self._agreement = Agreement(1, None, lambda _: None)
+        self._talk.forked()
+        self._agreement = self._talk.agreement
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -163,6 +163,8 @@ class RestoreQuery(Message):
     generation: int = -1
     step: int = -1
     """With ``generation``: this commit and no other, for so the job's first rank has decided."""
+    incarnation: str = ""
+    """Answer only when this :class:`Incarnation` has begun at the daemon as well."""
 
 
 @dataclass(frozen=True)

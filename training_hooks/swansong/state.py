@@ -268,3 +268,25 @@ class Bundle:
                 item.bit_generator.state = states[name]
         # Last, since loading the objects may have drawn from them.
         set_generators(generators)
+
+
+def state_of(
+    state: Mapping[str, Any] | Snapshots | None,
+    save: Callable[[Path], object] | None,
+    load: Callable[[Path], object] | None,
+) -> Snapshots:
+    """The one state that :func:`swansong.attach` was told of, in whichever way.
+
+    Raises:
+        ValueError, TypeError: it was told of none, of two, or of one that cannot be saved.
+    """
+    if state is not None:
+        if save is not None or load is not None:
+            raise ValueError("attach() takes state=, or save= and load=, not both")
+        if not isinstance(state, Mapping):
+            return state
+        bundle = Bundle(state)
+        return Functions(bundle.save, bundle.load)
+    if save is None or load is None:
+        raise ValueError("attach() needs state=, or both save= and load=")
+    return Functions(save, load)

@@ -14,13 +14,12 @@
 
 The training loop stands still only while the state is copied to host memory; files are written from there.
 No rank waits for another in a save, there are no collectives in it, and nothing is gathered.  Loading reads
-safetensors and JSON: nothing in a checkpoint can run code.
+safetensors and JSON: nothing in a checkpoint can run code, and a bit that has flipped is found.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 import re
@@ -37,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swansong._agree import Ranks
 from swansong._torch_files import Arena, signature_of
 from swansong._torch_loader import ResumableLoader
-from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector
+from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector, encode_index
 from swansong.state import decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -141,12 +140,14 @@ class TrainingState:
         self._arenas = [spare, arena]
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
         tensors = {collector.group: collector.entries for collector in collectors}
-        index |= {"objects": objects, "tensors": tensors, "files": groups}
-        text = json.dumps(index, allow_nan=False, separators=(",", ":")).encode()
+        index |= {"objects": objects, "tensors": tensors}
 
         def write(directory: Path) -> None:
-            arena.write(directory)
-            (directory / INDEX).write_bytes(text)
+            index["files"] = {
+                name: {"group": groups[name], "checksums": checksums}
+                for name, checksums in arena.write(directory).items()
+            }
+            (directory / INDEX).write_bytes(encode_index(index))
 
         return write
 

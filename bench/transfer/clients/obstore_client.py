@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """obstore: with its defaults, or tuned (16 MiB parts, unsigned payload, CRC64NVME, ranged reads).
 
-``concurrency`` is that of one large file; several share it, and small ones go twice as many at once.
+``concurrency`` bounds what is under way at once, as it does for the other clients: parts of one large
+file, of several that share it, or small files.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def prepare(job: Job) -> Callable[[], object]:
         **tuning,
     )
     concurrency = job.option("concurrency", 8)
-    files_at_once = {1: 1}.get(len(job.files), 2 * concurrency if is_small(job) else 4)
+    files_at_once = {1: 1}.get(len(job.files), concurrency if is_small(job) else 4)
 
     def upload(file: tuple[str, int]) -> None:
         name, _ = file
         path = job.directory / name
         if is_tuned:
-            each = max(4, concurrency // files_at_once)
+            each = max(1, concurrency // files_at_once)
             obstore.put(store, job.key(name), path, chunk_size=PART_BYTES, max_concurrency=each)
         else:
             obstore.put(store, job.key(name), path)
@@ -69,7 +70,7 @@ def prepare(job: Job) -> Callable[[], object]:
             data = obstore.get_range(store, job.key(name), start=offset, length=length)
             os.pwrite(fd, data, offset)
 
-        in_threads(2 * concurrency if is_small(job) else concurrency, tasks, get)
+        in_threads(concurrency, tasks, get)
 
     if job.operation == "download":
         return download

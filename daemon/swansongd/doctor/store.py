@@ -274,7 +274,8 @@ def mending(config: Config, error: StoreError) -> str:
         )
     return (
         f"gcloud storage buckets add-iam-policy-binding gs://{bucket} "
-        "--member=serviceAccount:EMAIL --role=roles/storage.objectUser"
+        "--member=serviceAccount:EMAIL --role=projects/PROJECT/roles/swansongVm"
+        "  # the role is packer/permissions/gcp-vm.yaml"
     )
 
 

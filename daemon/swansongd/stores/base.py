@@ -18,6 +18,7 @@ backends share.
 
 from __future__ import annotations
 
+import hashlib
 import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 from swansongd.digests import part_count
 from swansongd.errors import ConfigError, NotFound, Permanent
+from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 2**20
 """Bodies and sinks move in windows of at most this many bytes, so that what is hashed is still in the
@@ -37,6 +39,7 @@ CRC32C_UNTOLD = -1
 """In receipts of :meth:`ObjectStore.parts`: this store tells no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
+_SCRATCH_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ class ObjectStore(Protocol):
         """Store a whole shard in one request, and return the CRC32C of its bytes.
 
         The store verifies that checksum where it can.  Only for keys that carry a nonce: an object of
-        this name is replaced.
+        this name that has these bytes is ours, from an attempt whose reply was lost.  Raises Exists when
+        it has others; a store that does not know create-if-absent replaces it.
         """
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
@@ -179,8 +183,8 @@ class ObjectStore(Protocol):
         """Make the object visible, whole.  ``parts`` are all of them, in order.
 
         Completing an upload whose completion already took effect (a lost reply) is no error when the
-        object is there with the size of the upload; raises NotFound when the upload is unknown and
-        the object is not there.
+        object is there with the size of the upload, and with its checksum where the store tells that;
+        raises NotFound when the upload is unknown and the object is not there.
         """
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -211,6 +215,22 @@ def bucket_and_prefix(url: str) -> tuple[str, str]:
         raise ConfigError([f"store.url: must read {parts.scheme}://bucket/prefix"])
     prefix = parts.path.strip("/")
     return parts.netloc, f"{prefix}/" if prefix else ""
+
+
+def read_through(body: Body, *, with_sha256: bool = False) -> tuple[int, str]:
+    """CRC32C of ``body``, and its SHA-256 in hex or an empty string in its place."""
+    body.rewind()
+    scratch = memoryview(bytearray(min(body.size_bytes, _SCRATCH_BYTES)))
+    value, sha256 = 0, hashlib.sha256()
+    left_bytes = body.size_bytes
+    while left_bytes:
+        window = scratch[:left_bytes]
+        body.read_into(window)
+        value = crc32c(window, value)
+        if with_sha256:
+            sha256.update(window)
+        left_bytes -= window.nbytes
+    return value, sha256.hexdigest() if with_sha256 else ""
 
 
 def expect_part(upload: Upload, number: int, body: Body) -> None:

@@ -22,6 +22,7 @@ from enum import Enum
 
 from swansongd.errors import Transient
 from swansongd.stores.base import WINDOW_BYTES
+from swansongd.stores.tls import Tls
 
 HEAD_ROOM_BYTES = 16 * 2**10
 """Before the window: the head of the request or of a chunk, so that both leave in one call."""
@@ -64,8 +65,11 @@ class Phase(Enum):
 class Connection:
     """A socket, its window, and how the request on it fares.  One thread uses it at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tls: Tls | None = None) -> None:
         self.sock = sock
+        self._tls = tls
+        self._send_all = tls.send_all if tls else sock.sendall
+        self._receive_into = tls.receive_into if tls else sock.recv_into
         self.buffer = memoryview(bytearray(HEAD_ROOM_BYTES + WINDOW_BYTES + TAIL_ROOM_BYTES))
         self.idle_since_mono_s = 0.0
         self.cut = ""
@@ -93,14 +97,14 @@ class Connection:
         """All of ``data``; raises Broken."""
         self.phase = Phase.SENDING
         try:
-            self.sock.sendall(data)
+            self._send_all(data)
         except OSError as error:
             raise self.broken(error) from error
 
     def receive_into(self, window: memoryview) -> int:
         """Some bytes, 0 at the end; raises Broken."""
         try:
-            count = self.sock.recv_into(window)
+            count = self._receive_into(window)
         except OSError as error:
             raise self.broken(error) from error
         if not count and self.cut:
@@ -121,6 +125,8 @@ class Connection:
 
     def is_usable(self) -> bool:
         """Whether an idle connection is still worth a request: nothing came, not even its end."""
+        if self._tls is not None and self._tls.has_more:
+            return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
@@ -157,8 +163,7 @@ class Connection:
         """Free whoever waits on it, at once."""
         self.cut = why
         with suppress(OSError):
-            # That of the base class: the TLS object belongs to the thread that is in it now.
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +178,14 @@ class Pool:
     """Lends connections; the one that was used last goes out first.
 
     Args:
-        dial: makes a connected socket, within limits of its own.
+        dial: makes a connection, within limits of its own.
         connections: how many may be out at once.
         stall_s: nothing moving for so long ends a request.
         reply_s: the same while an answer is owed and nothing else.
     """
 
     def __init__(
-        self, dial: Callable[[], socket.socket], *, connections: int, stall_s: float, reply_s: float
+        self, dial: Callable[[], Connection], *, connections: int, stall_s: float, reply_s: float
     ) -> None:
         self._dial = dial
         self._stall_s = stall_s
@@ -208,7 +213,7 @@ class Pool:
             connection = self._reusable()
         try:
             is_new = connection is None
-            connection = connection or Connection(self._dial())
+            connection = connection or self._dial()
             with self._lock:
                 self._opened += is_new
                 self._lend(connection, request)

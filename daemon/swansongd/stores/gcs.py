@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-from swansongd.errors import NotFound, Permanent, Transient
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import (
     CRC32C_UNTOLD,
     GET_BYTES_MAX,
@@ -32,13 +30,24 @@ from swansongd.stores.base import (
     bucket_and_prefix,
     expect_all_parts,
     expect_part,
+    read_through,
 )
-from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_from_base64, crc32c_of_parts
-from swansongd.stores.gcs_access import GcsAccess, errors_of, named
-from swansongd.stores.http1 import xml_text
+from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
+from swansongd.stores.gcs_access import Forbidden, GcsAccess, errors_of, named
+from swansongd.stores.gcs_answers import (
+    age_of_s,
+    date_of,
+    goes_on,
+    number_of,
+    parsed,
+    quoted,
+    told_crc32c,
+)
 from swansongd.stores.wire import Answer
 
 _HASH = "x-goog-hash"
+_ABSENT = {"x-goog-if-generation-match": "0"}
+"""For whole objects only: of multipart uploads the store supports no condition."""
 _UNVERIFIED = "This store tells no CRC32C of what it took: use another endpoint"
 
 
@@ -81,7 +90,8 @@ class GcsStore:
     # ------------------------------------------------------------ small objects
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        with errors_of(f"put {key} in {self.url}"):
+        condition = self._creating(key) if if_absent else nullcontext()
+        with condition, errors_of(f"put {key} in {self.url}"):
             self._access.channel().bucket.blob(self._prefix + key).upload_from_string(
                 bytes(data),
                 content_type="application/octet-stream",
@@ -115,7 +125,16 @@ class GcsStore:
     # ------------------------------------------------------------ shards
 
     def put_shard(self, key: str, body: Body) -> int:
-        return self._send(f"put {key}", key, {}, body)[1]
+        what = f"put {key}"
+        try:
+            with self._creating(key):
+                return self._send(what, key, {}, body, condition=_ABSENT)[1]
+        except Exists as taken:
+            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            value, _ = read_through(body)
+            if self._crc32c_of(what, key, body.size_bytes, taken) != value:
+                raise
+            return value
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         if not size_bytes:
@@ -130,7 +149,7 @@ class GcsStore:
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         what = f"begin {key}"
         answer = self._xml(what, "POST", key, {"uploads": ""})
-        upload_id = _parsed(what, answer, "InitiateMultipartUploadResult").findtext("{*}UploadId")
+        upload_id = parsed(what, answer, "InitiateMultipartUploadResult").findtext("{*}UploadId")
         if not upload_id:
             raise Transient(f"{what}: the answer names no upload")
         return Upload(key, upload_id, size_bytes, part_size_bytes)
@@ -140,10 +159,7 @@ class GcsStore:
         what = f"part {number} of {upload.key}"
         parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
         answer, value = self._send(what, upload.key, parameters, body)
-        etag = answer.headers.get("etag")
-        if not etag:
-            raise Transient(f"{what}: the store took it without a word")
-        return PartReceipt(number, _quoted(etag), value)
+        return PartReceipt(number, quoted(answer.headers["etag"]), value)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         what = f"parts of {upload.key}"
@@ -151,13 +167,13 @@ class GcsStore:
         parameters = {"uploadId": upload.upload_id}
         while True:
             answer = self._xml(what, "GET", upload.key, parameters)
-            page = _parsed(what, answer, "ListPartsResult")
+            page = parsed(what, answer, "ListPartsResult")
             for part in page.findall("{*}Part"):
-                number, size_bytes = _number(part, "PartNumber"), _number(part, "Size")
+                number, size_bytes = number_of(part, "PartNumber"), number_of(part, "Size")
                 if size_bytes == upload.part_length_bytes(number):
-                    etag = _quoted(part.findtext("{*}ETag") or "")
+                    etag = quoted(part.findtext("{*}ETag") or "")
                     found.append(PartReceipt(number, etag, CRC32C_UNTOLD))
-            if not _goes_on(page):
+            if not goes_on(page):
                 return found
             parameters["part-number-marker"] = page.findtext("{*}NextPartNumberMarker") or ""
 
@@ -176,28 +192,28 @@ class GcsStore:
         told: int | None = None
         try:
             answer = self._xml(what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body)
-            _parsed(what, answer, "CompleteMultipartUploadResult")
-            told = _told_crc32c(answer.headers.get(_HASH, ""))
+            parsed(what, answer, "CompleteMultipartUploadResult")
+            told = told_crc32c(answer.headers.get(_HASH, ""))
         except NotFound as unknown:
             # Was an earlier completion carried out, unheard?  The checksum tells it.
-            self._expect_whole(what, upload, parts, self._crc32c_of(upload, unknown))
-        else:
-            if told is None:
-                told = self._crc32c_of(upload, NotFound(f"{what}: the object is not there"))
-            self._expect_whole(what, upload, parts, told)
+            told = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
+        if told is None:
+            absent = NotFound(f"{what}: the object is not there")
+            told = self._crc32c_of(what, upload.key, upload.size_bytes, absent)
+        self._expect_whole(what, upload, parts, told)
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"uploads of {prefix}"
         parameters = {"uploads": "", "prefix": self._prefix + prefix}
         while True:
             answer = self._xml(what, "GET", None, parameters)
-            page = _parsed(what, answer, "ListMultipartUploadsResult")
-            now = _date_of(answer)
+            page = parsed(what, answer, "ListMultipartUploadsResult")
+            now = date_of(answer)
             for item in page.findall("{*}Upload"):
                 key = (item.findtext("{*}Key") or "").removeprefix(self._prefix)
-                age_s = _age_s(item.findtext("{*}Initiated") or "", now)
+                age_s = age_of_s(item.findtext("{*}Initiated") or "", now)
                 yield OpenUpload(key, item.findtext("{*}UploadId") or "", age_s)
-            if not _goes_on(page):
+            if not goes_on(page):
                 return
             parameters["key-marker"] = page.findtext("{*}NextKeyMarker") or ""
             parameters["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker") or ""
@@ -268,20 +284,28 @@ class GcsStore:
             return self._access.exchange(method, target, headers or {}, body=body, sink=sink)
 
     def _send(
-        self, what: str, key: str, parameters: Mapping[str, str], body: Body
+        self,
+        what: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        *,
+        condition: Mapping[str, str] | None = None,
     ) -> tuple[Answer, int]:
         """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
 
         A body of one window is hashed before it goes, and the store refuses it when it is not the same
         there; of a larger one the store's checksum is compared afterwards, so that it is read only once.
         """
-        headers: dict[str, str] = {}
+        headers = dict(condition or {})
         if body.size_bytes <= WINDOW_BYTES:
             body = _Bytes(self._read(body))
             headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
         answer = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
-        told = _told_crc32c(answer.headers.get(_HASH, ""))
-        if told is None and not headers:
+        if not answer.headers.get("etag"):
+            raise Transient(f"{what}: the store took it without a word")
+        told = told_crc32c(answer.headers.get(_HASH, ""))
+        if told is None and _HASH not in headers:
             raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
         if told not in (None, answer.crc32c):
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
@@ -298,14 +322,27 @@ class GcsStore:
             body.read_into(window)
         return window
 
-    def _crc32c_of(self, upload: Upload, absent: NotFound) -> int:
-        """What the store says of the finished object; raises ``absent`` when there is none."""
-        blob = self._metadata(upload.key)
-        if blob is None or int(blob.size) != upload.size_bytes:
+    @contextmanager
+    def _creating(self, key: str) -> Iterator[None]:
+        """Around a create-if-absent: Exists when the name is taken, whatever was looked at first.
+
+        GCS counts overwriting as deleting: who may not do that may hear 403 instead of 412.
+        """
+        try:
+            yield
+        except Forbidden as error:
+            if self._metadata(key) is None:
+                raise
+            raise Exists(str(error)) from error
+
+    def _crc32c_of(self, what: str, key: str, size_bytes: int, absent: StoreError) -> int:
+        """What the store says of an object; raises ``absent`` when there is none of that size."""
+        blob = self._metadata(key)
+        if blob is None or int(blob.size) != size_bytes:
             raise absent
-        told = _told_crc32c(f"crc32c={blob.crc32c}")
+        told = told_crc32c(f"crc32c={blob.crc32c}")
         if told is None:
-            raise Permanent(f"complete {upload.key}: nothing to verify it by", hint=_UNVERIFIED)
+            raise Permanent(f"{what}: nothing to verify it by", hint=_UNVERIFIED)
         return told
 
     def _expect_whole(
@@ -350,54 +387,3 @@ class _Kept:
         if len(self.data) + window.nbytes > GET_BYTES_MAX:
             raise Permanent(f"the object has more than {GET_BYTES_MAX} bytes")
         self.data += window
-
-
-def _parsed(what: str, answer: Answer, wanted: str) -> ET.Element:
-    """The answer's document.  An error may come under status 200, when it came up late."""
-    try:
-        root = ET.fromstring(answer.body)  # noqa: S314 - the configured store's own words
-    except ET.ParseError as error:
-        raise Transient(f"{what}: an answer that is no XML: {error}") from error
-    if root.tag.rpartition("}")[2] != wanted:
-        raise Transient(f"{what}: an error under status 200: {xml_text(answer.body, 'Code')}")
-    return root
-
-
-def _quoted(etag: str) -> str:
-    """One form for headers and documents: ETags of both are compared, and sent back."""
-    return '"' + etag.strip('"') + '"'
-
-
-def _goes_on(page: ET.Element) -> bool:
-    return page.findtext("{*}IsTruncated") == "true"
-
-
-def _number(element: ET.Element, tag: str) -> int:
-    text = element.findtext(f"{{*}}{tag}") or ""
-    return int(text) if text.isdecimal() else 0
-
-
-def _age_s(begun: str, now: datetime) -> float:
-    """Since ``begun``; nothing where that is no time, for what is young is left alone."""
-    try:
-        return max(0.0, (now - datetime.fromisoformat(begun)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0
-
-
-def _told_crc32c(hashes: str) -> int | None:
-    """The CRC32C among what ``x-goog-hash`` says; None where there is none."""
-    for item in hashes.split(","):
-        kind, _, value = item.strip().partition("=")
-        if kind == "crc32c":
-            with suppress(ValueError):
-                return crc32c_from_base64(value)
-    return None
-
-
-def _date_of(answer: Answer) -> datetime:
-    """The store's own time."""
-    try:
-        return parsedate_to_datetime(answer.headers["date"])
-    except (KeyError, ValueError):
-        return datetime.now(UTC)

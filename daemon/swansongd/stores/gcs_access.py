@@ -31,9 +31,13 @@ _CREDENTIALS = (
 )
 _HINTS = {
     401: _CREDENTIALS,
-    403: "Grant roles/storage.objectUser on the bucket to the VM's service account",
+    403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
     404: "If it is the bucket that is missing: make it, or mend store.url",
 }
+
+
+class Forbidden(Permanent):
+    """403: these credentials lack a right."""
 
 
 class GcsAccess:
@@ -319,7 +323,7 @@ def refusal(status: int, code: str, wait_s: float | None, message: str = "") -> 
         return Exists(message)
     if status in (408, 409, 429) or status >= 500 or code in ("BadDigest", "IncompleteBody"):
         return Transient(message, retry_after_s=wait_s)
-    return Permanent(message, hint=hint)
+    return (Forbidden if status == 403 else Permanent)(message, hint=hint)
 
 
 def _classified(error: Exception, message: str) -> StoreError:

@@ -19,8 +19,9 @@ _INTERIM_MAX = 16
 _RECEIVE_BYTES = 16 * 2**10
 """One TLS record: more never comes at once."""
 
-_STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
-_FIELD = re.compile(r"\r\n([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
+_NAME, _VALUE = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", r"[^\r\n\0]*"
+_HEAD = re.compile(rf"HTTP/1\.([01]) ([1-5][0-9]{{2}})(?: [^\r\n]*)?((?:\r\n{_NAME}:{_VALUE})*)")
+_FIELD = re.compile(rf"({_NAME}):({_VALUE})")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[^\r\n]*)?")
 _SECONDS = re.compile(r"[0-9]{1,6}")
 _LENGTH = re.compile(r"[0-9]{1,15}")
@@ -138,23 +139,17 @@ class AnswerReader:
         return taken
 
     def _parsed(self, text: bytes) -> Head:
-        whole = text.decode("latin-1")
-        status_line = _STATUS.match(whole)
-        at = status_line.end() if status_line else 0
-        if not status_line or whole[at : at + 2] not in ("", "\r\n"):
-            raise Transient(f"the answer is not HTTP: {text!r:.60}")
+        found = _HEAD.fullmatch(text.decode("latin-1"))
+        if not found:
+            raise Transient(f"the answer is not HTTP, or has a broken header: {text!r:.200}")
         headers: dict[str, str] = {}
-        while at < len(whole):
-            field = _FIELD.match(whole, at)
-            # What stops a field short is a character that has no place in one.
-            if not field or whole[(at := field.end()) : at + 2] not in ("", "\r\n"):
-                raise Transient(f"the answer has a broken header: {whole[at : at + 60]!r}")
-            name, value = field[1].lower(), field[2].strip(" \t")
+        for spelled, padded in _FIELD.findall(found[3]):
+            name, value = spelled.lower(), padded.strip(" \t")
             if name == "content-length" and headers.get(name, value) != value:
                 raise Transient("the answer has two lengths")
             is_repeated = name in headers and name != "content-length"
             headers[name] = f"{headers[name]}, {value}" if is_repeated else value
-        status = int(status_line[2])
+        status = int(found[2])
         has_body = self._method != "HEAD" and status >= 200 and status not in (204, 304)
         length = headers.get("content-length")
         coding = headers.get("transfer-encoding", "").lower()
@@ -170,5 +165,5 @@ class AnswerReader:
             headers=headers,
             size_bytes=size_bytes if has_body else 0,
             is_chunked=has_body and bool(coding),
-            keeps_open=status_line[1] == "1" and not wants_close and has_end,
+            keeps_open=found[1] == "1" and not wants_close and has_end,
         )

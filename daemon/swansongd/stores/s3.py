@@ -8,7 +8,6 @@ the completion of an upload that of the whole object.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from urllib3.exceptions import HTTPError
 
-from swansongd.errors import NotFound, Permanent, Transient
+from swansongd.errors import Exists, NotFound, Permanent, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
@@ -29,7 +28,7 @@ from swansongd.stores.base import (
     bucket_and_prefix,
     expect_all_parts,
     expect_part,
-    settle_completion,
+    read_through,
 )
 from swansongd.stores.checksums import (
     crc32c,
@@ -51,7 +50,6 @@ from swansongd.stores.wire import Answer
 Checksums = Literal["trailer", "header"]
 
 _CHECKSUM = "x-amz-checksum-crc32c"
-_SCRATCH_BYTES = 256 * 2**10
 
 
 class S3Store:
@@ -150,7 +148,18 @@ class S3Store:
     # ------------------------------------------------------------ shards
 
     def put_shard(self, key: str, body: Body) -> int:
-        return self._send(f"put {key}", key, {}, body).crc32c
+        what = f"put {key}"
+        try:
+            return self._send(what, key, {}, body, condition={"if-none-match": "*"}).crc32c
+        except Exists:
+            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            value, _ = read_through(body)
+            is_ours = self._holds(key, body.size_bytes, value)
+            if is_ours is None:
+                return self._send(what, key, {}, body).crc32c
+            if not is_ours:
+                raise
+            return value
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         if not size_bytes:
@@ -173,10 +182,7 @@ class S3Store:
         what = f"part {number} of {upload.key}"
         parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
         answer = self._send(what, upload.key, parameters, body)
-        etag = answer.headers.get("etag")
-        if not etag:
-            raise Transient(f"{what}: the store took it without a word")
-        return PartReceipt(number, etag, answer.crc32c)
+        return PartReceipt(number, answer.headers["etag"], answer.crc32c)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         found = []
@@ -194,6 +200,7 @@ class S3Store:
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
         expect_all_parts(upload, parts)
         sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
+        whole = crc32c_of_parts(sizes)
         listed = [
             {
                 "PartNumber": part.number,
@@ -210,10 +217,12 @@ class S3Store:
                 MultipartUpload={"Parts": listed},
                 MpuObjectSize=upload.size_bytes,
                 ChecksumType="FULL_OBJECT",
-                ChecksumCRC32C=crc32c_base64(crc32c_of_parts(sizes)),
+                ChecksumCRC32C=crc32c_base64(whole),
             )
-        except NotFound as unknown:
-            settle_completion(self, upload, unknown)
+        except NotFound:
+            # Was an earlier completion carried out, unheard?
+            if self._holds(upload.key, upload.size_bytes, whole) is False:
+                raise
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         marker: dict[str, str] = {}
@@ -270,7 +279,29 @@ class S3Store:
             arguments["Key"] = self._prefix + key
         return self._access.call(operation, f"{what} in {self.url}", **arguments)
 
-    def _send(self, what: str, key: str, parameters: Mapping[str, str], body: Body) -> Answer:
+    def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
+        """Whether the store has an object of this name, size and CRC32C.
+
+        None when it has one of the size, and does not tell the checksum of the whole.
+        """
+        try:
+            answer = self._call("head_object", key, ChecksumMode="ENABLED")
+        except NotFound:
+            return False
+        if int(answer["ContentLength"]) != size_bytes:
+            return False
+        told = answer.get("ChecksumCRC32C", "-")  # one with a dash is made of those of the parts
+        return None if "-" in told else bool(told == crc32c_base64(value))
+
+    def _send(
+        self,
+        what: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        *,
+        condition: Mapping[str, str] | None = None,
+    ) -> Answer:
         """PUT ``body``, with a checksum that the store verifies, and look at what it says it got."""
         is_tls = self._access.route().is_tls
         if is_tls and self._checksums == "trailer":
@@ -281,12 +312,15 @@ class S3Store:
             }
             payload, trailer = UNSIGNED_TRAILER, _CHECKSUM
         else:
-            value, sha256 = _read_through(body, with_sha256=not is_tls)
+            value, sha256 = read_through(body, with_sha256=not is_tls)
             headers = {_CHECKSUM: crc32c_base64(value)}
             payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
+        headers.update(condition or {})
         answer = self._exchange(
             what, "PUT", key, parameters, headers, payload=payload, body=body, trailer=trailer
         )
+        if not answer.headers.get("etag"):
+            raise Transient(f"{what}: the store took it without a word")
         if answer.headers.get(_CHECKSUM, sent := crc32c_base64(answer.crc32c)) != sent:
             raise Transient(f"{what}: the store has other bytes than were sent")
         return answer
@@ -324,22 +358,6 @@ class S3Store:
         if answer.status not in (200, 206):
             raise self._access.refusal(answer, f"{what} in {self.url}", route, identity)
         return answer
-
-
-def _read_through(body: Body, *, with_sha256: bool) -> tuple[int, str]:
-    """CRC32C of ``body`` and its SHA-256 in hex, or an empty string in its place."""
-    body.rewind()
-    scratch = memoryview(bytearray(min(body.size_bytes, _SCRATCH_BYTES)))
-    value, sha256 = 0, hashlib.sha256()
-    left_bytes = body.size_bytes
-    while left_bytes:
-        window = scratch[:left_bytes]
-        body.read_into(window)
-        value = crc32c(window, value)
-        if with_sha256:
-            sha256.update(window)
-        left_bytes -= window.nbytes
-    return value, sha256.hexdigest() if with_sha256 else ""
 
 
 def _date_of(page: Mapping[str, Any]) -> datetime:

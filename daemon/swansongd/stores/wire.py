@@ -25,6 +25,7 @@ from swansongd.stores.base import WINDOW_BYTES, Body, Sink
 from swansongd.stores.checksums import crc32c, crc32c_base64
 from swansongd.stores.connections import HEAD_ROOM_BYTES, Broken, Connection, Phase, Pool
 from swansongd.stores.http1 import AnswerReader, Head
+from swansongd.stores.tls import Tls
 
 ANSWER_BYTES_MAX = 8 * 2**20
 """The longest body of an answer that goes to no sink."""
@@ -285,17 +286,18 @@ class Wire:
 
     # ------------------------------------------------------------ connections
 
-    def _dial(self) -> socket.socket:
+    def _dial(self) -> Connection:
         address = self._address
         if self._proxy is not None:
             address = (self._proxy.hostname or "", self._proxy.port or 80)
         sock = socket.create_connection(address, self._connect_timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = None
             if self._scheme == "https":
                 if self._proxy is not None:
                     self._tunnel(sock)
-                sock = self._tls().wrap_socket(sock, server_hostname=self._address[0])
+                tls = Tls(sock, self._tls(), self._address[0])
         except ssl.SSLCertVerificationError as error:
             sock.close()
             raise Permanent(
@@ -306,7 +308,7 @@ class Wire:
             sock.close()
             raise
         sock.settimeout(None)
-        return sock
+        return Connection(sock, tls)
 
     def _tls(self) -> ssl.SSLContext:
         with self._lock:

@@ -46,10 +46,12 @@ class SystemdNotifier:
     def watchdog(self) -> None:
         self._send("WATCHDOG=1")
 
-    def stopping(self, *, within_s: float | None = None) -> None:
-        """We are on the way out; with ``within_s``, ask for that much time."""
-        extend = "" if within_s is None else f"\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}"
-        self._send(f"STOPPING=1{extend}")
+    def stopping(self, *, within_s: float) -> None:
+        """We are on the way out, and systemd hears from us again, or we are gone, within so long.
+
+        Until then it waits, though TimeoutStopSec= may be over by that time; it never waits less than that.
+        """
+        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}")
 
     def keep(self, name: str, fd: int) -> None:
         """Let systemd hold a copy of ``fd``, and hand it to the next start of the daemon.

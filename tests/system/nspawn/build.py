@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that containers boot from: a Debian, and on top of it what provision.sh made of it.
+"""The layers that containers and VMs boot from: a Debian, and on top of it what provision.sh made of it.
 
-The Debian is made once and kept in a cache; the layer on top is made anew for each test session, with the
-same script that makes the images.
+Both are kept in a cache, the layer on top as long as nothing changes that goes into it.
+``python3 -m system.nspawn.build`` makes the Debian; it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ PACKAGES = (
     "systemd,systemd-sysv,dbus,libpam-systemd,libnss-systemd,polkitd,python3,python3-venv,"
     "iproute2,procps,ca-certificates,udev,kmod,netbase,acl"
 )
+STANDARD = "bookworm"
+"""The release that the VMs boot as well."""
+KERNEL = "linux-image-cloud-amd64,initramfs-tools,zstd,e2fsprogs"
 TOOLS = {
     "systemd-nspawn": "systemd-container",
     "mmdebstrap": "mmdebstrap",
@@ -68,14 +71,18 @@ def cache() -> Path:
     return Path(chosen or Path.home() / ".cache") / "swansong-tests"
 
 
-def missing_tools() -> list[str]:
-    return [f"{tool} ({package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
+def missing(tools: dict[str, str]) -> list[str]:
+    """What is lacking of ``TOOLS`` or its like, and where it is to be had."""
+    return [f"{tool} ({package})" for tool, package in tools.items() if not shutil.which(tool)]
 
 
 def debian(suite: str) -> Layer:
     """A small Debian with systemd, D-Bus and polkit; from the cache when it is there."""
     packages = PACKAGES.replace("polkitd", "policykit-1") if suite == "bullseye" else PACKAGES
+    if suite == STANDARD:
+        packages += f",{KERNEL}"
     command = ["mmdebstrap", "--variant=minbase", f"--include={packages}"]
+    command += ['--aptopt=Acquire::Retries "3"']
     command += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _LEFT_OUT]
     key = hashlib.sha256(repr(command).encode()).hexdigest()[:12]
     target = cache() / f"{suite}-{key}"
@@ -93,7 +100,9 @@ def debian(suite: str) -> Layer:
             listing.write_text(sources)
             fresh = cache() / f"{suite}.new"
             shutil.rmtree(fresh, ignore_errors=True)
-            run(*command, suite, str(fresh), str(listing), timeout_s=600)
+            # What it mounts ends with it, even when it is killed.
+            namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+            run(*namespaces, *command, suite, str(fresh), str(listing), timeout_s=600)
             fresh.rename(target)
     return Layer((target,))
 
@@ -119,8 +128,11 @@ def wheelhouse(python_version: str) -> Path:
     return target
 
 
-def own_wheels(scratch: Path, wheels: Path) -> None:
-    """Our two distributions, built from a copy: a build leaves files beside its sources."""
+def given(scratch: Path, python_version: str) -> Path:
+    """A directory whose ``wheels`` are all that provision.sh and the trainer install."""
+    wheels = scratch / "given" / "wheels"
+    shutil.copytree(wheelhouse(python_version), wheels)
+    # From a copy: a build leaves files beside its sources.
     for folder in ("training_hooks", "daemon"):
         copy = scratch / folder
         shutil.copytree(
@@ -128,6 +140,7 @@ def own_wheels(scratch: Path, wheels: Path) -> None:
         )
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         run(*build, "--wheel-dir", str(wheels), str(copy), timeout_s=120)
+    return wheels.parent
 
 
 def provisioned(base: Layer) -> Layer:
@@ -153,13 +166,10 @@ def provisioned(base: Layer) -> Layer:
 
 
 def _provision(base: Layer, scratch: Path) -> None:
-    given = scratch / "given"
     (python,) = [
         path.name for path in base.find("usr/bin").glob("python3.*") if path.name[8:].isdigit()
     ]
-    shutil.copytree(wheelhouse(python.removeprefix("python")), given / "wheels")
-    own_wheels(scratch, given / "wheels")
-    bind = f"--bind-ro={given}:/srv/given"
+    bind = f"--bind-ro={given(scratch, python.removeprefix('python'))}:/srv/given"
     run_script(base, scratch / "disk", "prepare.sh", bind)
 
 
@@ -211,3 +221,7 @@ def run(*command: str, timeout_s: float) -> str:
     )
     assert done.returncode == 0, f"{command[0]}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout
+
+
+if __name__ == "__main__":
+    debian(STANDARD)

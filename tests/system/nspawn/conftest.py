@@ -24,7 +24,7 @@ from system.nspawn import build
 from system.nspawn.build import Layer
 from system.nspawn.container import Container, Entry
 
-RELEASE = os.environ.get("SWANSONG_TEST_RELEASE", "bookworm")
+RELEASE = os.environ.get("SWANSONG_TEST_RELEASE", build.STANDARD)
 """Of Debian: bullseye has systemd 247, bookworm 252, trixie 257."""
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,8 +36,7 @@ def debian() -> Layer:
     """A plain Debian."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    missing = build.missing_tools()
-    if missing:
+    if missing := build.missing(build.TOOLS):
         pytest.skip(f"needs {', '.join(missing)}")
     return build.debian(RELEASE)
 

@@ -10,7 +10,7 @@ import pytest
 from clouds import Aws, Bucket
 from system.nspawn.build import Layer, run_script
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(150, func_only=True)
 
 
 @pytest.mark.fault("S27")

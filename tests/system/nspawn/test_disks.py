@@ -9,7 +9,7 @@ import pytest
 from clouds import Aws, Bucket
 from system.nspawn.container import DAEMON
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(150, func_only=True)
 
 NVME = "/mnt/nvme/staging"
 READ_WRITE = f"[Service]\nReadWritePaths=-{NVME}\n"

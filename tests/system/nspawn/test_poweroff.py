@@ -10,10 +10,12 @@ from clouds import Aws, Bucket
 from system.nspawn.container import DAEMON, TRAINER, Container
 from waiting import until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(150, func_only=True)
 
 SLOW = 4_000_000
 """Bytes a second on the wire: the flush of PADDED lasts some seconds."""
+TOO_SHORT_S = 2
+"""For that flush."""
 PADDED = "--steps 100000 --step-delay-s 0.02 --pad-mb 20"
 POLKIT = "/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
 
@@ -64,8 +66,10 @@ def test_poweroff_waits_for_the_flush(new_vm: Any, bucket: Bucket, aws: Aws, pha
 
 @pytest.mark.fault("H03")
 def test_poweroff_without_polkit(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """No lock is to be had, which is said; SIGTERM is the notice, and the order of stopping does the rest."""
+    """No lock is to be had, which is said; SIGTERM is the notice, the daemon asks for time for as long as
+    it flushes, and the order of stopping does the rest."""
     vm = new_vm(bucket, arguments=PADDED)
+    vm.drop_in(DAEMON, f"[Service]\nTimeoutStopSec={TOO_SHORT_S}s\n")
     vm.remove(POLKIT)
     vm.remove("/usr/lib/systemd/system/polkit.service")
     training(vm)
@@ -77,6 +81,8 @@ def test_poweroff_without_polkit(new_vm: Any, bucket: Bucket, aws: Aws, phases: 
 
     assert vm.wait_off() == 0
     assert_flushed_while_all_was_up(vm, bucket, phases)
+    told = vm.journal.wait("Stopping swansongd.service")
+    assert vm.journal.wait(event="verdict").mono_s - told.mono_s > TOO_SHORT_S
 
 
 def test_crash_in_mid_flush_keeps_the_lock(

@@ -10,7 +10,7 @@ from clouds import Aws, Bucket
 from system.nspawn.container import DAEMON, TRAINER, Container
 from waiting import until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(150, func_only=True)
 
 
 def joined(vm: Container) -> list[dict[str, Any]]:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy between two steps: what it costs nobody, whatever happens in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import swansong
+import torch
+from hooks.fake_daemon import FakeDaemon
+from swansong import _torch_files, protocol
+from swansong._torch_files import Arena, Piece
+from swansong.protocol import Failed
+from swansong.torch import TrainingState
+from torch import nn
+from waiting import until
+
+Attach = Callable[..., swansong.Guard]
+HOOKS = Path(swansong.__file__).parents[1]
+
+
+class Trainer:
+    def __init__(self, value: float) -> None:
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.state = TrainingState(self.model)
+        self.becomes(value)
+
+    def becomes(self, value: float) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.fill_(value)
+
+    def values(self) -> set[float]:
+        return {value for each in self.model.parameters() for value in each.flatten().tolist()}
+
+
+def restored(daemon: FakeDaemon, attach: Attach, sealed: Path) -> set[float]:
+    """What a new trainer has after it has restored this set."""
+    step, _ = protocol.parse_sealed_name(sealed.name) or (0, "")
+    daemon.restorable = lambda: (sealed, step)
+    trainer = Trainer(0.0)
+    assert attach(trainer.state).restore() == step
+    return trainer.values()
+
+
+@pytest.mark.fault("T03")
+def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous copy is still being written when the next one fails halfway: it is sealed as it was.
+
+    The daemon hears of the failure, the training loop does not, and the next copy is whole.
+    """
+    released = threading.Event()
+    write, fill = _torch_files._write, Arena.fill
+
+    def waits(file: object, data: memoryview) -> None:
+        assert released.wait(30)
+        write(file, data)
+
+    def breaks_off(arena: Arena, pieces: list[Piece]) -> None:
+        for view, piece in list(zip(arena._views, pieces, strict=True))[:5]:
+            view.copy_(piece.tensor)
+        raise RuntimeError("an error of the device")
+
+    monkeypatch.setattr(_torch_files, "_write", waits)
+    trainer = Trainer(1.0)
+    guard = attach(trainer.state)
+    guard.restore()
+    guard.step(1)
+    assert guard.save(1)
+    trainer.becomes(2.0)
+    monkeypatch.setattr(Arena, "fill", breaks_off)
+    daemon.request()
+    until(lambda: guard.request is not None)
+    guard.step(2)
+    assert "of the device" in daemon.wait_for(Failed).reason
+    assert daemon.sealed() == []
+    monkeypatch.setattr(Arena, "fill", fill)
+    trainer.becomes(3.0)
+    guard.step(3)
+    assert guard.save(3)
+    released.set()
+    assert guard.wait_saved(10)
+    assert [restored(daemon, attach, sealed) for sealed in daemon.sealed()] == [{1.0}, {3.0}]
+
+
+KILLED = """
+import os, signal, sys
+import swansong, torch
+from torch import nn
+from swansong._torch_files import Arena
+from swansong.torch import TrainingState
+
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+guard = swansong.attach(TrainingState(model))
+guard.restore()
+for parameter in model.parameters():
+    parameter.data.fill_(1.0)
+guard.step(1)
+assert guard.save(1) and guard.wait_saved(10)
+
+def dies(arena, pieces):
+    for view, piece in list(zip(arena._views, pieces))[:5]:
+        view.copy_(piece.tensor)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Arena.fill = dies
+for parameter in model.parameters():
+    parameter.data.fill_(2.0)
+guard.step(2)
+guard.save(2)
+"""
+
+
+@pytest.fixture
+def in_memory() -> Iterator[FakeDaemon]:
+    """A daemon whose staging is on tmpfs."""
+    with (
+        tempfile.TemporaryDirectory(prefix="swansong-test-", dir="/dev/shm") as directory,
+        FakeDaemon(Path(directory)) as daemon,
+    ):
+        yield daemon
+
+
+@pytest.mark.fault("T03", "T15")
+def test_staging_in_memory_outlives_a_trainer_killed_in_the_middle_of_a_copy(
+    in_memory: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL halfway through the second copy: the first one lies on tmpfs, and the next trainer has it."""
+    monkeypatch.setenv("SWANSONG_SOCKET", in_memory.path)
+    filesystem = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(in_memory.staging)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert filesystem.stdout.strip() == "tmpfs"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        env={**os.environ, "PYTHONPATH": str(HOOKS)},
+        timeout=90,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    (sealed,) = in_memory.sealed()
+    trainer = Trainer(0.0)
+    in_memory.restorable = lambda: (sealed, 1)
+    guard = swansong.attach(trainer.state, socket=in_memory.path)
+    assert guard.restore() == 1
+    assert trainer.values() == {1.0}
+    guard.close()
+
+
+def test_a_file_is_final_before_the_next_one_is_written(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the last files of a large state are written, the daemon may store the first ones."""
+    monkeypatch.setattr(_torch_files, "FILE_BYTES", 100)
+    begun: list[object] = []
+    second, released = threading.Event(), threading.Event()
+    write = _torch_files._write
+
+    def waits(file: object, data: memoryview) -> None:
+        if file not in begun:
+            begun.append(file)
+        if len(begun) == 2:
+            second.set()
+            assert released.wait(30)
+        write(file, data)
+
+    monkeypatch.setattr(_torch_files, "_write", waits)
+    guard = attach(Trainer(1.0).state)
+    guard.restore()
+    assert guard.save(1)
+    assert second.wait(10)
+    own = daemon.staging / daemon.partial()[0] / "rank-00000"
+    final = [path.name for path in own.iterdir()]
+    assert len(final) == 1
+    assert protocol.is_safe_path(final[0])
+    released.set()
+    assert guard.wait_saved(10)
+    (sealed,) = daemon.sealed()
+    assert len(list((sealed / "rank-00000").iterdir())) > 3
+    assert restored(daemon, attach, sealed) == {1.0}
+
+
+def test_files_hold_so_much_and_no_more() -> None:
+    """Tensors fill files up to the limit; one that is larger is alone.  Memory is as large as the files."""
+    sizes = [60, 30, 20, 250, 90, 10, 1]
+    pieces = [
+        Piece("model", str(place), torch.zeros(size, dtype=torch.uint8))
+        for place, size in enumerate(sizes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch_files, "FILE_BYTES", 100)
+        arena = Arena(pieces)
+    held = {name: memory.nbytes for name, (_, memory, _) in arena._files.items()}
+    assert list(held.values()) == [90, 20, 250, 100, 1]
+    assert arena.homes[3] == "model-00002.safetensors"

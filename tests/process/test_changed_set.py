@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sealed set that somebody writes to while it is on its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.test_continuation import FLUSH, FROZEN, save
+from strict_bucket import ACCOUNT, Strict
+from swansong import protocol
+from waiting import until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.fault("D09", "S5")
+def test_a_file_that_changes_during_its_upload_voids_the_set(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Two of its parts are stored when it changes: no commit comes of it, the older one stands, and the
+    next set is committed."""
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    save(vm, 1, {"model.bin": b"older"})
+    daemon.lines.wait(event="committed", step=1)
+    for number in (3, 4, 5):
+        strict_bucket.order(
+            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
+        )
+    save(vm, 2, {"model.bin": FROZEN})
+    until(lambda: len(strict_bucket.parts_sent()) >= 4, what="parts to be on their way")
+    changed = vm.run_directory / protocol.sealed_name(2, "abc") / "rank-00000" / "model.bin"
+    with changed.open("r+b") as file:
+        file.write(b"x")
+    strict_bucket.order("clear")
+
+    daemon.lines.wait(event="flush_failed", void=True)
+    content = save(vm, 3, {"model.bin": FROZEN})
+    daemon.lines.wait(event="committed", step=3)
+    assert [manifest["step"] for manifest in strict_bucket.manifests()] == [3, 1]
+    assert strict_bucket.restored(tmp_path / "restored") == content

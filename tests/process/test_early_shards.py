@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards that are finished travel while others of their set are still written, with real processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws
+from process.slow_save import OPTIMIZER_BYTES, WEIGHTS_BYTES, content
+from rig import Process, Vm, control
+from strict_bucket import ACCOUNT, Strict
+from waiting import until
+
+pytestmark = pytest.mark.timeout(110)
+
+SCRIPT = Path(__file__).with_name("slow_save.py")
+SETTINGS = {"flush": {"part_size": "5MiB", "connections": 4}}
+
+
+@dataclass
+class Slow:
+    """A VM with an older commit, and a trainer that takes its time for the next."""
+
+    vm: Vm
+    daemon: Process
+    trainer: Process
+    gate: Path
+
+    def begin(self, aws: Aws) -> int:
+        """A notice comes; the step of the set that is then being written."""
+        aws.notice(in_s=60)
+        return int(self.trainer.lines.wait(event="slow")["step"])
+
+
+@pytest.fixture
+def slow(aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> Slow:
+    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=SETTINGS)
+    daemon = vm.start_daemon(**ACCOUNT)
+    gate = tmp_path / "gate"
+    trainer = vm.start_trainer("--gate", str(gate), script=str(SCRIPT))
+    daemon.lines.wait(event="committed", step=1)
+    strict_bucket.order("clear")
+    return Slow(vm, daemon, trainer, gate)
+
+
+def asked(strict_bucket: Strict, method: str, *words: str) -> list[str]:
+    """What was asked of the store since the older commit, for the set that is being written."""
+    requests = control(strict_bucket.url, "requests")
+    return [t for m, t in requests if m == method and all(word in t for word in words)]
+
+
+def test_what_is_finished_is_sent_before_the_set_is_sealed(
+    slow: Slow, aws: Aws, strict_bucket: Strict, tmp_path: Path
+) -> None:
+    """Every byte of the finished files is in the store while another still grows; sealed, the set is
+    committed whole, and nothing was sent twice."""
+    step = slow.begin(aws)
+    until(
+        lambda: (
+            len(asked(strict_bucket, "PUT", "weights.bin", "partNumber")) == 2
+            and asked(strict_bucket, "POST", "weights.bin", "uploadId")
+            and asked(strict_bucket, "PUT", "small.bin")
+        ),
+        what="the finished shards to be stored",
+    )
+    (partial,) = slow.vm.run_directory.glob("*.partial")
+    assert list(partial.glob("*.writing/optimizer.bin")), "it is still being written"
+    stored = strict_bucket.objects("run/data/")
+    assert not asked(strict_bucket, "PUT", "optimizer.bin")
+    assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
+
+    slow.gate.touch()
+
+    verdict = slow.daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("SAFE", step)
+    assert len(asked(strict_bucket, "PUT", "weights.bin", "partNumber")) == 2
+    assert len(asked(strict_bucket, "PUT", "small.bin")) == 1
+    newest = strict_bucket.manifests()[0]
+    assert newest["step"] == step
+    early = {shard["key"] for shard in newest["shards"]} & stored.keys()
+    assert {key.rpartition("/")[2] for key in early} == {"weights.bin", "small.bin"}
+    restored = strict_bucket.restored(tmp_path / "restored")
+    for name, size_bytes in (
+        ("weights.bin", WEIGHTS_BYTES),
+        ("small.bin", 1000),
+        ("optimizer.bin", OPTIMIZER_BYTES),
+    ):
+        assert restored[f"rank-00000/{name}"] == content(step, name, size_bytes), name
+
+
+@pytest.mark.fault("T02", "T03", "G01", "O19")
+def test_a_set_that_is_never_sealed_is_no_commit(
+    slow: Slow, aws: Aws, strict_bucket: Strict, new_vm: Any
+) -> None:
+    """Its trainer dies: the older commit stands and is what the next VM goes on from, which also aborts
+    the upload that was left in the middle."""
+    strict_bucket.order("answer", status=503, method="PUT", match="partNumber=2", times=1_000_000)
+    step = slow.begin(aws)
+    until(
+        lambda: (
+            asked(strict_bucket, "PUT", "weights.bin", "partNumber=2")
+            and asked(strict_bucket, "PUT", "small.bin")
+        ),
+        what="a shard to be stored, and one to be half stored",
+    )
+    slow.trainer.kill()
+
+    verdict = slow.daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 1)
+    assert verdict["slack_s"] > 20, "the end of the trainer was noticed, not waited out"
+    assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
+    slow.vm.power_off()
+    strict_bucket.order("clear")
+    aws.withdraw()
+    (left,) = strict_bucket.store.uploads("run/data/")
+    assert f"/{step:012d}-" in left.key
+
+    table = strict_bucket.table() | {"abort_uploads_after_s": "1s"}
+    second = new_vm("second", table, metadata=aws.metadata, settings=SETTINGS)
+    daemon = second.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="upload_aborted", key=left.key)
+    assert list(strict_bucket.store.uploads("")) == []
+    trainer = second.start_trainer("--gate", str(slow.gate), script=str(SCRIPT))
+    assert trainer.lines.wait(event="resumed")["from_step"] == 1
