@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import queue
+import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -52,13 +54,20 @@ def found_set(
 class Flush:
     """An engine over a directory, and what it has said."""
 
-    def __init__(self, tmp_path: Path, *, connections: int = 3) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        connections: int = 3,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.store = MemoryStore()
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
         self.is_urgent = False
         self._connections = connections
+        self._monotonic = monotonic
         self._nonces = count(1)
         self.start_daemon()
 
@@ -76,6 +85,7 @@ class Flush:
             connections=self._connections,
             part_size_bytes=PART,
             is_urgent=lambda: self.is_urgent,
+            monotonic=self._monotonic,
         )
 
     def outcome(self) -> Flushed | FlushFailed:

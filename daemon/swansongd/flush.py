@@ -33,12 +33,12 @@ from swansongd.errors import StagingError, SwansongError
 from swansongd.flush_parts import Cancelled
 from swansongd.flush_set import FlushSet, Order, Outcome, Task
 from swansongd.flush_shard import ShardSender
-from swansongd.flush_width import Width
 from swansongd.journal import SETS_MAX, Journal
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
+from swansongd.width import LOOK_S, Width
 
 _PROGRESS_INTERVAL_S = 0.05
 
@@ -93,6 +93,7 @@ class FlushEngine:
             is_urgent=is_urgent,
         )
         self._idle = 0
+        self._is_watched = False
         self._sets: dict[CheckpointId, FlushSet] = {}
         self._active: FlushSet | None = None
         self._ordered: tuple[Order, FlushSet] | None = None
@@ -193,13 +194,31 @@ class FlushEngine:
                         order.workers += 1
                         self._wake()
                         return order, active, task
-                self._idle += 1
-                self._changed.wait()
-                self._idle -= 1
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until something changed.  During a flush one of those who wait keeps watch: when nothing moves
+        at all, nobody else looks whether more workers help."""
+        keeps_watch = self._active is not None and not self._is_watched
+        self._is_watched |= keeps_watch
+        self._idle += 1
+        self._changed.wait(LOOK_S if keeps_watch else None)
+        self._idle -= 1
+        if keeps_watch:
+            self._is_watched = False
+            if self._active is not None and self._active.order is not None:
+                self._look(self._active.order)
+
+    def _look(self, order: Order) -> int:
+        """See whether more workers may take part; returns the bytes sent."""
+        sent_bytes = sum(list(order.sent_bytes.values()))
+        order.width.look(self._monotonic(), sent_bytes, time.process_time(), self._cpus)
+        return sent_bytes
 
     def _wake(self) -> None:
         """One worker at a time, who wakes the next: there may be less to do than there are workers."""
-        if self._idle and (open_to := self._open_to_more()) and open_to[1].has_task():
+        open_to = self._open_to_more()
+        if self._idle and (not self._is_watched or (open_to and open_to[1].has_task())):
             self._changed.notify()
 
     def _open_to_more(self) -> tuple[Order, FlushSet] | None:
@@ -282,8 +301,7 @@ class FlushEngine:
             if order is None or not is_due:
                 return
             self._progress_mono_s = now
-            sent_bytes = sum(list(order.sent_bytes.values()))
-            order.width.look(now, sent_bytes, time.process_time(), self._cpus)
+            sent_bytes = self._look(order)
             self._wake()
             progress = FlushProgress(order.flush_id, flush_set.bytes_stored, sent_bytes)
         self._post(progress)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swansongd.digests import part_count
-from swansongd.flush_width import Width
 from swansongd.journal import Held, HeldShard, HeldUpload
 from swansongd.model import Staged, StagedFile
 from swansongd.staging.scan import SetDirectory
+from swansongd.width import Width
 
 ADVANCE = 0
 """In the place of the number of a part: the next step of the shard as a whole."""

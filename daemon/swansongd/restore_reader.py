@@ -7,9 +7,12 @@ cheaper than the network, and every other part is fetched.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -21,6 +24,7 @@ from swansongd.restore_journal import Noted
 from swansongd.restore_target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
 from swansongd.threads import Task, parallel
+from swansongd.width import LOOK_S, Width
 
 Progress = Callable[[int, int], None]
 """Told the bytes done and the bytes in all; called from any thread, one call at a time."""
@@ -35,7 +39,7 @@ class Reader:
     """How shards are read.
 
     Args:
-        connections: how many parts are under way at once.
+        connections: how many parts are under way at once, at most.
         stop: ends it with Stopped, within a window.
     """
 
@@ -83,8 +87,8 @@ class Reader:
             there.
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
-        tally = _Tally(total_bytes, progress, self.stop)
-        reading = _Reading(self.store, target, noted or {}, tally)
+        pace = _Pace(total_bytes, Width(self.connections), progress, self.stop)
+        reading = _Reading(self.store, target, noted or {}, pace)
         # The largest first: what comes last should be small, so that no connection is idle for long.
         largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
         states = [_Shard(number, shard) for number, shard in largest_first]
@@ -113,48 +117,86 @@ class _Shard:
         self.digests = [b""] * self.parts_left
 
 
-class _Tally:
-    """Bytes done, of all connections together; where progress is told and a stop is seen."""
+class _Pace:
+    """Bytes done, of all connections together: how many parts may be under way goes by that, progress is
+    told, and a stop is seen."""
 
     def __init__(
-        self, total_bytes: int, progress: Progress | None, stop: threading.Event | None
+        self,
+        total_bytes: int,
+        width: Width,
+        progress: Progress | None,
+        stop: threading.Event | None,
     ) -> None:
         self._total_bytes = total_bytes
+        self._width = width
         self._progress = progress
         self._stop = stop
-        self._lock = threading.Lock()
+        self._cpus = len(os.sched_getaffinity(0))
+        self._changed = threading.Condition()
+        self._under_way = 0
         self._done_bytes = 0
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Wait until one more part may be under way; raises Stopped."""
+        with self._changed:
+            while self._under_way >= self._width.now and not self._is_stopped:
+                self._changed.wait(LOOK_S)  # when nothing moves, nobody else looks
+                self._look()
+            self._under_way += 1
+        try:
+            self._end_if_stopped()
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
 
     def add(self, size_bytes: int) -> None:
         """Raises Stopped once it is time to end."""
-        if self._stop is not None and self._stop.is_set():
-            raise Stopped("stopped before it was done")
-        with self._lock:
+        self._end_if_stopped()
+        with self._changed:
             self._done_bytes += size_bytes
+            self._look()
             if self._progress is not None and size_bytes > 0:
                 self._progress(self._done_bytes, self._total_bytes)
 
     def take_back(self, size_bytes: int) -> None:
         """So many bytes come again."""
-        with self._lock:
+        with self._changed:
             self._done_bytes -= size_bytes
+
+    def _look(self) -> None:
+        before = self._width.now
+        self._width.look(time.monotonic(), self._done_bytes, time.process_time(), self._cpus)
+        if self._width.now > before:
+            self._changed.notify_all()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+    def _end_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise Stopped("stopped before it was done")
 
 
 class _PartSink:
     """Takes the bytes of one part: hashes them, and writes them to their place."""
 
     def __init__(
-        self, offset: int, size_bytes: int, write: Callable[[memoryview, int], None], tally: _Tally
+        self, offset: int, size_bytes: int, write: Callable[[memoryview, int], None], pace: _Pace
     ) -> None:
         self._offset = offset
         self._size_bytes = size_bytes
         self._write = write
-        self._tally = tally
+        self._pace = pace
         self._hash = blake3()
         self._done_bytes = 0
 
     def rewind(self) -> None:
-        self._tally.take_back(self._done_bytes)
+        self._pace.take_back(self._done_bytes)
         self._hash = blake3()
         self._done_bytes = 0
 
@@ -164,7 +206,7 @@ class _PartSink:
         self._hash.update(window)
         self._write(window, self._offset + self._done_bytes)
         self._done_bytes += window.nbytes
-        self._tally.add(window.nbytes)
+        self._pace.add(window.nbytes)
 
     def digest(self) -> bytes:
         return self._hash.digest()
@@ -174,26 +216,27 @@ class _Reading:
     """One pass over some shards."""
 
     def __init__(
-        self, store: ObjectStore, target: RestoreTarget | None, noted: Noted, tally: _Tally
+        self, store: ObjectStore, target: RestoreTarget | None, noted: Noted, pace: _Pace
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
         self._store = store
         self._target = target
         self._noted = noted
-        self._tally = tally
+        self._pace = pace
         self._lock = threading.Lock()
 
     def part(self, state: _Shard, index: int) -> None:
         """Read one part; with the last one of a shard its digest is compared."""
         shard, target = state.shard, self._target
-        if shard in self.problems:
-            return
         try:
-            if target is None:
-                digest = self._fetched(shard, index, lambda _window, _offset: None)
-            else:
-                digest = self._placed(state, index, target)
+            with self._pace.part():
+                if shard in self.problems:
+                    return
+                if target is None:
+                    digest = self._fetched(shard, index, lambda _window, _offset: None)
+                else:
+                    digest = self._placed(state, index, target)
         except NotFound:
             self.problems[shard] = _MISSING.format(shard.path)
             return
@@ -216,7 +259,7 @@ class _Reading:
                 size_bytes = _span(state.shard, index)[1]
                 with self._lock:
                     self.reused_bytes += size_bytes
-                self._tally.add(size_bytes)
+                self._pace.add(size_bytes)
                 return noted
             digest = self._fetched(state.shard, index, file.write)
         target.note(state.number, index, digest)
@@ -226,7 +269,7 @@ class _Reading:
         self, shard: StoredShard, index: int, write: Callable[[memoryview, int], None]
     ) -> bytes:
         offset, size_bytes = _span(shard, index)
-        sink = _PartSink(offset, size_bytes, write, self._tally)
+        sink = _PartSink(offset, size_bytes, write, self._pace)
         self._store.get_range(shard.key, offset, size_bytes, sink)
         return sink.digest()
 

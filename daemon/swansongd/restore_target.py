@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -42,13 +43,20 @@ _BLOCK_BYTES = 512
 class RestoredFile:
     """A file of the target.  Raises StagingError, whoever calls it: a store must not take it for its own."""
 
-    def __init__(self, fd: int, errors: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        fd: int,
+        writing: threading.Lock,
+        errors: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._fd = fd
+        self._writing = writing
         self._errors = errors
 
     def write(self, data: memoryview, offset: int) -> None:
         """Put all of ``data`` at ``offset``."""
-        with self._errors():
+        # The kernel lets one write a file at a time, and has the others spin for their turn.
+        with self._errors(), self._writing:
             done = 0
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
@@ -87,6 +95,7 @@ class RestoreTarget:
         self._is_locked = False
         self._has_parts = False
         self._directories: set[tuple[str, ...]] = set()
+        self._writing: dict[str, threading.Lock] = {}
 
     def __enter__(self) -> Self:
         with self._errors():
@@ -153,6 +162,7 @@ class RestoreTarget:
                 self._make_directories(shard.path)
                 with self._open(shard.path, os.O_CREAT) as fd:
                     os.ftruncate(fd, shard.size_bytes)
+            self._writing = {shard.path: threading.Lock() for shard in shards}
             self._journal_fd = os.open(
                 _JOURNAL, _APPEND | os.O_CREAT, 0o600, dir_fd=self._partial_fd
             )
@@ -165,7 +175,7 @@ class RestoreTarget:
     def file(self, path: str) -> Iterator[RestoredFile]:
         """One of the files, open."""
         with self._errors(), self._open(path) as fd:
-            yield RestoredFile(fd, self._errors)
+            yield RestoredFile(fd, self._writing[path], self._errors)
 
     def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
         """The bytes of this part are in their file."""

@@ -19,8 +19,8 @@ from memory_store import WINDOW_BYTES
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
 from swansongd.flush_parts import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
-from swansongd.flush_width import FIRST
 from swansongd.stores.base import Body, PartReceipt, Upload
+from swansongd.width import FIRST
 from waiting import until
 
 
@@ -319,8 +319,8 @@ def test_parts_are_as_configured_and_twice_that_for_large_files() -> None:
 
 
 def test_no_more_workers_take_part_than_pays(tmp_path: Path) -> None:
-    """While nothing says that more would bring more, few of the many workers are at it."""
-    flush = Flush(tmp_path, connections=20)
+    """Before anybody has looked whether more would bring more, few of the many workers are at it."""
+    flush = Flush(tmp_path, connections=20, monotonic=lambda: 100.0)
     held = threading.Event()
     begun: list[str] = []
 
@@ -337,3 +337,21 @@ def test_no_more_workers_take_part_than_pays(tmp_path: Path) -> None:
     held.set()
     assert isinstance(flush.outcome(), Flushed)
     assert len(begun) == 20
+
+
+def test_requests_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    """The first ones hang, so nothing moves and nobody reports: more workers take part all the same."""
+    flush = Flush(tmp_path, connections=20)
+    held = threading.Event()
+    begun: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        begun.append(key)
+        assert held.wait(20)
+
+    flush.store.before = before
+    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
+    flush.engine.start("many", many, 1)
+    until(lambda: len(begun) == 20, what="all of them to begin")
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)

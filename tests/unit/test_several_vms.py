@@ -11,7 +11,7 @@ from pathlib import Path
 import committed
 import pytest
 from story import Story, a_set
-from swansong.protocol import Hello, Message, Restored
+from swansong.protocol import Hello, Message, Restored, RestoreQuery
 from swansongd import commit
 from swansongd.clerk import Clerk
 from swansongd.core.events import (
@@ -170,7 +170,8 @@ class Vm:
         if wanted is None:
             self.rejoin.start("q", self.answers.put)
         else:
-            self.rejoin.start_from("q", wanted, self.answers.put)
+            query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
+            self.rejoin.start_from(query, self.answers.put)
         while not isinstance(answer := self.answers.get(timeout=20), Restored):
             pass
         return answer
