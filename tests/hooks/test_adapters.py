@@ -52,7 +52,7 @@ def test_lightning(
 def _epoch_progress(run: Path) -> object:
     """Lightning's count of epochs in the last checkpoint."""
     (path,) = run.glob("staging/step-000000000010.*/rank-00000/state.json")
-    loops = dict(json.loads(path.read_text())["objects"]["lightning"]["dict"])["fit_loop"]
+    loops = dict(json.loads(path.read_text())["index"]["objects"]["lightning"]["dict"])["fit_loop"]
     return dict(loops["dict"])["epoch_progress"]
 
 

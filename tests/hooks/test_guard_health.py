@@ -126,7 +126,7 @@ def test_a_rollback_brings_the_state_back_and_goes_on(
     guard = attach({"counter": counter})
     daemon.wait_connected()
     step_to(guard, counter, 10)
-    guard.save(10)
+    until(lambda: guard.save(10), what="the welcome")
     daemon.wait_sealed(1)
     step_to(guard, counter, 19)
     step_to(guard, counter, 22, math.nan)
@@ -169,7 +169,7 @@ def test_a_step_that_is_done_anew_is_a_set_of_its_own(
     monkeypatch.setenv("RANK", "1")
     other = Counter()
     second = attach({"counter": other}, every_steps=10)
-    daemon.wait_connected(2)
+    until(lambda: first._talk.staging and second._talk.staging, what="the welcome")
 
     def both(last: int) -> None:
         for guard, state in ((first, counter), (second, other)):

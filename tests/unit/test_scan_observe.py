@@ -307,9 +307,9 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A staging directory without write permission ends the start with one line and the way out."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+    for directory in (tmp_path, *tmp_path.parents):
+        if not directory.stat().st_mode & stat.S_IXOTH:
+            directory.chmod(0o755)
     os.seteuid(65534)
     try:
         with pytest.raises(StagingError, match="Permission denied") as caught:

@@ -112,6 +112,18 @@ def test_crash_in_mid_flush_keeps_the_lock(
     )
 
 
+# As a debugger does: systemd sends SIGCONT to what it stops, which would wake up what SIGSTOP holds.
+HOLD = """
+import contextlib, ctypes, os, sys
+PTRACE_ATTACH, WALL = 16, 0x40000000
+for thread in sorted(map(int, os.listdir(f"/proc/{sys.argv[1]}/task")), reverse=True):
+    ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_ATTACH, thread, 0, 0)
+with contextlib.suppress(ChildProcessError):
+    while True:
+        os.waitpid(-1, WALL)
+"""
+
+
 def test_stop_takes_too_long(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
     """A daemon that does not answer is killed when its time is over; the VM goes off, commits stand."""
     vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 20")
@@ -119,9 +131,10 @@ def test_stop_takes_too_long(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any)
     vm.write("/etc/systemd/logind.conf.d/zzz-test.conf", "[Login]\nInhibitDelayMaxSec=1s\n")
     vm.power_on()
     until(bucket.manifests, timeout_s=60, what="a commit")
-    # Again and again: systemd wakes up what it stops.
-    loop = f"while kill -STOP {vm.main_pid()}; do sleep 0.01; done"
-    vm.run("systemd-run", "--quiet", "--property=DefaultDependencies=no", "/bin/sh", "-c", loop)
+    pid = vm.main_pid()
+    hold = ("/opt/swansong/bin/python", "-c", HOLD, str(pid))
+    vm.run("systemd-run", "--quiet", "--property=DefaultDependencies=no", *hold)
+    until(lambda: "tracing stop" in vm.run("cat", f"/proc/{pid}/status"), what="the daemon to hang")
 
     vm.run("systemctl", "poweroff")
 
