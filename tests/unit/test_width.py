@@ -58,7 +58,7 @@ def test_the_time_that_new_connections_take_is_not_held_against_them() -> None:
 
     def rate(now: int) -> float:
         changed_at.setdefault(now, step := next(steps))
-        is_making = step - changed_at[now] < LOOK_S / 0.05
+        is_making = step - changed_at[now] < 2 * LOOK_S / 0.05
         return 85e6 * (now / 2 if is_making and now > FIRST else now)
 
     assert driven(Width(32), rate)[-1] == 32

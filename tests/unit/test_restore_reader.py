@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many parts of a restore are under way at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from flush_rig import Flush, staged_set
+from swansongd import restore_reader
+from swansongd.restore_reader import Reader
+from swansongd.width import FIRST
+from waiting import until
+
+FILES = 12
+
+
+@contextmanager
+def reading(tmp_path: Path) -> Iterator[list[str]]:
+    """What was asked of a store that answers nothing, until the end of the block: then all is read."""
+    flush = Flush(tmp_path)
+    contents = {f"f{number}": b"x" * (number + 1) for number in range(FILES)}
+    done = flush.flushed(staged_set(flush.run_directory, contents))
+    answers = threading.Event()
+    begun: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        begun.append(key)
+        assert answers.wait(20)
+
+    flush.store.before = before
+    problems: list[object] = []
+    reader = Reader(flush.store, FILES, None)
+    thread = threading.Thread(
+        target=lambda: problems.append(reader.read(dict(enumerate(done.shards)))[0])
+    )
+    thread.start()
+    try:
+        yield begun
+    finally:
+        answers.set()
+        thread.join(20)
+    assert problems == [{}]
+    assert len(begun) == FILES
+
+
+def test_few_parts_are_under_way_before_anybody_has_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the many threads, only as many ask the store as the width says."""
+    waiting: list[float] = []
+    wait = threading.Condition.wait
+
+    def noted(self: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout == 3600.0:
+            waiting.append(timeout)
+            return wait(self, 20)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(restore_reader, "LOOK_S", 3600.0)
+    monkeypatch.setattr(threading.Condition, "wait", noted)
+    with reading(tmp_path) as begun:
+        until(lambda: len(waiting) == FILES - FIRST, what="the others to wait")
+        assert len(begun) == FIRST
+
+
+def test_parts_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    """When nothing moves, more are asked for, until all are under way."""
+    with reading(tmp_path) as begun:
+        until(lambda: len(begun) == FILES, what="all of them to begin")
