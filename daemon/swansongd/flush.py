@@ -111,12 +111,15 @@ class FlushEngine:
         Of a set that is not sealed the files so far are sent; FlushProgress is all that is heard of it,
         or FlushFailed when the store fails.
         """
-        order = Order(flush_id, staged, is_sealed, Width(self._connections))
         with self._changed:
             flush_set = self._sets.get(staged.id) or self._new_set(staged, generation)
             if self._active is not flush_set:
                 self._halt()
-            self._ordered = order, flush_set
+            # A set that grows is ordered again and again: each time from two would cost it the wire.
+            before = flush_set.order
+            width = Width(self._connections) if before is None else before.width
+            width.count_anew()
+            self._ordered = Order(flush_id, staged, is_sealed, width), flush_set
             self._changed.notify()
 
     def cancel(self, flush_id: str) -> None:

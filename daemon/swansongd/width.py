@@ -44,11 +44,15 @@ class Width:
     def __post_init__(self) -> None:
         self.now = self._before = min(FIRST, self.most)
 
+    def count_anew(self) -> None:
+        """The bytes are counted from nothing again; what has been found stays."""
+        self._seen, self._before, self._looks = None, self.now, 0
+
     def look(self, now_mono_s: float, moved_bytes: int, cpu_s: float, cpus: int) -> None:
         """See how it goes; as often as one likes.
 
         Args:
-            moved_bytes: all that has left, or come, so far.
+            moved_bytes: all that has left, or come, since the beginning or :meth:`count_anew`.
             cpu_s: all that this process has used of its ``cpus`` processors so far.
         """
         if self._seen is None:

@@ -339,6 +339,31 @@ def test_no_more_workers_take_part_than_pays(tmp_path: Path) -> None:
     assert len(begun) == 20
 
 
+def test_a_set_that_is_ordered_again_keeps_its_width(tmp_path: Path) -> None:
+    """As one that is still being written is, at every file: what pays need not be found out each time."""
+    flush = Flush(tmp_path, connections=21)
+    held = threading.Event()
+    begun: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        begun.append(key)
+        assert held.wait(20)
+
+    flush.store.before = before
+    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
+    flush.engine.start("early", many, 1, is_sealed=False)
+    until(lambda: len(begun) == 20, what="all of them to begin")
+    flush.engine.start("sealed", many, 1)
+    order = until(
+        lambda: (
+            flush.engine._active and (now := flush.engine._active.order) and now.is_sealed and now
+        )
+    )
+    assert order.width.now == 21
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)
+
+
 def test_requests_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) -> None:
     """The first ones hang, so nothing moves and nobody reports: more workers take part all the same."""
     flush = Flush(tmp_path, connections=20)

@@ -70,3 +70,16 @@ def test_what_changes_later_is_noticed() -> None:
     said = driven(Width(32), lambda now: 1e9 if next(steps) < 60 else 200e6 * now, for_s=8)
     assert max(said[:60]) == 2 * FIRST
     assert said[-1] == 32
+
+
+def test_what_was_found_outlives_the_count() -> None:
+    """Bytes that are counted from nothing again are no fall of the rate."""
+    width = Width(32)
+    for mono_s, sent_bytes in ((1.0, 0), (1.2, 20_000_000)):
+        width.look(mono_s, sent_bytes, 0.0, CPUS)
+    grown = width.now
+    assert grown > FIRST
+    width.count_anew()
+    for mono_s, sent_bytes in ((1.4, 0), (1.6, 10**7), (1.8, 2 * 10**7), (2.0, 3 * 10**7)):
+        width.look(mono_s, sent_bytes, 0.0, CPUS)
+        assert width.now >= grown
