@@ -57,7 +57,7 @@ check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/lint-imports --no-cache
 	./tests/check_system_files.sh
 
-bench: $(STAMP)  ## speed, CPU and memory of the transfer beside its peers; about 25 minutes, needs a quiet machine (BENCH_ARGS=--quick for a smoke run)
+bench: $(STAMP)  ## speed, CPU and memory of the transfer beside its peers; about 40 minutes, needs a quiet machine (BENCH_ARGS=--quick for a smoke run)
 	$(BIN)/python -m bench.transfer $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-beside: $(STAMP)  ## what a flush costs the trainer beside it; about 5 minutes

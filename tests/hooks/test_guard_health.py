@@ -113,6 +113,14 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
 # ---------------------------------------------------------------- the way back
 
 
+def saved_at_10(attach: Attach, counter: Counter) -> swansong.Guard:
+    """A guard that has just saved step 10, because it was told to."""
+    guard = attach({"counter": counter})
+    step_to(guard, counter, 10)
+    until(lambda: guard.save(10), what="the welcome")
+    return guard
+
+
 def offer(daemon: FakeDaemon, step: int) -> None:
     """The daemon has the set of that step to go back to."""
     (found,) = [path for path in daemon.sealed() if f"{step:012d}." in path.name]
@@ -123,10 +131,7 @@ def test_a_rollback_brings_the_state_back_and_goes_on(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
     """Asked for before the suspect step; the daemon hears the step again, and gets a set at the next one."""
-    guard = attach({"counter": counter})
-    daemon.wait_connected()
-    step_to(guard, counter, 10)
-    until(lambda: guard.save(10), what="the welcome")
+    guard = saved_at_10(attach, counter)
     daemon.wait_sealed(1)
     step_to(guard, counter, 19)
     step_to(guard, counter, 22, math.nan)
@@ -145,10 +150,7 @@ def test_the_last_set_does_not_answer_for_its_step_anew(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
     """The very step that was saved last comes again after the way back: it is saved again."""
-    guard = attach({"counter": counter})
-    daemon.wait_connected()
-    step_to(guard, counter, 10)
-    until(lambda: guard.save(10), what="the welcome")
+    guard = saved_at_10(attach, counter)
     step_to(guard, counter, 11, math.nan)
     assert guard.save(11)
     daemon.wait_sealed(2)
