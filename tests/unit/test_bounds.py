@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds of values from outside: each check returns the declared type, or names the field in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+CHECKS: list[tuple[Callable[[Any], Any], type]] = [
+    (lambda value: bounds.integer(value, "field", 0, 10), int),
+    (lambda value: bounds.number(value, "field", 0.0, 10.0), float),
+    (lambda value: bounds.boolean(value, "field"), bool),
+    (lambda value: bounds.text(value, "field", 10), str),
+    (lambda value: bounds.identifier(value, "field", 10), str),
+    (lambda value: bounds.items(value, "field", 10), list),
+    (lambda value: bounds.mapping(value, "field", 10), dict),
+    (lambda value: bounds.metrics(value, "field"), dict),
+]
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize(("check", "kind"), CHECKS)
+@given(value=anything)
+def test_a_check_returns_its_type_or_names_the_field(
+    check: Callable[[Any], Any], kind: type, value: Any
+) -> None:
+    """No value whatsoever raises anything else, and the message is one short line."""
+    try:
+        assert type(check(value)) is kind
+    except BoundsError as error:
+        message = str(error)
+        assert "field" in message
+        assert message.isprintable() or "\\n" in message
+        assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e999, 10**400, -1, 11, True, "1", None, [1]]
+)
+def test_only_a_finite_number_within_the_range_is_a_number(value: Any) -> None:
+    with pytest.raises(BoundsError, match="cost"):
+        bounds.number(value, "cost", 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'{"a": 1, "a": 2}', "same key twice"),
+        (b'{"a": NaN}', "NaN"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a":' * 100_000, "not JSON"),
+        (b'{"a": ' + b"1" * 100_000 + b"}", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b" " * 2_000_000, "limit"),
+    ],
+)
+def test_json_that_plays_tricks_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(BoundsError, match=reason):
+        bounds.json_object(data, "the answer", 1_000_000)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
+    try:
+        assert isinstance(bounds.json_object(data, "it", 1000), dict)
+    except BoundsError:
+        pass
+
+
+def test_a_large_integer_is_not_printed_in_full() -> None:
+    """Its decimal form takes quadratic time, and Python refuses it above 4,300 digits."""
+    assert bounds.shown(10**10_000) == "an integer of 33220 bits"
+    assert json.dumps(bounds.shown("x" * 10_000)).count("x") == 60

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds of everything that comes in from outside: types, ranges, lengths and counts.
+
+Messages of the socket, rank manifests, manifests, claims, farewells, journals and metadata answers are read
+through the functions below.  Each one returns the value with its declared type, or raises a
+:class:`BoundsError` that names the field in one line.  The limits are generous for every real job, and small
+enough that no later arithmetic can overflow, divide by zero, or allocate without limit.
+
+Standard library only, Python 3.10 and later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+STEP_MAX = 10**12 - 1
+"""Twelve digits, as in the names of sealed sets and in the keys of commits."""
+GENERATION_MAX = 10**8 - 1
+"""Eight digits, as in the keys of claims and commits."""
+RANKS_MAX = 10**5 - 1
+NODES_MAX = 10**5 - 1
+SECONDS_MAX = 10.0**9
+"""31 years: longer than any save, step or notice."""
+BYTES_MAX = 2**60
+"""An exbibyte: larger than any checkpoint."""
+METRIC_MAX = 1e300
+"""Sums over all ranks stay finite."""
+ID_CHARS_MAX = 128
+TEXT_CHARS_MAX = 4096
+"""Free text: reasons and error messages."""
+FILES_MAX = 20_000
+"""Files of one checkpoint on one VM."""
+METRICS_MAX = 100
+"""Metrics that a trainer reports with a checkpoint."""
+
+_ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
+
+
+class BoundsError(ValueError):
+    """A value from outside has the wrong type, or lies outside its range; the message names the field."""
+
+
+def integer(value: Any, field: str, low: int, high: int) -> int:
+    """An integer from ``low`` to ``high``; a bool is not an integer.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise BoundsError(f"{field} is {shown(value)}, not an integer from {low} to {high}")
+    return value
+
+
+def number(value: Any, field: str, low: float, high: float) -> float:
+    """A finite number from ``low`` to ``high``; a bool is not a number.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+    if not is_number or not low <= value <= high:
+        raise BoundsError(f"{field} is {shown(value)}, not a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def boolean(value: Any, field: str) -> bool:
+    """True or false.
+
+    Raises:
+        BoundsError: it is neither.
+    """
+    if type(value) is not bool:
+        raise BoundsError(f"{field} is {shown(value)}, not true or false")
+    return value
+
+
+def text(value: Any, field: str, max_chars: int = TEXT_CHARS_MAX) -> str:
+    """A string of at most ``max_chars`` characters that UTF-8 can encode.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if type(value) is not str:
+        raise BoundsError(f"{field} is {shown(value)}, not a string")
+    if len(value) > max_chars:
+        raise BoundsError(f"{field} has {len(value)} characters; the limit is {max_chars}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BoundsError(f"{field} contains a lone surrogate") from None
+    return value
+
+
+def identifier(value: Any, field: str, max_chars: int = ID_CHARS_MAX) -> str:
+    """A short string of letters, digits and ``_ . : / ~ @ + -``; may be empty.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if not _ID.fullmatch(text(value, field, max_chars)):
+        raise BoundsError(f"{field} is {shown(value)}, which has characters that are not allowed")
+    return str(value)
+
+
+def items(value: Any, field: str, max_items: int) -> list[Any]:
+    """A list of at most ``max_items``.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if type(value) is not list:
+        raise BoundsError(f"{field} is {shown(value)}, not a list")
+    if len(value) > max_items:
+        raise BoundsError(f"{field} has {len(value)} items; the limit is {max_items}")
+    return value
+
+
+def mapping(value: Any, field: str, max_items: int) -> dict[str, Any]:
+    """An object of at most ``max_items`` keys.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if type(value) is not dict:
+        raise BoundsError(f"{field} is {shown(value)}, not an object")
+    if len(value) > max_items:
+        raise BoundsError(f"{field} has {len(value)} keys; the limit is {max_items}")
+    return value
+
+
+def metrics(value: Any, field: str) -> dict[str, float]:
+    """An object of finite numbers, such as loss and metrics of a checkpoint.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    return {
+        text(name, f"a key of {field}", ID_CHARS_MAX): number(
+            each, f"{field}[{name[:40]!r}]", -METRIC_MAX, METRIC_MAX
+        )
+        for name, each in mapping(value, field, METRICS_MAX).items()
+    }
+
+
+def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
+    """Parse one JSON object: limited in size, with each key once.
+
+    The parser's own recursion limit bounds the depth.  Numbers too large for a float, such as ``1e999``,
+    become infinite, which :func:`number` refuses.
+
+    Raises:
+        BoundsError: the bytes are not such an object.
+    """
+    if len(data) > max_bytes:
+        raise BoundsError(f"{what} has {len(data)} bytes; the limit is {max_bytes}")
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise BoundsError(f"{what} has the same key twice")
+        return result
+
+    def no_constant(name: str) -> None:
+        raise BoundsError(f"{what} contains {name}, which is not a JSON number")
+
+    try:
+        body = json.loads(data, object_pairs_hook=without_duplicates, parse_constant=no_constant)
+    except BoundsError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BoundsError(f"{what} is not JSON: {error!s:.120}") from None
+    if type(body) is not dict:
+        raise BoundsError(f"{what} is not a JSON object")
+    return body
+
+
+def shown(value: Any) -> str:
+    """The value as an error message shows it: short, whatever it is."""
+    if type(value) is int and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"  # its decimal form may cost minutes
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
+    if isinstance(value, str) and len(value) > 60:
+        return f"{value[:60]!r}..."
+    return f"{value!r:.80}"

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File operations below directories that other users may write to.
+
+Trainers, other members of their group and crashed processes write to staging, so no path there is safe
+to resolve twice.  Every function takes one name and the descriptor of the directory that holds it, follows
+no link, and checks the open descriptor instead of the name.  Both distributions use this module for
+everything below the staging directory; ``tests/unit/test_openat_rule.py`` enforces that.
+
+Standard library only, Python 3.10 and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Collection
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Non-blocking: a FIFO under the name of a file must not hold the reader."""
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+REMOVED_ENTRIES_MAX = 1_000_000
+"""Limit of :func:`remove_tree`: a process that keeps adding entries must not hold the remover for ever."""
+_ACL = "system.posix_acl_access"
+_DEFAULT_ACL = "system.posix_acl_default"
+
+
+class UnsafeFileError(OSError):
+    """A file or directory that has the wrong type, owner, link count or size."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(errno.EPERM, f"{name[:100]!r} {reason}")
+
+
+def open_directory(
+    name: str | os.PathLike[str],
+    *,
+    dir_fd: int | None = None,
+    owners: Collection[int] | None = None,
+) -> int:
+    """Open a directory; the caller closes the descriptor.
+
+    Args:
+        name: one name below ``dir_fd``; without ``dir_fd`` a path whose parents are trusted.
+        owners: user ids that the directory may belong to; None accepts all.
+
+    Raises:
+        UnsafeFileError: the directory belongs to another user.
+        OSError: there is no such directory, or the name is that of a link or a file.
+    """
+    fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+    return _checked(fd, os.fspath(name), owners)
+
+
+def make_directory(name: str, *, dir_fd: int, mode: int) -> int:
+    """Create a directory with exactly this mode, whatever umask and default ACL are; returns it open.
+
+    Default ACLs of the parent are not inherited.  Nothing else can have been put into the directory: it
+    is created for its owner alone, and gets ``mode`` through its descriptor.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the file system refused.
+    """
+    os.mkdir(name, 0o700, dir_fd=dir_fd)
+    fd = open_directory(name, dir_fd=dir_fd, owners={os.geteuid()})
+    try:
+        drop_acls(fd)
+        os.fchmod(fd, mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_file(name: str, *, dir_fd: int, owners: Collection[int] | None = None) -> int:
+    """Open a regular file with a single name for reading; the caller closes the descriptor.
+
+    Raises:
+        UnsafeFileError: it is not a regular file, has several hard links, or belongs to another user.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(name, FILE, dir_fd=dir_fd)
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise UnsafeFileError(name, "is not a regular file")
+        if facts.st_nlink > 1:
+            raise UnsafeFileError(name, f"has {facts.st_nlink} hard links")
+    except BaseException:
+        os.close(fd)
+        raise
+    return _checked(fd, name, owners)
+
+
+def create_file(name: str, *, dir_fd: int, mode: int = 0o600, flags: int = os.O_WRONLY) -> int:
+    """Create a file that does not exist yet; the caller closes the descriptor.
+
+    Args:
+        mode: exactly this mode, whatever umask and default ACL are.
+        flags: access mode, with ``O_APPEND`` where wanted.
+
+    Raises:
+        FileExistsError: the name is taken, perhaps by a link.
+        OSError: the file system refused.
+    """
+    fd = os.open(name, flags | _NEW_FILE, 0o600, dir_fd=dir_fd)
+    try:
+        os.fchmod(fd, mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_file(
+    name: str, *, dir_fd: int, max_bytes: int, owners: Collection[int] | None = None
+) -> bytes:
+    """Content of a small regular file.
+
+    Raises:
+        UnsafeFileError: as for :func:`open_file`, or the file has more than ``max_bytes``.
+        OSError: it cannot be read.
+    """
+    fd = open_file(name, dir_fd=dir_fd, owners=owners)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        parts: list[bytes] = []
+        left = max_bytes + 1
+        while left and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        raise UnsafeFileError(name, f"has more than {max_bytes} bytes")
+    return b"".join(parts)
+
+
+def replace_file(
+    name: str, data: bytes, *, dir_fd: int, mode: int = 0o600, durable: bool = True
+) -> None:
+    """Give a file this content at once: a crash leaves the old content or the new one.
+
+    Args:
+        durable: fsync file and directory, for content that must survive a power cut.
+
+    Raises:
+        OSError: the file system refused; the old content stands.
+    """
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    fd = create_file(temporary, dir_fd=dir_fd, mode=mode)
+    try:
+        try:
+            write_all(fd, data)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        raise
+    if durable:
+        os.fsync(dir_fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of ``data``, in as many calls as the kernel needs.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def remove_tree(name: str, *, dir_fd: int) -> None:
+    """Remove a file, a link, or a directory with all that it contains.  Removing nothing is no error.
+
+    Neither the depth nor the size of the tree matters: deep directories are moved to the top of the tree
+    instead of being descended into, so that two descriptors suffice.
+
+    Raises:
+        OSError: something cannot be removed, or other processes add entries faster than they go.
+    """
+    try:
+        top_fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        os.unlink(name, dir_fd=dir_fd)
+        return
+    try:
+        left = REMOVED_ENTRIES_MAX
+        while left > 0:
+            removed = _remove_level(top_fd)
+            if not removed:
+                break
+            left -= removed
+    finally:
+        os.close(top_fd)
+    os.rmdir(name, dir_fd=dir_fd)
+
+
+def _remove_level(top_fd: int) -> int:
+    """Remove the entries of a directory, moving what lies two levels below it one level up."""
+    removed = 0
+    with os.scandir(top_fd) as entries:
+        for entry in entries:
+            removed += 1
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=top_fd)
+                continue
+            try:
+                os.rmdir(entry.name, dir_fd=top_fd)
+                continue
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
+            try:
+                removed += _empty_into(inner_fd, top_fd)
+            finally:
+                os.close(inner_fd)
+            with contextlib.suppress(OSError):  # the next round comes back to it
+                os.rmdir(entry.name, dir_fd=top_fd)
+    return removed
+
+
+def _empty_into(inner_fd: int, top_fd: int) -> int:
+    removed = 0
+    with os.scandir(inner_fd) as entries:
+        for entry in entries:
+            removed += 1
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=inner_fd)
+                continue
+            try:
+                os.rmdir(entry.name, dir_fd=inner_fd)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                os.rename(entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd)
+    return removed
+
+
+def has_acl(fd: int) -> bool:
+    """Whether an access ACL decides beside the mode bits; the group bits of the mode are its mask then."""
+    try:
+        return bool(os.getxattr(fd, _ACL))
+    except OSError:
+        return False
+
+
+def drop_acls(fd: int) -> None:
+    """Remove access and default ACL of an open directory, so that the mode bits alone decide."""
+    for name in (_ACL, _DEFAULT_ACL):
+        try:
+            os.removexattr(fd, name)
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                raise
+
+
+def _checked(fd: int, name: str, owners: Collection[int] | None) -> int:
+    try:
+        owner = os.fstat(fd).st_uid
+        if owners is not None and owner not in owners:
+            raise UnsafeFileError(name, f"belongs to user id {owner}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
