@@ -51,7 +51,7 @@ class FlushEngine:
     Args:
         store: wrapped so that it retries, and gives up at the deadline.
         keys: of the run.
-        run_directory: staging directory of the run.
+        run_directory: staging directory of the run, as a path or an open descriptor.
         post: takes FlushProgress, Flushed and FlushFailed.
         journal: of this run and store.
         nonce: a new short random word at each call.
@@ -64,7 +64,7 @@ class FlushEngine:
         self,
         store: ObjectStore,
         keys: RunKeys,
-        run_directory: Path,
+        run_directory: int | Path,
         post: Callable[[Event], None],
         *,
         journal: Journal,

@@ -34,7 +34,7 @@ class ShardSender:
     def __init__(
         self,
         store: ObjectStore,
-        run_directory: Path,
+        run_directory: int | Path,
         journal: Journal,
         *,
         lock: Condition,

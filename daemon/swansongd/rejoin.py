@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers a trainer that asks where to go on: with a local directory, whatever it takes to have one.
+"""Answers trainers that ask for a checkpoint to resume from, with a local directory.
 
-The newest of two is taken: the newest sealed set that still lies in staging (the trainer crashed, the
-VM lives), or the newest whole commit in the store, downloaded and verified.  Every rank asks for itself,
-and all ranks of one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
+The newer of two is taken: the newest sealed set that still lies in staging (the trainer crashed, the VM
+lives), or the newest whole commit in the store, downloaded and verified.  Every rank asks for itself, and all
+ranks of one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
+
+One thread answers all queries, one after another, from a queue of limited length.  Downloads go to a
+directory that only the daemon can write: trainers can neither lead them elsewhere nor change what was
+verified.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
-import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
+from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 
 from swansongd import catalog, commit
@@ -26,7 +32,8 @@ from swansongd.errors import CorruptError, NothingToRestore, StagingError, Swans
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
 from swansongd.restore import Wanted, health_of, healthy, restore, whole
-from swansongd.restore_target import interrupted
+from swansongd.restore_target import Access, interrupted
+from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.retry import Retrying
 
@@ -34,6 +41,9 @@ BUDGET_S = 100.0
 """How long the store is asked the same again before the trainer is told that it cannot be reached."""
 ONE_START_S = 60.0
 """Who asks so soon after another, with nothing sealed in between, is a rank of the same start."""
+QUERIES_MAX = 1024
+"""Queries that wait; further ones are refused."""
+RESTORED_FILE_MODE = 0o640
 _PROGRESS_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 0.02
 
@@ -56,13 +66,23 @@ class _Given:
         return not self.answer.path or Path(self.answer.path).is_dir()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ticket:
+    """A query that waits for its answer."""
+
+    query: RestoreQuery
+    reply: Reply
+    post: Callable[[Event], None]
+    give_up_mono_s: float
+
+
 class Rejoin:
-    """Each question is answered in a thread of its own, one after another.
+    """Answers queries in one thread, in the order in which they came.
 
     Args:
         store: the backend; retries are added here.
         keys: of the run.
-        run_directory: staging directory of the run.
+        run: staging directory of the run.
         state: reads the newest state of the decision loop.
         stop: ends it all.
         monotonic: the clock.
@@ -72,7 +92,7 @@ class Rejoin:
         self,
         store: ObjectStore,
         keys: RunKeys,
-        run_directory: Path,
+        run: RunDirectory,
         state: Callable[[], State],
         stop: threading.Event,
         *,
@@ -80,60 +100,86 @@ class Rejoin:
     ) -> None:
         self._backend = store
         self._keys = keys
-        self._run_directory = run_directory
+        self._run = run
         self._state = state
         self._stop = stop
         self._monotonic = monotonic
-        self._one_at_a_time = threading.Lock()
         self._given: _Given | None = None
         self._went_back: tuple[int, float, Restored] | None = None
-        self._waiting: dict[str, Reply] = {}
-        self._waiting_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Ticket] = deque()
+        self._current: _Ticket | None = None
+        threading.Thread(target=self._serve, name="rejoin", daemon=True).start()
 
-    def start(self, query_id: str, reply: Reply) -> None:
-        """Answer with Restored in the end, with Restoring on the way; returns at once."""
-        self._begin(query_id, reply, self._answer)
+    def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
+        """Answer with Restored in the end, with Restoring until then; returns at once.
 
-    def start_from(self, query: RestoreQuery, reply: Reply) -> None:
-        """The same, for a trainer whose first rank has chosen a commit for all VMs of the job."""
-        self._begin(query.query_id, reply, lambda: self._chosen(query))
-
-    def start_rollback(
-        self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]
-    ) -> None:
-        """The same, for a trainer that goes back to the newest healthy checkpoint; posts RolledBack first.
-
-        Over several VMs this answer only says which one: all ranks ask for it by name, once they have
-        begun another incarnation, and that takes the place of RolledBack.
+        A rollback posts RolledBack before its answer.  Over several VMs the answer to a rollback only
+        names the checkpoint: all ranks ask for it by name once they have begun another incarnation, and
+        that takes the place of RolledBack.
         """
-        self._begin(query.query_id, reply, lambda: self._rollback(query, post))
+        ticket = _Ticket(
+            query=query, reply=reply, post=post, give_up_mono_s=self._monotonic() + BUDGET_S
+        )
+        with self._changed:
+            is_full = len(self._waiting) >= QUERIES_MAX
+            if not is_full:
+                self._waiting.append(ticket)
+                self._changed.notify()
+        if is_full:
+            error = f"{QUERIES_MAX} restore queries wait already: ask again later"
+            _send(ticket, Restored(query.query_id, error=error))
 
-    def _begin(self, query_id: str, reply: Reply, find: Callable[[], Restored]) -> None:
-        with self._waiting_lock:
-            self._waiting[query_id] = reply
-        threading.Thread(
-            target=self._run, args=(query_id, reply, find), name="rejoin", daemon=True
-        ).start()
-
-    def _run(self, query_id: str, reply: Reply, find: Callable[[], Restored]) -> None:
-        with self._one_at_a_time:
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            ticket = self._next()
             try:
-                answer = replace(find(), query_id=query_id)
+                answer = replace(self._find(ticket), query_id=ticket.query.query_id)
             except SwansongError as error:
-                answer = Restored(query_id, error=error.line())
+                answer = Restored(ticket.query.query_id, error=error.line())
             except Exception as error:
                 _log.exception("rejoin_fault")
-                answer = Restored(query_id, error=f"{type(error).__name__}: {error}")
-        with self._waiting_lock:
-            self._waiting.pop(query_id, None)
-        _log.info(
-            "rejoin",
-            step=answer.step,
-            generation=answer.generation,
-            path=answer.path,
-            error=answer.error,
-        )
-        reply(answer)
+                answer = Restored(ticket.query.query_id, error=f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._current = None
+            _log.info(
+                "rejoin",
+                step=answer.step,
+                generation=answer.generation,
+                path=answer.path,
+                error=answer.error,
+            )
+            _send(ticket, answer)
+
+    def _next(self) -> _Ticket:
+        """The first query that can be answered now.
+
+        A query for an incarnation that has not begun waits without holding up those behind it.
+        """
+        with self._changed:
+            while True:
+                for place, ticket in enumerate(self._waiting):
+                    if self._has_begun(ticket) or self._monotonic() > ticket.give_up_mono_s:
+                        del self._waiting[place]
+                        self._current = ticket
+                        return ticket
+                self._changed.wait(_LOOK_INTERVAL_S if self._waiting else None)
+
+    def _has_begun(self, ticket: _Ticket) -> bool:
+        """Whether the decision loop is done with the steps that no longer count."""
+        query = ticket.query
+        is_named = query.generation >= 0 and bool(query.incarnation)
+        return not is_named or self._state().incarnation == query.incarnation
+
+    def _find(self, ticket: _Ticket) -> Restored:
+        query = ticket.query
+        if query.generation >= 0:
+            if not self._has_begun(ticket):
+                raise StagingError("the job was started again meanwhile", hint="End this one")
+            return self._chosen(query)
+        if query.rollback:
+            return self._rollback(query, ticket.post)
+        return self._answer()
 
     def _answer(self) -> Restored:
         state = self._state()
@@ -161,8 +207,6 @@ class Rejoin:
 
     def _chosen(self, query: RestoreQuery) -> Restored:
         wanted = CommitRef(query.generation, query.step)
-        if query.incarnation:
-            self._await_incarnation(query.incarnation)
         given = self._given
         if given is not None and given.newest == wanted and given.still_stands():
             return given.answer  # to another rank of this VM
@@ -201,13 +245,6 @@ class Rejoin:
         self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=committed, local=None)
         return answer
 
-    def _await_incarnation(self, name: str) -> None:
-        """Until the decision loop has done with the steps that count no more."""
-        give_up_mono_s = self._monotonic() + BUDGET_S
-        while self._state().incarnation != name:
-            if self._monotonic() > give_up_mono_s or self._stop.wait(_LOOK_INTERVAL_S):
-                raise StagingError("the job has been started anew meanwhile", hint="End this one")
-
     def _nothing_before(self, step: int) -> NothingToRestore:
         return NothingToRestore(
             f"run {self._keys.run} has no healthy checkpoint before step {step}"
@@ -233,7 +270,7 @@ class Rejoin:
     def _in_staging(self, own: Staged, state: State) -> Restored:
         return Restored(
             "",
-            path=str(self._run_directory / own.directory),
+            path=str(self._run.path / own.directory),
             step=own.id.step,
             generation=state.generation if state.generation is not None else -1,
         )
@@ -241,27 +278,33 @@ class Rejoin:
     def _fetched(
         self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
     ) -> Restored:
-        parent = self._run_directory / RESTORED_DIRECTORY
-        parent.mkdir(exist_ok=True)
-        before = list(parent.iterdir())
-        # The name of one that was cut off, if there is one: what it fetched is used then.
-        destination = interrupted(parent.resolve()) or parent.resolve() / secrets.token_hex(4)
+        parent = self._run.path / RESTORED_DIRECTORY
+        parent_fd = _opened_restored(self._run)
         try:
-            restored = restore(
-                store,
-                self._keys,
-                destination,
-                wanted=wanted,
-                progress=self._progress(),
-                skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
-                stop=self._stop,
-            )
-        except NothingToRestore:
-            if newest is None:
-                return Restored("")  # a fresh run
-            raise
-        for path in before:  # of earlier trainers on this VM
-            shutil.rmtree(path, ignore_errors=True)
+            before = os.listdir(parent_fd)
+            # A download that was interrupted is continued under its own name.
+            destination = parent / (interrupted(parent_fd) or secrets.token_hex(4))
+            try:
+                restored = restore(
+                    store,
+                    self._keys,
+                    destination,
+                    parent_fd=parent_fd,
+                    access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
+                    wanted=wanted,
+                    progress=self._progress(),
+                    skipped=lambda ref, why: _log.error(
+                        "commit_skipped", commit=str(ref), reason=why
+                    ),
+                    stop=self._stop,
+                )
+            except NothingToRestore:
+                if newest is None:
+                    return Restored("")  # a fresh run
+                raise
+            _remove(before, parent_fd)  # of earlier trainers on this VM
+        finally:
+            os.close(parent_fd)
         return Restored(
             "",
             path=str(destination),
@@ -270,7 +313,7 @@ class Rejoin:
         )
 
     def _progress(self) -> Callable[[int, int], None]:
-        """Tells everybody who waits, those whose turn has not come yet among them."""
+        """Tells all that wait, those whose turn has not come yet among them."""
         last_mono_s = self._monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -278,12 +321,39 @@ class Rejoin:
             if self._monotonic() - last_mono_s < _PROGRESS_INTERVAL_S:
                 return
             last_mono_s = self._monotonic()
-            with self._waiting_lock:
-                waiting = list(self._waiting.items())
-            for query_id, reply in waiting:
-                reply(Restoring(query_id, done_bytes, total_bytes))
+            with self._changed:
+                current = [] if self._current is None else [self._current]
+                tickets = [*current, *self._waiting]
+            for ticket in tickets:
+                _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
 
         return progress
+
+
+def _send(ticket: _Ticket, message: Message) -> None:
+    """Reply to one peer; whatever is wrong with its connection, or its query, is its own affair."""
+    try:
+        ticket.reply(message)
+    except Exception as error:
+        _log.warning("restore_reply_failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _opened_restored(run: RunDirectory) -> int:
+    try:
+        return open_restored(run.fd)
+    except OSError as error:
+        raise StagingError(
+            f"{run.path / RESTORED_DIRECTORY} cannot be used: {error.strerror}",
+            hint="let the daemon's user own the staging directory of the run",
+        ) from error
+
+
+def _remove(names: list[str], parent_fd: int) -> None:
+    for name in names:
+        try:
+            openat.remove_tree(name, dir_fd=parent_fd)
+        except OSError as error:
+            _log.warning("not_removed", directory=name, error=error.strerror)
 
 
 def _newest_own(state: State) -> Staged | None:

@@ -22,7 +22,7 @@ from swansongd.manifest import Manifest, check_paths
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
 from swansongd.restore_journal import identity_of
 from swansongd.restore_reader import Problems, Progress, Reader
-from swansongd.restore_target import RestoreTarget
+from swansongd.restore_target import Access, RestoreTarget
 from swansongd.stores.base import ObjectStore
 
 CONNECTIONS = 16
@@ -66,6 +66,8 @@ def restore(
     keys: RunKeys,
     destination: Path,
     *,
+    parent_fd: int | None = None,
+    access: Access | None = None,
     step: int | None = None,
     wanted: Wanted | None = None,
     connections: int = CONNECTIONS,
@@ -81,6 +83,9 @@ def restore(
     store is only read.  What an interrupted restore of the same commit left beside the destination is
     used; one that is ended by Stopped or by an error of the store leaves what it has for the next.
 
+    Args:
+        parent_fd, access: see :class:`swansongd.restore_target.RestoreTarget`.
+
     Raises:
         NothingToRestore: no commit is whole; says why for each.
         StagingError: ``destination`` cannot be used, or has too little space.
@@ -89,7 +94,7 @@ def restore(
     """
     reader = Reader(store, connections, stop)
     refused: list[tuple[CommitRef, str]] = []
-    with RestoreTarget(destination) as target:
+    with RestoreTarget(destination, parent_fd=parent_fd, access=access) as target:
         for commit in _commits(store, keys, step):
             try:
                 manifests = whole(store, keys, commit)

@@ -9,7 +9,6 @@ noted for it, and the whole shard must match its manifest in the end, as without
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from swansongd.model import CommitRef, StoredShard
 
 _LINE = re.compile(r"([0-9]{1,10}) ([0-9]{1,10}) ([0-9a-f]{64})")
 _VERSION = "swansong-restore-1"
+_SPARE_BYTES = 4096
 
 Noted = dict[tuple[int, int], bytes]
 """Digest by the number of the shard and the index of the part."""
@@ -62,16 +62,7 @@ def parse(data: bytes, identity: str, shards: Sequence[StoredShard]) -> Noted | 
     return noted
 
 
-def read(name: str, *, dir_fd: int) -> bytes:
-    """The bytes of a journal; none when it cannot be read."""
-    try:
-        fd = os.open(
-            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd
-        )
-    except OSError:
-        return b""
-    with os.fdopen(fd, "rb") as file:
-        try:
-            return file.read()
-        except OSError:
-            return b""
+def max_bytes(shards: Sequence[StoredShard]) -> int:
+    """The longest journal that a few restores of these shards can have written; a longer one is not read."""
+    parts = sum(part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards)
+    return _SPARE_BYTES + 4 * parts * len(line(10**9, 10**9, bytes(32)))

@@ -3,41 +3,67 @@
 
 ::
 
-    .NAME.partial-<nonce>/          locked by the restore that works on it
+    .NAME.partial-<nonce>/          mode 0700, locked by the restore that works on it
         files/                      becomes NAME
         journal                     which parts are there; see restore_journal.py
 
-All names are resolved one component at a time, relative to open directories, and through no link, so
-that nobody who may write near the destination can lead the bytes elsewhere.
+All names are resolved one component at a time, relative to open directories, and through no link, so that a
+user who may write near the destination cannot lead the bytes elsewhere.  An interrupted restore is continued
+only if its directory, and every file in it, is ours alone: whoever owned them before would keep the right to
+change what is published.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from swansong import openat
 
 from swansongd import restore_journal
 from swansongd.errors import StagingError, Stopped, StoreError, SwansongError
 from swansongd.model import StoredShard
 from swansongd.restore_journal import Noted
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_APPEND
 _FILES, _JOURNAL = "files", "journal"
 _PARTIAL = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
+_WORKING_MODE = 0o700
 _BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may read what is restored; only its owner may write."""
+
+    file_mode: int
+    gid: int | None = None
+    """Group of everything; None: that of the process."""
+
+    @property
+    def directory_mode(self) -> int:
+        """Who may read the files may enter the directories."""
+        return self.file_mode | (self.file_mode & 0o444) >> 2
+
+    @classmethod
+    def by_umask(cls) -> Access:
+        """As the umask of the process allows, but never writable for others."""
+        with open("/proc/self/status", "rb") as status:
+            mask = next(int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+        return cls(0o644 & ~mask)
 
 
 class RestoredFile:
@@ -79,15 +105,21 @@ class RestoreTarget:
 
     Args:
         destination: where the directory will stand; its parent must be no link.
+        parent_fd: its parent, open; None opens the path, and creates it if need be.
+        access: who may read the result.
 
     Raises:
         StagingError: on entering, when ``destination`` is anything but absent or an empty directory;
             from every method, when the file system refuses.
     """
 
-    def __init__(self, destination: Path) -> None:
+    def __init__(
+        self, destination: Path, *, parent_fd: int | None = None, access: Access | None = None
+    ) -> None:
         self._destination = destination
+        self._access = access or Access.by_umask()
         self._name = ""
+        self._given_parent_fd = parent_fd
         self._parent_fd = -1
         self._partial_fd = -1
         self._files_fd = -1
@@ -99,11 +131,18 @@ class RestoreTarget:
 
     def __enter__(self) -> Self:
         with self._errors():
+            if self._given_parent_fd is not None:
+                self._parent_fd = os.dup(self._given_parent_fd)
             try:
-                mode = os.lstat(self._destination).st_mode
+                found = self._open_destination()
             except FileNotFoundError:
                 return self
-            if not stat.S_ISDIR(mode) or os.listdir(self._destination):
+            except NotADirectoryError:
+                found = None
+            is_free = found is not None and not os.listdir(found)
+            if found is not None:
+                os.close(found)
+            if not is_free:
                 raise StagingError(
                     f"{self._destination} exists and is no empty directory",
                     hint="Name another directory to restore to, or move this one away",
@@ -114,6 +153,16 @@ class RestoreTarget:
                     hint="Name a directory below it",
                 )
         return self
+
+    def _open_destination(self) -> int | None:
+        try:
+            if self._parent_fd >= 0:
+                return openat.open_directory(self._destination.name, dir_fd=self._parent_fd)
+            return openat.open_directory(self._destination)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
 
     def __exit__(
         self,
@@ -147,27 +196,28 @@ class RestoreTarget:
         with self._errors():
             if self._parent_fd < 0:
                 os.makedirs(self._destination.parent, exist_ok=True)
-                self._parent_fd = os.open(self._destination.parent, _DIRECTORY)
+                self._parent_fd = openat.open_directory(self._destination.parent)
             self._discard()
             noted = self._take_over(identity, shards)
             if noted is None:
                 noted = {}
                 self._create()
             self._has_parts = bool(noted)
-            with suppress(FileExistsError):
-                os.mkdir(_FILES, dir_fd=self._partial_fd)
-            self._files_fd = os.open(_FILES, _DIRECTORY, dir_fd=self._partial_fd)
+            self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
             self._check_space(shards)
             for shard in shards:
                 self._make_directories(shard.path)
-                with self._open(shard.path, os.O_CREAT) as fd:
+                with self._open(shard.path, create=True) as fd:
                     os.ftruncate(fd, shard.size_bytes)
             self._writing = {shard.path: threading.Lock() for shard in shards}
-            self._journal_fd = os.open(
-                _JOURNAL, _APPEND | os.O_CREAT, 0o600, dir_fd=self._partial_fd
-            )
-            if not noted:
-                os.ftruncate(self._journal_fd, 0)
+            if noted:
+                self._journal_fd = _open_own(
+                    _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
+                )
+            else:
+                self._journal_fd = openat.create_file(
+                    _JOURNAL, dir_fd=self._partial_fd, flags=_APPEND
+                )
                 os.write(self._journal_fd, restore_journal.first_line(identity))
             return noted
 
@@ -195,6 +245,7 @@ class RestoreTarget:
             for parts in self._directories:
                 with self._directory(parts) as fd:
                     os.fsync(fd)
+            os.fchmod(self._files_fd, self._access.directory_mode)
             os.fsync(self._files_fd)
             os.rename(
                 _FILES,
@@ -208,7 +259,10 @@ class RestoreTarget:
     # ------------------------------------------------------------ the partial directory
 
     def _take_over(self, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
-        """Go on with what a dead restore of the same left; remove what other dead ones left."""
+        """Continue what a dead restore of the same left; remove what other dead ones left.
+
+        A directory that is not ours alone is neither used nor touched.
+        """
         taken: Noted | None = None
         for name in sorted(os.listdir(self._parent_fd)):
             match = _PARTIAL.fullmatch(name)
@@ -216,44 +270,52 @@ class RestoreTarget:
                 continue
             fd = self._locked(name)
             if fd is None:
-                continue  # of a living restore
-            journal = restore_journal.read(_JOURNAL, dir_fd=fd)
-            noted = restore_journal.parse(journal, identity, shards) if taken is None else None
+                continue
+            noted = _journal(fd, identity, shards) if taken is None else None
             if noted:
                 taken = noted
                 self._name, self._partial_fd, self._is_locked = name, fd, True
             else:
-                shutil.rmtree(name, ignore_errors=True, dir_fd=self._parent_fd)
+                self._remove(name, fd)
                 os.close(fd)
         return taken
 
     def _create(self) -> None:
         self._name = f".{self._destination.name}.partial-{secrets.token_hex(8)}"
-        os.mkdir(self._name, dir_fd=self._parent_fd)
-        fd = self._locked(self._name)
-        self._is_locked = fd is not None
-        # Some network file systems lock no directories: then nothing is left here for others to find.
-        self._partial_fd = (
-            fd if fd is not None else os.open(self._name, _DIRECTORY, dir_fd=self._parent_fd)
+        self._partial_fd = openat.make_directory(
+            self._name, dir_fd=self._parent_fd, mode=_WORKING_MODE
         )
+        try:
+            fcntl.flock(self._partial_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # a network file system without locks: nothing is left here for others to find
+        self._is_locked = True
 
     def _locked(self, name: str) -> int | None:
-        """The directory of that name, open and locked; None when a living restore has it."""
+        """The directory of that name, open and locked; None when it is not ours to continue."""
         try:
-            fd = os.open(name, _DIRECTORY, dir_fd=self._parent_fd)
+            fd = openat.open_directory(name, dir_fd=self._parent_fd, owners={os.geteuid()})
         except OSError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it before may have removed it meanwhile, or given it its final name.
-            if os.path.samestat(
-                os.fstat(fd), os.stat(name, dir_fd=self._parent_fd, follow_symlinks=False)
-            ):
-                return fd
+            is_ours = stat.S_IMODE(os.fstat(fd).st_mode) == _WORKING_MODE and not openat.has_acl(fd)
+            if is_ours and set(os.listdir(fd)) <= {_FILES, _JOURNAL}:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its earlier holder may have removed it meanwhile, or given it its final name.
+                if os.path.samestat(
+                    os.fstat(fd), os.stat(name, dir_fd=self._parent_fd, follow_symlinks=False)
+                ):
+                    return fd
         except OSError:
-            pass
+            pass  # of a living restore
         os.close(fd)
         return None
+
+    def _remove(self, name: str, fd: int) -> None:
+        """Remove a directory by its descriptor: the name may be that of another one by now."""
+        with suppress(OSError):
+            openat.empty_directory(fd)
+            os.rmdir(name, dir_fd=self._parent_fd)
 
     def _check_space(self, shards: Sequence[StoredShard]) -> None:
         """Counts what is there already, but only the bytes that really take up space."""
@@ -273,7 +335,7 @@ class RestoreTarget:
 
     def _discard(self) -> None:
         if self._partial_fd >= 0:
-            shutil.rmtree(self._name, ignore_errors=True, dir_fd=self._parent_fd)
+            self._remove(self._name, self._partial_fd)
         self._close()
 
     def _close(self) -> None:
@@ -296,13 +358,20 @@ class RestoreTarget:
             ) from error
 
     @contextmanager
-    def _open(self, path: str, flags: int = 0) -> Iterator[int]:
+    def _open(self, path: str, *, create: bool = False) -> Iterator[int]:
         *parents, name = path.split("/")
         with self._directory(tuple(parents)) as directory:
-            fd = os.open(name, _FILE | flags, 0o666, dir_fd=directory)
+            fd = -1
+            if create:
+                with suppress(FileExistsError):
+                    fd = openat.create_file(
+                        name, dir_fd=directory, mode=self._access.file_mode, flags=os.O_RDWR
+                    )
+            if fd < 0:
+                fd = _open_own(name, _FILE, dir_fd=directory)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StagingError(f"cannot restore to {self._destination}: {path} is no file")
+            if create:
+                self._give_to_group(fd)
             yield fd
         finally:
             os.close(fd)
@@ -312,7 +381,7 @@ class RestoreTarget:
         fd = os.dup(self._files_fd)
         try:
             for part in parts:
-                below = os.open(part, _DIRECTORY, dir_fd=fd)
+                below = openat.open_directory(part, dir_fd=fd, owners={os.geteuid()})
                 os.close(fd)
                 fd = below
             yield fd
@@ -324,18 +393,65 @@ class RestoreTarget:
         for depth in range(1, len(parents) + 1):
             parts = tuple(parents[:depth])
             if parts not in self._directories:
-                with self._directory(parts[:-1]) as above, suppress(FileExistsError):
-                    os.mkdir(parts[-1], dir_fd=above)
+                with self._directory(parts[:-1]) as above:
+                    os.close(self._open_or_make(above, parts[-1], self._access.directory_mode))
                 self._directories.add(parts)
 
+    def _open_or_make(self, parent_fd: int, name: str, mode: int) -> int:
+        try:
+            fd = openat.make_directory(name, dir_fd=parent_fd, mode=mode)
+        except FileExistsError:
+            return openat.open_directory(name, dir_fd=parent_fd, owners={os.geteuid()})
+        self._give_to_group(fd)
+        return fd
 
-def interrupted(parent: Path) -> Path | None:
-    """The destination within ``parent`` of a restore that was not finished, or None.
+    def _give_to_group(self, fd: int) -> None:
+        gid = self._access.gid
+        if gid is not None and os.fstat(fd).st_gid != gid:
+            with suppress(
+                PermissionError
+            ):  # the sandbox forbids it, and has the right group anyway
+                os.fchown(fd, -1, gid)
 
-    Which of several is left open; whether its owner lives is found out by the restore that goes on.
+
+def _open_own(name: str, flags: int, *, dir_fd: int) -> int:
+    """Open a file that an earlier restore of ours made.
+
+    Raises:
+        OSError: it is gone, a link, of another user, or has a second name, through which it may be changed.
     """
-    for name in sorted(os.listdir(parent)):
+    fd = os.open(name, flags, dir_fd=dir_fd)
+    facts = os.fstat(fd)
+    is_ours = facts.st_uid == os.geteuid() and facts.st_nlink == 1 and not facts.st_mode & 0o022
+    if not (stat.S_ISREG(facts.st_mode) and is_ours):
+        os.close(fd)
+        raise openat.UnsafeFileError(name, "is not a file of an earlier restore")
+    return fd
+
+
+def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
+    try:
+        data = openat.read_file(
+            _JOURNAL,
+            dir_fd=fd,
+            max_bytes=restore_journal.max_bytes(shards),
+            owners={os.geteuid()},
+        )
+    except OSError:
+        return None
+    return restore_journal.parse(data, identity, shards)
+
+
+def interrupted(parent_fd: int) -> str | None:
+    """Name of the destination, within an open directory, of a restore that was not finished; or None.
+
+    Which of several is left open; the next restore finds out whether its owner lives.
+    """
+    for name in sorted(os.listdir(parent_fd)):
         match = _PARTIAL.fullmatch(name)
-        if match is not None and not os.path.lexists(parent / match[1]):
-            return parent / match[1]
+        if match is not None:
+            try:
+                os.stat(match[1], dir_fd=parent_fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return match[1]
     return None

@@ -137,6 +137,7 @@ class Service:
         self._state = State(settings=settings, incarnation=self._clerk.incarnation)
         scanner = Scanner(
             self._staging.path,
+            run_fd=self._staging.fd,
             allowed_uids=uids,
             settle_s=config.trainer.settle_s,
             monotonic=time.monotonic,
@@ -145,7 +146,7 @@ class Service:
         self._rejoin = Rejoin(
             self._storage.backend,
             self._storage.keys,
-            self._staging.path,
+            self._staging,
             lambda: self._state,
             self._stop,
         )
@@ -237,6 +238,10 @@ class Service:
             sources=[source.name for source in self._sources],
         )
         self._notifier.ready()
+        # Not before: nothing in staging may keep the daemon from being ready.
+        threading.Thread(
+            target=scan.remove_leftovers, args=(self._staging.fd,), name="leftovers", daemon=True
+        ).start()
         try:
             while self._exit is None:
                 self._turn()
@@ -410,7 +415,7 @@ class Service:
     def _prune(self, directories: tuple[str, ...]) -> None:
         for directory in directories:
             try:
-                scan.remove_set(self._staging.path, directory)
+                scan.remove_set(self._staging.fd, directory)
             except StagingError as error:
                 _log.warning("not_pruned", directory=directory, error=error.line())
             else:
@@ -438,12 +443,7 @@ class Service:
                 self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
-            if message.generation >= 0:
-                self._rejoin.start_from(message, reply)
-            elif message.rollback:
-                self._rejoin.start_rollback(message, reply, self._post)
-            else:
-                self._rejoin.start(message.query_id, reply)
+            self._rejoin.ask(message, reply, self._post)
 
     def _leave(self, order: Exit) -> int:
         """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""

@@ -86,7 +86,7 @@ class Storage:
         self.flush = FlushEngine(
             data_store,
             self.keys,
-            staging.path,
+            staging.fd,
             self._post_flush,
             journal=journal,
             nonce=lambda: secrets.token_hex(4),

@@ -416,8 +416,9 @@ def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not
 ) -> None:
     """One restore waits in the middle while another to the same place runs through."""
     dead = to.parent / ".here.partial-0123456789abcdef"
-    dead.mkdir(parents=True)
-    (dead / "model.pt").write_bytes(b"half")
+    (dead / "files").mkdir(parents=True)
+    dead.chmod(0o700)
+    (dead / "files" / "model.pt").write_bytes(b"half")
     other = to.parent / ".there.partial-0123456789abcdef"
     other.mkdir()
     go_on = threading.Event()

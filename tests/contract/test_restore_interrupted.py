@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from as_user import GROUP, MEMBER, place_for_all
 from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, tree
 from contract.store_backends import retrying
 from hypothesis import HealthCheck, given, settings
@@ -324,6 +327,98 @@ def test_space_is_needed_only_for_what_is_not_there(
     else:
         with pytest.raises(StagingError, match=r"needs \d+ bytes"):
             restore(store, KEYS, to)
+
+
+# ---------------------------------------------------------------- planted by others
+
+
+@pytest.mark.fault("S24", "G11")
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+def test_a_partial_restore_of_another_user_is_neither_used_nor_touched(store: FileStore) -> None:
+    """Its owner would keep write access to what is published."""
+    with place_for_all(0, mode=0o1777) as shared:
+        to = shared / "here"
+        partial = cut_off_in(store, to)
+        for path in (partial, *partial.rglob("*")):
+            os.chown(path, MEMBER, GROUP)
+        before = tree(partial)
+        got = restore(store, KEYS, to)
+        assert got.reused_bytes == 0
+        assert {path.stat().st_uid for path in (to, *to.rglob("*"))} == {os.geteuid()}
+        assert tree(partial) == before
+        assert tree(to) == NEW
+
+
+@pytest.mark.fault("S24", "S3")
+def test_a_hard_link_among_the_files_left_is_not_written(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """The other name of the file keeps its bytes."""
+    partial = cut_off(tmp_path, to, 7)
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    (partial / "files" / "small").unlink()
+    os.link(precious, partial / "files" / "small")
+    with pytest.raises(StagingError, match="not a file of an earlier restore"):
+        restore(store, KEYS, to)
+    assert precious.read_bytes() == b"precious"
+
+
+@pytest.mark.fault("S24")
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o755])
+def test_a_partial_restore_that_others_may_enter_is_not_continued(
+    store: FileStore, tmp_path: Path, to: Path, mode: int
+) -> None:
+    """The daemon makes its own with mode 0700: another mode means another maker."""
+    partial = cut_off(tmp_path, to, 7)
+    partial.chmod(mode)
+    got = restore(store, KEYS, to)
+    assert (got.reused_bytes, tree(to)) == (0, NEW)
+    assert partial.exists()
+
+
+@pytest.mark.fault("S7")
+def test_a_giant_journal_is_not_read(store: FileStore, tmp_path: Path, to: Path) -> None:
+    """2 GiB of holes cost neither memory nor time: the restore begins again."""
+    partial = cut_off(tmp_path, to, 7)
+    os.truncate(partial / "journal", 2 * 2**30)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    got, _ = resumed(tmp_path, to)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert (got.reused_bytes, tree(to)) == (0, NEW)
+    assert grown_kib < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("umask", "modes"),
+    [(0o000, (0o755, 0o644)), (0o027, (0o750, 0o640)), (0o077, (0o700, 0o600))],
+)
+def test_only_the_owner_can_write_what_was_restored(
+    store: FileStore, to: Path, umask: int, modes: tuple[int, int]
+) -> None:
+    """The umask decides who may read."""
+    before = os.umask(umask)
+    try:
+        restore(store, KEYS, to)
+    finally:
+        os.umask(before)
+    paths = (to, to / "deep", to / "model.pt", to / "deep" / "optim.pt")
+    found = [stat.S_IMODE(path.stat().st_mode) for path in paths]
+    assert found == [modes[0], modes[0], modes[1], modes[1]]
+
+
+def cut_off_in(store: FileStore, to: Path) -> Path:
+    """As :func:`cut_off`, for a store that is at hand."""
+    stop = threading.Event()
+
+    def enough(done_bytes: int, _total_bytes: int) -> None:
+        if done_bytes >= 3 * PART_SIZE_BYTES:
+            stop.set()
+
+    with pytest.raises(Stopped):
+        restore(store, KEYS, to, connections=1, progress=enough, stop=stop)
+    (partial,) = to.parent.glob(f".{to.name}.partial-*")
+    return partial
 
 
 # ---------------------------------------------------------------- every backend

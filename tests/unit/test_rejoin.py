@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,14 @@ import pytest
 from odd_store import OddStore
 from story import Story, a_set
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansongd import rejoin as rejoin_module
 from swansongd.core.events import Event, RolledBack, TrainerJoined
 from swansongd.core.state import State
 from swansongd.errors import Permanent
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef, Staged, TrainerView
 from swansongd.rejoin import BUDGET_S, Rejoin
+from swansongd.staging.prepare import prepare
 from waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
@@ -31,8 +35,9 @@ class Vm:
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
         self.store = committed.file_store(self.bucket)
-        self.staging = directory / "staging"
-        self.staging.mkdir()
+        (directory / "staging").mkdir()
+        self.run = prepare(directory / "staging", "r")
+        self.staging = self.run.path
         self.state: State = Story().state
 
     def knows(
@@ -53,12 +58,12 @@ class Vm:
         return self.bucket / made.shards[0].key
 
     def rejoin(self) -> Rejoin:
-        return Rejoin(self.store, RunKeys("r"), self.staging, lambda: self.state, threading.Event())
+        return Rejoin(self.store, RunKeys("r"), self.run, lambda: self.state, threading.Event())
 
     def ask(self) -> Restored:
         """The answer of a daemon that has just started: none that it gave before stands."""
         answers: queue.Queue[Message] = queue.Queue()
-        self.rejoin().start("q1", answers.put)
+        self.rejoin().ask(RestoreQuery("q1"), answers.put, lambda _: None)
         return self.answer(answers)
 
     def go_back(
@@ -67,7 +72,7 @@ class Vm:
         answers: queue.Queue[Message] = queue.Queue()
         posted: list[Event] = []
         query = RestoreQuery("q1", rollback=number, before_step=before_step)
-        (rejoin or self.rejoin()).start_rollback(query, answers.put, posted.append)
+        (rejoin or self.rejoin()).ask(query, answers.put, posted.append)
         return self.answer(answers), posted
 
     def answer(self, answers: queue.Queue[Message]) -> Restored:
@@ -283,7 +288,7 @@ def test_what_was_chosen_is_given_when_the_new_incarnation_has_begun(vm: Vm) -> 
     answers: queue.Queue[Message] = queue.Queue()
     rejoin = vm.rejoin()
     query = RestoreQuery("q1", generation=1, step=10, incarnation="session~1")
-    rejoin.start_from(query, answers.put)
+    rejoin.ask(query, answers.put, lambda _: None)
     with pytest.raises(queue.Empty):
         answers.get(timeout=0.3)
     job.begins("session~1")
@@ -293,15 +298,104 @@ def test_what_was_chosen_is_given_when_the_new_incarnation_has_begun(vm: Vm) -> 
 def test_an_incarnation_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
     """The job was started anew: an error, within the time in which trainers expect an answer."""
     SeveralVms(vm)
-    times = iter([0.0, BUDGET_S + 1, BUDGET_S + 1])
+    now_s = [0.0]
     rejoin = Rejoin(
         vm.store,
         RunKeys("r"),
-        vm.staging,
+        vm.run,
         lambda: vm.state,
         threading.Event(),
-        monotonic=lambda: next(times),
+        monotonic=lambda: now_s[0],
     )
     answers: queue.Queue[Message] = queue.Queue()
-    rejoin.start_from(RestoreQuery("q1", generation=1, step=10, incarnation="other"), answers.put)
-    assert "started anew" in vm.answer(answers).error
+    query = RestoreQuery("q1", generation=1, step=10, incarnation="other")
+    rejoin.ask(query, answers.put, lambda _: None)
+    now_s[0] = BUDGET_S + 1
+    assert "started again" in vm.answer(answers).error
+
+
+# ---------------------------------------------------------------- hostile trainers
+
+
+@pytest.mark.fault("S24")
+def test_a_link_in_the_place_of_the_restored_directory_is_moved_aside(
+    vm: Vm, tmp_path: Path
+) -> None:
+    """Nothing is written or deleted behind it; the trainer gets its checkpoint all the same."""
+    precious = tmp_path / "precious"
+    (precious / "directory").mkdir(parents=True)
+    (precious / "directory" / "file").write_text("precious")
+    partial = precious / ".0123abcd.partial-0123456789abcdef"
+    partial.mkdir()
+    (vm.staging / RESTORED_DIRECTORY).symlink_to(precious)
+    vm.commit(100)
+    answer = vm.ask()
+    assert answer.error == ""
+    assert committed.tree(Path(answer.path)) == FILES
+    assert not (vm.staging / RESTORED_DIRECTORY).is_symlink()
+    vm.ask()
+    assert sorted(path.name for path in precious.iterdir()) == [partial.name, "directory"]
+    assert (precious / "directory" / "file").read_text() == "precious"
+
+
+@pytest.mark.fault("S12", "S24")
+def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
+    """A flood of queries makes no threads; those above the limit are refused at once, by name."""
+    vm.commit(100)
+    rejoin = vm.rejoin()
+    threads = threading.active_count()
+    answers: queue.Queue[Message] = queue.Queue()
+    held = RestoreQuery("held", generation=1, step=100, incarnation="never begins")
+    for _ in range(rejoin_module.QUERIES_MAX):
+        rejoin.ask(held, answers.put, lambda _: None)
+    rejoin.ask(RestoreQuery("one too many"), answers.put, lambda _: None)
+    answer = answers.get(timeout=20)
+    assert isinstance(answer, Restored)
+    assert (answer.query_id, "wait already" in answer.error) == ("one too many", True)
+    assert threading.active_count() <= threads + 1
+
+
+def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
+    """Its query may be so long that no reply fits a message: the others get theirs."""
+    vm.commit(100)
+    rejoin = vm.rejoin()
+
+    def broken(_: Message) -> None:
+        raise ValueError("the message is too large")
+
+    answers: queue.Queue[Message] = queue.Queue()
+    rejoin.ask(RestoreQuery("q0"), broken, lambda _: None)
+    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 100
+
+
+def test_a_query_that_must_wait_holds_up_no_other(vm: Vm) -> None:
+    """An incarnation that never begins is waited for beside the queue, not in front of it."""
+    vm.commit(100)
+    rejoin = vm.rejoin()
+    answers: queue.Queue[Message] = queue.Queue()
+    waiting = RestoreQuery("q0", generation=1, step=100, incarnation="never begins")
+    rejoin.ask(waiting, lambda _: None, lambda _: None)
+    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 100
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o007, 0o077])
+def test_only_the_daemon_can_change_what_was_restored(vm: Vm, umask: int) -> None:
+    """Files 0640 and directories 0750, whatever the umask of the daemon is."""
+    committed.commit(vm.store, {"deep/er/file": b"1", "top": b"2"}, step=100)
+    before = os.umask(umask)
+    try:
+        answer = vm.ask()
+    finally:
+        os.umask(before)
+    top = Path(answer.path)
+    modes = {
+        str(path.relative_to(top.parent.parent)): oct(stat.S_IMODE(path.stat().st_mode))
+        for path in (top.parent, top, *top.rglob("*"))
+    }
+    found = {name.removeprefix(f"restored/{top.name}"): mode for name, mode in modes.items()}
+    assert found == {
+        "restored": "0o750", "": "0o750", "/top": "0o640",
+        "/deep": "0o750", "/deep/er": "0o750", "/deep/er/file": "0o640",
+    }  # fmt: skip

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from committed import commit, file_store, tree
-from swansong.protocol import Message, Restored, Restoring
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd import rejoin
 from swansongd.core.state import Settings, State
 from swansongd.keys import RunKeys
 from swansongd.rejoin import Rejoin
+from swansongd.staging.prepare import prepare
 from swansongd.stores.base import Sink
 from swansongd.stores.files import FileStore
 from waiting import until
@@ -43,13 +44,13 @@ class Asked:
         file_store(tmp_path / "store")
         self.store = Held(f"file://{tmp_path / 'store'}")
         self.now_s = 1000.0
-        self.run_directory = tmp_path / "staging" / "r"
-        self.run_directory.mkdir(parents=True)
+        (tmp_path / "staging").mkdir()
+        self.run = prepare(tmp_path / "staging", "r")
         state = State(settings=Settings(reserve_s=1.0, signals_trainer=False))
         self.rejoin = Rejoin(
             self.store,
             RunKeys("r"),
-            self.run_directory,
+            self.run,
             lambda: state,
             threading.Event(),
             monotonic=lambda: self.now_s,
@@ -58,7 +59,7 @@ class Asked:
     def ask(self, query_id: str) -> Callable[[], Message]:
         """Ask, and return what brings the next reply."""
         replies: queue.Queue[Message] = queue.Queue()
-        self.rejoin.start(query_id, replies.put)
+        self.rejoin.ask(RestoreQuery(query_id), replies.put, lambda _: None)
         return lambda: replies.get(timeout=20)
 
     def answer(self, query_id: str) -> Restored:

@@ -67,7 +67,7 @@ def test_a_file_alone_is_a_set(run: Path) -> None:
     (run / "step=5.ckpt").write_bytes(b"abcd")
     assert not scan.same_listing(run, one)
     scan.remove_set(run, one.directory)
-    assert sorted(os.listdir(run)) == ["set"]
+    assert visible(run) == ["set"]
 
 
 def _symlink(at: Path) -> None:
@@ -313,12 +313,13 @@ def test_removing_a_set_removes_nothing_else(run: Path) -> None:
     os.mkfifo(run / "set" / "fifo")
     scan.remove_set(run, "set")
     scan.remove_set(run, "set")
-    assert os.listdir(run) == []
+    assert visible(run) == []
     assert (outside / "keep").read_bytes() == b"1"
     (run / "linked").symlink_to(outside)
     scan.remove_set(run, "linked")
     assert (outside / "keep").exists()
-    assert os.listdir(run) == []
+    assert visible(run) == []
+    assert os.listdir(run / scan.OWN_DIRECTORY) == []
 
 
 def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +332,37 @@ def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.Mon
         patch.setattr(os, "unlink", interrupted)
         with pytest.raises(StagingError):
             scan.remove_set(run, "set")
-    assert os.listdir(run) == [".removing.set"]
+    assert visible(run) == []
+    assert len(os.listdir(run / scan.OWN_DIRECTORY)) == 1
     scan.remove_leftovers(run)
-    assert os.listdir(run) == []
+    assert os.listdir(run / scan.OWN_DIRECTORY) == []
+
+
+@pytest.mark.fault("S7", "D12")
+def test_only_the_daemons_own_leftovers_are_removed(run: Path) -> None:
+    """A directory of a trainer that is named like a leftover stays, however deep it is."""
+    write_files(run / ".removing.x", {"a/b/c": b"1"})
+    write_files(run / "0123456789abcdef.removing", {"a/b/c": b"1"})
+    scan.remove_leftovers(run)
+    assert sorted(os.listdir(run)) == [
+        ".removing.x", ".swansongd", "0123456789abcdef.removing", "set",
+    ]  # fmt: skip
+
+
+def test_a_set_of_too_many_directories_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty directories count as well: a walk is bounded by them, not by the files alone."""
+    monkeypatch.setattr(scan, "DIRECTORIES_MAX", 50)
+    for number in range(60):
+        (run / "set" / f"d{number}").mkdir()
+    with pytest.raises(StagingError, match="more than 50 directories"):
+        listing(run)
+
+
+def visible(run: Path) -> list[str]:
+    """What lies in the staging directory of the run, besides the daemon's own."""
+    return sorted(name for name in os.listdir(run) if name != scan.OWN_DIRECTORY)
 
 
 names = st.text(alphabet="abcXYZ019_+=@,.- ", min_size=1, max_size=12).filter(protocol.is_safe_path)
@@ -372,4 +401,4 @@ def test_any_tree_is_listed_read_and_removed_whole(
         assert os.read(fd, 100) == planted[file.path]
         os.close(fd)
     scan.remove_set(run, "set")
-    assert os.listdir(run) == []
+    assert visible(run) == []

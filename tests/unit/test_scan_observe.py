@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,9 +20,11 @@ from pathlib import Path
 
 import pytest
 from staged import ME, write_files, write_set
-from structlog.testing import CapturingLogger
+from structlog.testing import CapturingLogger, capture_logs
+from swansong import openat
 from swansongd.core.events import Event, Scanned
 from swansongd.errors import StagingError
+from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
@@ -180,7 +183,9 @@ def count_scans(scanner: Scanner) -> list[None]:
 EXHAUSTED = """
 import ctypes, json, os, sys, time
 from pathlib import Path
-from structlog.testing import CapturingLogger
+from structlog.testing import CapturingLogger, capture_logs
+from swansong import openat
+from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.seal import Scanner
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
@@ -265,7 +270,7 @@ def test_one_daemon_holds_a_run(tmp_path: Path) -> None:
 def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
     """A child of the daemon does not hold the run when the daemon has ended."""
     held = prepare(tmp_path, "r1")
-    assert fcntl.fcntl(held.lock_fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    assert fcntl.fcntl(held.own_fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     held.release()
 
 
@@ -280,15 +285,19 @@ def test_staging_itself_is_never_made(tmp_path: Path) -> None:
 
 @pytest.mark.fault("S1", "S6")
 def test_the_directory_of_a_run_is_no_link(tmp_path: Path) -> None:
-    """Neither the run nor the daemon's own directory may be a way to elsewhere."""
+    """Neither the run nor the daemon's own directory may be a way to elsewhere.
+
+    The former ends the start; a link in the place of the latter is moved aside, for trainers can make it.
+    """
     outside = write_files(tmp_path / "outside", {"a": b"1"})
     (tmp_path / "r1").symlink_to(outside)
     with pytest.raises(StagingError):
         prepare(tmp_path, "r1")
     (tmp_path / "r2").mkdir()
     (tmp_path / "r2" / ".swansongd").symlink_to(outside)
-    with pytest.raises(StagingError):
-        prepare(tmp_path, "r2")
+    held = prepare(tmp_path, "r2")
+    assert not held.own.is_symlink()
+    held.release()
     for run in ("..", ".", "", "a/b", "/etc", ".hidden"):
         with pytest.raises(StagingError, match="name of a directory"):
             prepare(tmp_path, run)
@@ -322,7 +331,57 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.fault("D12")
 def test_half_removed_sets_go_at_the_start(tmp_path: Path) -> None:
     """What an interrupted removal left behind is gone after the next start; sets stay."""
-    write_files(tmp_path / "r1" / ".removing.step-1", {"a/b": b"1"})
+    write_files(tmp_path / "r1" / ".swansongd" / "0123456789abcdef.removing", {"a/b": b"1"})
     write_set(tmp_path / "r1")
-    prepare(tmp_path, "r1").release()
+    held = prepare(tmp_path, "r1")
+    scan.remove_leftovers(held.fd)
     assert sorted(os.listdir(tmp_path / "r1")) == [".swansongd", "step-000000000005.abc"]
+    assert os.listdir(held.own) == []
+    held.release()
+
+
+def test_a_deep_tree_does_not_keep_the_daemon_from_starting(tmp_path: Path) -> None:
+    """1,500 levels: the start passes them by, and their removal needs no stack."""
+    prepare(tmp_path, "r1").release()
+    for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
+        fd = openat.open_directory(parent)
+        for name in ["0123456789abcdef.removing", *["x"] * 1500]:
+            below = openat.make_directory(name, dir_fd=fd, mode=0o700)
+            os.close(fd)
+            fd = below
+        os.close(fd)
+    held = prepare(tmp_path, "r1")
+    scan.remove_leftovers(held.fd)
+    assert os.listdir(held.own) == []
+    assert (tmp_path / "r1" / "0123456789abcdef.removing").exists()
+    held.release()
+
+
+@pytest.mark.fault("D02")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_does_not_keep_the_daemon_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No space and no inodes: the daemon starts, and says so."""
+    prepare(tmp_path, "r1").release()
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(openat, "create_file", full)
+    with capture_logs() as lines:
+        prepare(tmp_path, "r1").release()
+    assert [line["event"] for line in lines] == ["staging_full"]
+
+
+def test_a_foreign_entry_is_moved_aside_and_reported(tmp_path: Path) -> None:
+    """A file in the place of the daemon's own directory is neither used nor lost."""
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / ".swansongd").write_text("planted")
+    with capture_logs() as lines:
+        held = prepare(tmp_path, "r1")
+    (line,) = lines
+    assert line["event"] == "staging_entry_displaced"
+    assert (held.path / line["to"]).read_text() == "planted"
+    assert stat.S_IMODE(held.own.stat().st_mode) == 0o700
+    held.release()

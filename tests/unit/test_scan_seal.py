@@ -243,7 +243,7 @@ def test_a_torn_set_is_rejected_with_its_reason(
         ({"run": "other"}, "belongs to run 'other'"),
         ({"kind": "weird"}, "unknown kind 'weird'"),
         ({"world_size": 3}, "makes no sense"),
-        ({"local_world_size": 0}, "makes no sense"),
+        ({"local_world_size": 0}, "2 of 0 rank manifests"),
         ({"node": 1}, "makes no sense"),
         ({"version": 9}, "version 9"),
         ({"files": [FileEntry("../../etc/shadow", 1)]}, "names the path"),
@@ -458,3 +458,96 @@ def test_asking_for_writers_harms_neither_side(run: Path) -> None:
         signal.signal(signal.SIGIO, handler)
     assert False in answers
     assert ended == []
+
+
+# ---------------------------------------------------------------- hostile sets
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "NaN", '"high"', "[1]", "true"])
+def test_a_metric_that_is_not_a_number_voids_its_set_alone(
+    run: Path, scanner: Scanner, value: str
+) -> None:
+    """An integer of 400 digits cannot become a float: that set is rejected, and the others are found."""
+    write_set(run, 5, "good")
+    bad = write_set(run, 6, "bad") / "rank-00000.json"
+    text = bad.read_text()
+    assert '"health": {}' in text
+    bad.write_text(text.replace('"health": {}', f'"health": {{"loss": {value}}}'))
+    scanned = scanner.scan()
+    assert [staged.id.step for staged in scanned.staged] == [5]
+    assert [name for name, _ in scanned.rejected] == [bad.parent.name]
+
+
+def test_a_fault_in_one_set_does_not_hide_the_others(
+    run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even an error that no check foresaw concerns one set only."""
+    write_set(run, 5, "good")
+    write_set(run, 6, "bad")
+    listing = scan.listing
+
+    def faulty(run_fd: int, name: str, *arguments: object, **options: object) -> object:
+        if name.endswith("bad"):
+            raise ZeroDivisionError("unforeseen")
+        return listing(run_fd, name, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scan, "listing", faulty)
+    scanned = scanner.scan()
+    assert [staged.id.step for staged in scanned.staged] == [5]
+    ((_, reason),) = scanned.rejected
+    assert "ZeroDivisionError" in reason
+
+
+@pytest.mark.fault("S7")
+def test_rank_manifests_are_counted_before_they_are_read(
+    run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set with 200 manifests where one rank wrote is rejected after the first of them."""
+    directory = write_set(run, ranks=1)
+    for rank in range(1, 200):
+        (directory / f"rank-{rank:05d}.json").write_bytes(b"[" * 1000)
+    read: list[str] = []
+    open_file = scan.open_file
+
+    def counting(run_fd: int, name: str, file: StagedFile) -> int:
+        read.append(file.path)
+        return open_file(run_fd, name, file)
+
+    monkeypatch.setattr(scan, "open_file", counting)
+    assert "200 of 1 rank manifests" in why_rejected(scanner)
+    assert read == ["rank-00000.json"]
+
+
+@pytest.mark.fault("S7")
+def test_manifests_have_a_limit_together(
+    run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be large, but not all of them: memory is bounded by the set."""
+    monkeypatch.setattr(seal, "MANIFESTS_MAX_BYTES", 300)
+    write_set(run, ranks=2)
+    assert "over 300 bytes together" in why_rejected(scanner)
+
+
+@pytest.mark.fault("S7")
+def test_only_the_newest_sets_are_examined(
+    run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too many entries the newest by step count, and one line reports the rest."""
+    monkeypatch.setattr(seal, "SETS_MAX", 3)
+    for step in range(1, 6):
+        write_set(run, step)
+    scanned = scanner.scan()
+    assert [staged.id.step for staged in scanned.staged] == [3, 4, 5]
+    ((name, reason),) = scanned.rejected
+    assert (name, "oldest are passed over" in reason) == (seal.ALL, True)
+
+
+@pytest.mark.fault("S14")
+def test_many_rejections_are_few_lines(run: Path, scanner: Scanner) -> None:
+    """Each rejection is a line of the log: at most 20 of one scan, and one for the rest."""
+    for step in range(60):
+        (run / protocol.sealed_name(step, "empty")).mkdir()
+    scanned = scanner.scan()
+    assert len(scanned.rejected) == seal.REJECTIONS_MAX + 1
+    assert scanned.rejected[-1] == (seal.ALL, "more entries are not sound")

@@ -23,7 +23,7 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Non-blocking: a FIFO under the name of a file must not hold the reader."""
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 REMOVED_ENTRIES_MAX = 1_000_000
-"""Limit of :func:`remove_tree`: a process that keeps adding entries must not hold the remover for ever."""
+"""Limit of :func:`empty_directory`: a process that keeps adding entries must not hold the caller for ever."""
 _ACL = "system.posix_acl_access"
 _DEFAULT_ACL = "system.posix_acl_default"
 
@@ -180,14 +180,11 @@ def write_all(fd: int, data: bytes) -> None:
 def remove_tree(name: str, *, dir_fd: int) -> None:
     """Remove a file, a link, or a directory with all that it contains.  Removing nothing is no error.
 
-    Neither the depth nor the size of the tree matters: deep directories are moved to the top of the tree
-    instead of being descended into, so that two descriptors suffice.
-
     Raises:
         OSError: something cannot be removed, or other processes add entries faster than they go.
     """
     try:
-        top_fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+        fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -196,15 +193,28 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
         os.unlink(name, dir_fd=dir_fd)
         return
     try:
-        left = REMOVED_ENTRIES_MAX
-        while left > 0:
-            removed = _remove_level(top_fd)
-            if not removed:
-                break
-            left -= removed
+        empty_directory(fd)
     finally:
-        os.close(top_fd)
+        os.close(fd)
     os.rmdir(name, dir_fd=dir_fd)
+
+
+def empty_directory(fd: int) -> None:
+    """Remove all entries of an open directory.
+
+    Neither the depth nor the size of the tree matters: deep directories are moved to the top instead of
+    being descended into, so that two descriptors suffice.
+
+    Raises:
+        OSError: something cannot be removed, or other processes add entries faster than they go.
+    """
+    left = REMOVED_ENTRIES_MAX
+    while left > 0:
+        removed = _remove_level(fd)
+        if not removed:
+            return
+        left -= removed
+    raise OSError(errno.EBUSY, f"more than {REMOVED_ENTRIES_MAX} entries")
 
 
 def _remove_level(top_fd: int) -> int:
@@ -265,6 +275,17 @@ def drop_acls(fd: int) -> None:
         except OSError as error:
             if error.errno not in (errno.ENODATA, errno.ENOTSUP):
                 raise
+
+
+def displace(name: str, *, dir_fd: int) -> str:
+    """Move what has no business under this name out of the way; returns its new, hidden name.
+
+    Raises:
+        OSError: the directory does not let us, or the entry is gone.
+    """
+    hidden = f".displaced.{secrets.token_hex(8)}"
+    os.rename(name, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    return hidden
 
 
 def _checked(fd: int, name: str, owners: Collection[int] | None) -> int:

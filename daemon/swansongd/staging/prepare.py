@@ -1,124 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the staging directory of a run ready, and holds it for one daemon alone."""
+"""Prepares the staging directory of a run, and holds it for one daemon alone."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swansong import protocol
+import structlog
+from swansong import openat, protocol
 
 from swansongd.errors import StagingError
-from swansongd.staging import scan
+from swansongd.staging import acl
+from swansongd.staging.scan import OWN_DIRECTORY
 
-OWN_DIRECTORY = ".swansongd"
-"""The daemon's own, below the staging directory of the run: lock and upload journal."""
 RUN_DIRECTORY_MODE = 0o1770
-"""Trainers come in by the group; the sticky bit keeps them from renaming what is the daemon's."""
+"""Trainers enter by their group; the sticky bit keeps them from renaming what belongs to others."""
+RESTORED_DIRECTORY_MODE = 0o750
+_ATTEMPTS = 3
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The staging directory of a run, held until :meth:`release` or the end of the process."""
+    """The staging directory of a run, held until :meth:`release` or the end of the process.
+
+    All work goes through the descriptors: the path is for messages, and for the trainers.
+    """
 
     path: Path
-    lock_fd: int
+    fd: int
+    own_fd: int
+    """The daemon's own directory, mode 0700, which it holds a lock on."""
 
     @property
     def own(self) -> Path:
-        """Where the daemon keeps its own state; nobody else may look in."""
+        """Path of the daemon's own directory."""
         return self.path / OWN_DIRECTORY
 
     def release(self) -> None:
         """Let another daemon have it."""
-        os.close(self.lock_fd)
+        os.close(self.fd)
+        os.close(self.own_fd)
 
 
 def prepare(staging: Path, run: str) -> RunDirectory:
-    """Create ``<staging>/<run>`` and the daemon's own directory in it, and lock them.
+    """Create ``<staging>/<run>`` and the daemon's own directory in it, and lock the latter.
 
     The staging directory itself must exist: were a mount missing, the root disk would fill up instead.
+    Foreign entries under the names that the daemon needs are moved aside.  A full disk is no error.
 
     Raises:
-        StagingError: it is missing, not writable, not ours, or another daemon holds it.
+        StagingError: it is missing, not writable, belongs to another user, or another daemon holds it.
     """
     if "/" in run or run.startswith(".") or not protocol.is_safe_path(run):
         raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
-        staging_fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        staging_fd = openat.open_directory(staging)
     try:
         with _explained(path, "let the daemon's user write to the staging directory"):
-            run_fd = _own_directory(staging_fd, run, RUN_DIRECTORY_MODE, {0, os.geteuid()})
+            run_fd = _open_run(staging_fd, run)
     finally:
         os.close(staging_fd)
     try:
         with _explained(path, "let the daemon's user write there"):
-            own_fd = _own_directory(run_fd, OWN_DIRECTORY, 0o700, {os.geteuid()})
+            own_fd = open_own(run_fd, OWN_DIRECTORY, 0o700)
             try:
-                lock_fd = _lock(own_fd, path)
-            finally:
-                os.close(own_fd)
-            try:
-                _probe(run_fd)
-                scan.remove_leftovers(run_fd)
+                _lock(own_fd, path)
+                _probe(own_fd, path)
             except BaseException:
-                os.close(lock_fd)
+                os.close(own_fd)
                 raise
-    finally:
+    except BaseException:
         os.close(run_fd)
-    return RunDirectory(path, lock_fd)
+        raise
+    return RunDirectory(path, run_fd, own_fd)
 
 
-def _own_directory(parent_fd: int, name: str, mode: int, owners: set[int]) -> int:
-    is_new = True
+def open_restored(run_fd: int) -> int:
+    """Open the directory for restored checkpoints: trainers read there, and only the daemon writes.
+
+    Raises:
+        OSError: it can be neither opened nor created.
+    """
+    return open_own(run_fd, protocol.RESTORED_DIRECTORY, RESTORED_DIRECTORY_MODE)
+
+
+def open_own(run_fd: int, name: str, mode: int) -> int:
+    """Open a directory of the daemon's in the staging directory of the run, creating it if need be.
+
+    A link, a file, or a directory of another user under that name is moved aside, never followed.
+
+    Raises:
+        OSError: the file system refused, or another process keeps putting something there.
+    """
+    for _ in range(_ATTEMPTS):
+        with suppress(FileExistsError):
+            return openat.make_directory(name, dir_fd=run_fd, mode=mode)
+        try:
+            fd = openat.open_directory(name, dir_fd=run_fd, owners={os.geteuid()})
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            is_foreign = isinstance(error, openat.UnsafeFileError)
+            if not is_foreign and error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            hidden = openat.displace(name, dir_fd=run_fd)
+            _log.warning("staging_entry_displaced", name=name, to=hidden, reason=str(error))
+            continue
+        try:
+            if os.fstat(fd).st_mode & 0o7777 != mode or openat.has_acl(fd):
+                openat.drop_acls(fd)
+                os.fchmod(fd, mode)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    raise FileExistsError(errno.EEXIST, "other processes keep taking the name", name)
+
+
+def _open_run(staging_fd: int, run: str) -> int:
+    before = os.umask(0)  # a later fchmod could not keep the inherited setgid bit in the sandbox
     try:
-        os.mkdir(name, mode, dir_fd=parent_fd)
+        os.mkdir(run, RUN_DIRECTORY_MODE, dir_fd=staging_fd)
+        is_new = True
     except FileExistsError:
         is_new = False
-    directory_fd = os.open(name, scan.DIRECTORY_FLAGS, dir_fd=parent_fd)
+    finally:
+        os.umask(before)
     try:
-        facts = os.fstat(directory_fd)
-        if facts.st_uid not in owners:
-            raise StagingError(
-                f"{name} in staging belongs to user id {facts.st_uid}",
-                hint="remove it, or give it to the daemon's user",
-            )
-        if is_new and facts.st_mode & 0o7777 & mode != mode:  # the umask took something away
-            os.fchmod(directory_fd, facts.st_mode & 0o7777 | mode)
+        run_fd = openat.open_directory(run, dir_fd=staging_fd, owners={0, os.geteuid()})
+    except openat.UnsafeFileError as error:
+        raise StagingError(
+            f"the staging directory of the run cannot be used: {error.strerror}",
+            hint="remove it, or give it to the daemon's user",
+        ) from None
+    try:
+        facts = os.fstat(run_fd)
+        if facts.st_uid == os.geteuid():
+            _admit_trainers(run_fd, facts.st_mode & 0o7777, is_new=is_new)
     except BaseException:
-        os.close(directory_fd)
+        os.close(run_fd)
         raise
-    return directory_fd
+    return run_fd
 
 
-def _lock(own_fd: int, path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock_fd = os.open("lock", flags, 0o600, dir_fd=own_fd)
+def _admit_trainers(run_fd: int, mode: int, *, is_new: bool) -> None:
+    """Let the group create entries, and let the daemon prune what is created."""
+    if is_new and mode & RUN_DIRECTORY_MODE != RUN_DIRECTORY_MODE:
+        mode |= RUN_DIRECTORY_MODE
+    if mode & 0o022:
+        mode = (mode | 0o1000) & ~0o002
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        openat.drop_acls(run_fd)
+        acl.set_default(run_fd, os.geteuid())
+    except OSError as error:
+        _log.warning(
+            "staging_without_acl",
+            reason=error.strerror,
+            hint="Use ext4, XFS, Btrfs or tmpfs for staging, or run the trainer as the daemon's user;"
+            " otherwise the daemon cannot prune the sets of other users",
+        )
+    if os.fstat(run_fd).st_mode & 0o7777 != mode:
+        try:
+            os.fchmod(run_fd, mode)
+        except PermissionError:  # the sandbox refuses the setgid bit, which the ACL does not need
+            os.fchmod(run_fd, mode & ~0o2000)
+
+
+def _lock(own_fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(own_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(lock_fd)
         raise StagingError(
             f"another swansongd works in {path}", hint="stop it, or give this one another run"
         ) from None
-    except BaseException:
-        os.close(lock_fd)
-        raise
-    return lock_fd
 
 
-def _probe(run_fd: int) -> None:
-    name = f".probe-{os.getpid()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=run_fd)  # of a process that was killed right here
-    os.close(os.open(name, flags, 0o600, dir_fd=run_fd))
-    os.unlink(name, dir_fd=run_fd)
+def _probe(own_fd: int, path: Path) -> None:
+    """Show that files can be created; a disk without space or inodes is reported, and no reason to stop."""
+    name = f"probe-{secrets.token_hex(8)}"
+    try:
+        os.close(openat.create_file(name, dir_fd=own_fd))
+        os.unlink(name, dir_fd=own_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _log.warning(
+            "staging_full",
+            staging=str(path),
+            reason=error.strerror,
+            hint="Make room: trainers cannot save there, and a restarted daemon sends again what it has sent",
+        )
 
 
 @contextmanager

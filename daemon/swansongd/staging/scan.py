@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks, opens and removes sealed sets in staging, trusting nothing that lies there.
 
-Everything goes by directory descriptors, one component at a time, and follows no link: what is checked
-is what is read.  Only regular files count, with one name, on one device, of a user who may train.
+All work goes through directory descriptors, one component at a time, and follows no link, so the file that
+was checked is the file that is read.  Only regular files count, with one name, on one device, of a user of
+``trainer.users``.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from swansong import protocol
+from swansong import openat, protocol
+from swansong.bounds import FILES_MAX
 
 from swansongd.errors import StagingError
 from swansongd.model import Staged, StagedFile
 
-FILES_MAX = 20_000
-REMOVING_PREFIX = ".removing."
-DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OWN_DIRECTORY = ".swansongd"
+"""The daemon's own, below the staging directory of the run: journal, claim and what is being removed."""
+DIRECTORIES_MAX = FILES_MAX
+_REMOVING_SUFFIX = ".removing"
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -46,13 +48,13 @@ def walk(
     Raises:
         StagingError: something there must not, or cannot, be uploaded; the message names it.
     """
-    files: list[StagedFile] = []
     try:
-        device = os.fstat(directory_fd).st_dev
-        _walk(directory_fd, "", device, allowed_uids, files, passing_over=passing_over)
+        walking = _Walk(os.fstat(directory_fd).st_dev, allowed_uids)
+        walking.enter(directory_fd, "", passing_over=passing_over)
         space = os.fstatvfs(directory_fd)
     except OSError as error:
         raise StagingError(f"changed while it was walked, or cannot be read: {error}") from error
+    files = walking.files
     size_bytes = sum(file.size_bytes for file in files)
     holds_bytes = space.f_blocks * space.f_frsize
     if size_bytes > holds_bytes > 0:
@@ -62,39 +64,49 @@ def walk(
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def _walk(
-    directory_fd: int,
-    prefix: str,
-    device: int,
-    allowed_uids: frozenset[int] | None,
-    files: list[StagedFile],
-    *,
-    passing_over: str = "",
-) -> None:
-    with os.scandir(directory_fd) as entries:
-        for entry in entries:
-            if passing_over and entry.name.endswith(passing_over):
-                continue
-            path = prefix + entry.name
-            facts = entry.stat(follow_symlinks=False)
-            _check(path, facts, device, allowed_uids)  # bounds the depth too
-            if stat.S_ISDIR(facts.st_mode):
-                inner_fd = os.open(entry.name, DIRECTORY_FLAGS, dir_fd=directory_fd)
-                try:
-                    _walk(inner_fd, f"{path}/", device, allowed_uids, files)
-                finally:
-                    os.close(inner_fd)
-                continue
-            if len(files) >= FILES_MAX:
-                raise StagingError(f"holds more than {FILES_MAX} files")
-            if allowed_uids is not None and not os.access(
-                entry.name, os.R_OK, dir_fd=directory_fd, effective_ids=True
-            ):
-                raise StagingError(
-                    f"{path!r} cannot be read by the daemon",
-                    hint="let the trainer write files that its group may read (umask 027)",
-                )
-            files.append(_staged(path, facts))
+class _Walk:
+    """One walk over a set: what it has found, within its limits."""
+
+    def __init__(self, device: int, allowed_uids: frozenset[int] | None) -> None:
+        self.files: list[StagedFile] = []
+        self._directories = 0
+        self._device = device
+        self._allowed_uids = allowed_uids
+
+    def enter(self, directory_fd: int, prefix: str, *, passing_over: str = "") -> None:
+        with os.scandir(directory_fd) as entries:
+            for entry in entries:
+                if passing_over and entry.name.endswith(passing_over):
+                    continue
+                path = prefix + entry.name
+                facts = entry.stat(follow_symlinks=False)
+                _check(path, facts, self._device, self._allowed_uids)  # bounds the depth too
+                if stat.S_ISDIR(facts.st_mode):
+                    self._enter_below(directory_fd, entry.name, path)
+                else:
+                    self._add(directory_fd, entry.name, path, facts)
+
+    def _enter_below(self, directory_fd: int, name: str, path: str) -> None:
+        self._directories += 1
+        if self._directories > DIRECTORIES_MAX:
+            raise StagingError(f"holds more than {DIRECTORIES_MAX} directories")
+        inner_fd = openat.open_directory(name, dir_fd=directory_fd)
+        try:
+            self.enter(inner_fd, f"{path}/")
+        finally:
+            os.close(inner_fd)
+
+    def _add(self, directory_fd: int, name: str, path: str, facts: os.stat_result) -> None:
+        if len(self.files) >= FILES_MAX:
+            raise StagingError(f"holds more than {FILES_MAX} files")
+        if self._allowed_uids is not None and not os.access(
+            name, os.R_OK, dir_fd=directory_fd, effective_ids=True
+        ):
+            raise StagingError(
+                f"{path!r} cannot be read by the daemon",
+                hint="let the trainer write files that its group may read (umask 027)",
+            )
+        self.files.append(_staged(path, facts))
 
 
 def listing(
@@ -239,33 +251,45 @@ def same_listing(run_directory: int | Path, staged: Staged) -> bool:
 def remove_set(run_directory: int | Path, directory: str) -> None:
     """Delete a set.  It loses its name first, so that no half of it is ever taken for a set.
 
-    Removing what is not there is no error.
+    It moves into the daemon's own directory, where nothing but the daemon can put things: all that
+    :func:`remove_leftovers` finds there is the daemon's to delete.  Removing what is not there is no error.
 
     Raises:
         StagingError: it cannot be deleted; what is left of it is tried again by
             :func:`remove_leftovers`.
     """
-    doomed = f"{REMOVING_PREFIX}{directory}"
+    doomed = f"{secrets.token_hex(8)}{_REMOVING_SUFFIX}"
     try:
-        with opened(run_directory) as run_fd:
+        with opened(run_directory) as run_fd, _own_directory(run_fd) as own_fd:
             _check_name(directory)
             with suppress(FileNotFoundError):
-                os.rename(directory, doomed, src_dir_fd=run_fd, dst_dir_fd=run_fd)
-                _remove(run_fd, doomed)
+                os.rename(directory, doomed, src_dir_fd=run_fd, dst_dir_fd=own_fd)
+                openat.remove_tree(doomed, dir_fd=own_fd)
     except OSError as error:
         raise StagingError(
             f"{directory} cannot be deleted: {error.strerror}",
-            hint="let the trainer create directories that its group may write to",
+            hint="use a file system with ACLs for staging, or run the trainer as the daemon's user",
         ) from error
 
 
 def remove_leftovers(run_directory: int | Path) -> None:
     """Delete what interrupted removals left behind, as far as possible."""
-    with opened(run_directory) as run_fd:
-        for name in os.listdir(run_fd):
-            if name.startswith(REMOVING_PREFIX):
+    with suppress(OSError), opened(run_directory) as run_fd, _own_directory(run_fd) as own_fd:
+        for name in os.listdir(own_fd):
+            if name.endswith(_REMOVING_SUFFIX):
                 with suppress(OSError):
-                    _remove(run_fd, name)
+                    openat.remove_tree(name, dir_fd=own_fd)
+
+
+@contextmanager
+def _own_directory(run_fd: int) -> Iterator[int]:
+    with suppress(FileExistsError):
+        os.close(openat.make_directory(OWN_DIRECTORY, dir_fd=run_fd, mode=0o700))
+    fd = openat.open_directory(OWN_DIRECTORY, dir_fd=run_fd, owners={os.geteuid()})
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -278,7 +302,7 @@ def opened(directory: int | Path) -> Iterator[int]:
     if isinstance(directory, int):
         yield directory
         return
-    fd = os.open(directory, DIRECTORY_FLAGS)
+    fd = openat.open_directory(directory)
     try:
         yield fd
     finally:
@@ -296,7 +320,7 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
             return
         if not stat.S_ISDIR(mode):
             raise StagingError(f"is {_kind(mode)}")
-        set_fd = os.open(directory, DIRECTORY_FLAGS, dir_fd=run_fd)
+        set_fd = openat.open_directory(directory, dir_fd=run_fd)
         try:
             yield set_fd, False
         finally:
@@ -313,28 +337,9 @@ def _open_below(directory_fd: int, path: str) -> int:
         raise StagingError("is no path within a set")
     *parents, name = path.split("/")
     if not parents:
-        return os.open(name, _FILE, dir_fd=directory_fd)
+        return os.open(name, openat.FILE, dir_fd=directory_fd)
     with ExitStack() as stack:
         for part in parents:
-            directory_fd = os.open(part, DIRECTORY_FLAGS, dir_fd=directory_fd)
+            directory_fd = openat.open_directory(part, dir_fd=directory_fd)
             stack.callback(os.close, directory_fd)
-        return os.open(name, _FILE, dir_fd=directory_fd)
-
-
-def _remove(parent_fd: int, name: str) -> None:
-    try:
-        directory_fd = os.open(name, DIRECTORY_FLAGS, dir_fd=parent_fd)
-    except NotADirectoryError:
-        os.unlink(name, dir_fd=parent_fd)
-        return
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        os.unlink(name, dir_fd=parent_fd)  # the link goes, what it points at stays
-        return
-    try:
-        for inner in os.listdir(directory_fd):
-            _remove(directory_fd, inner)
-    finally:
-        os.close(directory_fd)
-    os.rmdir(name, dir_fd=parent_fd)
+        return os.open(name, openat.FILE, dir_fd=directory_fd)

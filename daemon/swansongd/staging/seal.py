@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognises complete checkpoints in the staging directory of a run.
 
-Sets of our hooks say themselves when they are complete: they have their sealed name, and a rank manifest
-of each local rank that lists every file with its size.  Layouts of other frameworks are adopted by the
-rules in :data:`ADOPTED`, once they have settled: unchanged for a while, and no file open for writing.
+A set of our hooks is complete when it has its sealed name, and a rank manifest of each local rank that lists
+every file with its size.  Layouts of other frameworks are adopted by the rules in :data:`ADOPTED`, once they
+have settled: unchanged for a while, and no file open for writing.
 
-Of a set of our hooks that is still being written, those files are final that lie where their rank has
-moved them to: they may be stored already, and count for nothing until the set is sealed.
+A set of our hooks that is still being written has files that are final: those that their rank has moved into
+its final directory.  They may be stored already, and count for nothing until the set is sealed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swansong import protocol
+from swansong import openat, protocol
 from swansong.protocol import ProtocolError, RankManifest
 
 from swansongd.core.events import Scanned
@@ -65,6 +65,15 @@ ADOPTED = (
 )
 """The first that fits is taken."""
 
+SETS_MAX = 500
+"""Sets, partial or sealed, that one scan examines: the newest by step."""
+REJECTIONS_MAX = 20
+"""Rejections that one scan reports; each is a line of the log."""
+MANIFESTS_MAX_BYTES = 32 * 2**20
+"""All rank manifests of one set together."""
+ALL = "*"
+"""Stands for the directory in a rejection that concerns many."""
+
 _RANK_MANIFEST = re.compile(r"rank-[0-9]{5,}\.json")
 _RANK_BEGUN = re.compile(r"rank-[0-9]{5,}" + re.escape(protocol.BEGUN_SUFFIX))
 _FINAL = re.compile(r"rank-[0-9]{5,}(\.json|/.*)")
@@ -85,6 +94,7 @@ class Scanner:
 
     Args:
         run_directory: staging directory of the run.
+        run_fd: its descriptor; None opens the path at each scan.
         allowed_uids: users that staged files may belong to.
         settle_s: how long an adopted set must be unchanged.
         monotonic: the clock.
@@ -94,11 +104,13 @@ class Scanner:
         self,
         run_directory: Path,
         *,
+        run_fd: int | None = None,
         allowed_uids: frozenset[int],
         settle_s: float,
         monotonic: Callable[[], float],
     ) -> None:
         self.run_directory = run_directory
+        self._directory: int | Path = run_directory if run_fd is None else run_fd
         self.settle_s = settle_s
         self.is_settling = False
         """Whether the last scan saw an adopted set that has not settled."""
@@ -118,21 +130,18 @@ class Scanner:
         staged: list[Staged] = []
         pending: list[str] = []
         growing: dict[str, Staged] = {}
-        rejected: list[tuple[str, str]] = []
         self.is_settling = False
-        with scan.opened(self.run_directory) as run_fd:
-            for name in sorted(os.listdir(run_fd)):
-                if name.startswith(".") or name == protocol.RESTORED_DIRECTORY:
+        with scan.opened(self._directory) as run_fd:
+            names, rejected = self._candidates(run_fd)
+            for name in names:
+                if _is_partial(name):
+                    pending.append(name)
+                    partly = self._look_into(run_fd, name)
+                    if partly is not None:
+                        growing[name] = partly
                     continue
-                if protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX)):
-                    if name.endswith(protocol.PARTIAL_SUFFIX):
-                        pending.append(name)
-                        partly = self._look_into(run_fd, name)
-                        if partly is not None:
-                            growing[name] = partly
-                        continue
-                    layout = None
-                else:
+                layout = None
+                if not protocol.parse_sealed_name(name):
                     layout = _layout_of(run_fd, name)
                     if layout is None:
                         continue
@@ -140,6 +149,9 @@ class Scanner:
                     found = self._examine(run_fd, name, layout)
                 except StagingError as error:
                     rejected.append((name, error.line()))
+                    continue
+                except Exception as error:  # one set must not hide the others
+                    rejected.append((name, f"cannot be examined: {type(error).__name__}"))
                     continue
                 seen[name] = found
                 if isinstance(found.outcome, Staged):
@@ -155,8 +167,40 @@ class Scanner:
             staged=tuple(sorted(staged, key=lambda item: (item.id, item.directory))),
             pending=tuple(pending),
             growing=tuple(growing.values()),
-            rejected=tuple(rejected),
+            rejected=_limited(rejected),
         )
+
+    def _candidates(self, run_fd: int) -> tuple[list[str], list[tuple[str, str]]]:
+        """Names of the entries that may be sets, the newest :data:`SETS_MAX`; and what is passed over.
+
+        Entries of other users are passed over before anything of them is read, with one line for each
+        user: their number must cost neither time nor log.
+        """
+        steps: dict[str, int] = {}
+        foreign_uids: set[int] = set()
+        with os.scandir(run_fd) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(".") or name == protocol.RESTORED_DIRECTORY:
+                    continue
+                try:
+                    uid = entry.stat(follow_symlinks=False).st_uid
+                except FileNotFoundError:
+                    continue
+                if uid in self._allowed_uids:
+                    steps[name] = _step_of(name)
+                else:
+                    foreign_uids.add(uid)
+        rejected = [
+            (ALL, f"what belongs to user id {uid} is passed over; add that user to trainer.users")
+            for uid in sorted(foreign_uids)
+        ]
+        names = sorted(steps, key=lambda name: (steps[name], name))
+        if len(names) > SETS_MAX:
+            rejected.append(
+                (ALL, f"there are more than {SETS_MAX} sets: the oldest are passed over")
+            )
+        return sorted(names[-SETS_MAX:]), rejected
 
     def _look_into(self, run_fd: int, name: str) -> Staged | None:
         """What is final of a set that is being written; None when nothing can be said of it."""
@@ -165,7 +209,7 @@ class Scanner:
                 run_fd, name, self._allowed_uids, passing_over=protocol.WRITING_SUFFIX
             )
             return _growing(run_fd, name, files)
-        except StagingError:
+        except (StagingError, ProtocolError):
             # It changes all the time: what was seen of it before holds while it is there.
             with suppress(OSError):
                 os.stat(name, dir_fd=run_fd, follow_symlinks=False)
@@ -221,6 +265,29 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
     return False
 
 
+def _is_partial(name: str) -> bool:
+    sealed = name.removesuffix(protocol.PARTIAL_SUFFIX)
+    return sealed != name and protocol.parse_sealed_name(sealed) is not None
+
+
+def _step_of(name: str) -> int:
+    """The step in the name of an entry, as far as it has one; -1 without."""
+    sealed = protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX))
+    if sealed is not None:
+        return sealed[0]
+    for layout in ADOPTED:
+        match = layout.name.fullmatch(name)
+        if match is not None and match[1] is not None:
+            return int(match[1])
+    return -1
+
+
+def _limited(rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    if len(rejected) <= REJECTIONS_MAX:
+        return tuple(rejected)
+    return (*rejected[:REJECTIONS_MAX], (ALL, "more entries are not sound"))
+
+
 def _layout_of(run_fd: int, name: str) -> Layout | None:
     try:
         mode = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_mode
@@ -238,7 +305,7 @@ def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
     if not needs:
         return True
     with suppress(OSError):
-        directory_fd = os.open(name, scan.DIRECTORY_FLAGS, dir_fd=run_fd)
+        directory_fd = openat.open_directory(name, dir_fd=run_fd)
         try:
             return needs.issubset(os.listdir(directory_fd))
         finally:
@@ -267,31 +334,45 @@ def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged
 
 
 def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    manifests = [
-        _read_manifest(run_fd, name, file) for file in files if _RANK_MANIFEST.fullmatch(file.path)
-    ]
-    if not manifests:
+    named = [file for file in files if _RANK_MANIFEST.fullmatch(file.path)]
+    if not named:
         raise StagingError("has no rank manifest")
+    # Counted before they are read: a set may hold thousands of large ones.
+    first = _read_manifest(run_fd, name, named[0])
+    if len(named) != first.local_world_size:
+        raise StagingError(f"has {len(named)} of {first.local_world_size} rank manifests")
+    _check_total(named)
+    sizes = {file.path: file.size_bytes for file in files}
+    manifests = []
+    for file in named:
+        manifest = _read_manifest(run_fd, name, file)
+        _check_files(manifest, sizes)
+        manifests.append(replace(manifest, files=[]))
     lead = _lead(manifests)
     staged = _of_hooks(name, lead, files, manifests)
-    if len(manifests) != lead.local_world_size:
-        raise StagingError(f"has {len(manifests)} of {lead.local_world_size} rank manifests")
-    sizes = {file.path: file.size_bytes for file in files}
     for manifest in manifests:
-        _check_manifest(manifest, lead, run, staged.id.step, sizes)
+        _check_manifest(manifest, lead, run, staged.id.step)
     return staged
 
 
 def _growing(run_fd: int, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    """The final part of a set.  What its ranks say is checked when it is sealed, and not before."""
-    said = [
-        _read_manifest(run_fd, name, file)
+    """The final part of a set.  What its ranks report is checked when it is sealed, and not before."""
+    named = [
+        file
         for file in files
         if _RANK_BEGUN.fullmatch(file.path) or _RANK_MANIFEST.fullmatch(file.path)
     ]
-    if not said:
-        raise StagingError("no rank has said yet what it writes")
-    return _of_hooks(name, _lead(said), tuple(f for f in files if _FINAL.fullmatch(f.path)), said)
+    if not named:
+        raise StagingError("no rank has begun to write")
+    _check_total(named)
+    manifests = [replace(_read_manifest(run_fd, name, file), files=[]) for file in named]
+    final = tuple(file for file in files if _FINAL.fullmatch(file.path))
+    return _of_hooks(name, _lead(manifests), final, manifests)
+
+
+def _check_total(named: Sequence[StagedFile]) -> None:
+    if sum(file.size_bytes for file in named) > MANIFESTS_MAX_BYTES:
+        raise StagingError(f"its rank manifests have over {MANIFESTS_MAX_BYTES} bytes together")
 
 
 def _lead(manifests: list[RankManifest]) -> RankManifest:
@@ -334,9 +415,7 @@ def _of_hooks(
     )
 
 
-def _check_manifest(
-    manifest: RankManifest, lead: RankManifest, run: str, step: int, sizes: dict[str, int]
-) -> None:
+def _check_manifest(manifest: RankManifest, lead: RankManifest, run: str, step: int) -> None:
     rank = f"rank {manifest.rank}"
     if manifest.version != protocol.VERSION:
         raise StagingError(
@@ -350,6 +429,10 @@ def _check_manifest(
         raise StagingError(f"{rank}: disagrees with rank {lead.rank} about the ranks there are")
     if manifest.kind not in tuple(CheckpointKind):
         raise StagingError(f"{rank}: unknown kind {manifest.kind!r:.40}")
+
+
+def _check_files(manifest: RankManifest, sizes: dict[str, int]) -> None:
+    rank = f"rank {manifest.rank}"
     for entry in manifest.files:
         found = sizes.get(entry.path)
         if found is None:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function as another user, in a process of its own, where tests are about rights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DAEMON, TRAINER, MEMBER, OUTSIDER = 12001, 12002, 12003, 12004
+GROUP = 12100
+"""Of the daemon, the trainer and the member; the outsider is not in it."""
+
+
+def as_user(uid: int, function: Callable[[], Any], *, groups: tuple[int, ...] = (GROUP,)) -> Any:
+    """What ``function`` returns as that user: JSON; an exception becomes ``"ErrorType: message"``.
+
+    The function runs in a fork, since the interpreter may lie where only root may read: what it imports
+    must be imported already.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            os.setgroups(groups)
+            os.setresgid(*(groups[:1] or (uid,)) * 3)
+            os.setresuid(uid, uid, uid)
+            try:
+                result = function()
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}"
+            os.write(writer, json.dumps(result).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        data = stream.read()
+    os.waitpid(pid, 0)
+    assert data, "the function left no result"
+    return json.loads(data)
+
+
+@contextmanager
+def place_for_all(uid: int, *, mode: int = 0o755) -> Iterator[Path]:
+    """A directory of that user which others can reach; pytest's own lie below one of mode 0700."""
+    path = Path(tempfile.mkdtemp(prefix="swansong-rights-"))
+    try:
+        os.chown(path, uid, GROUP)
+        path.chmod(mode)
+        yield path
+    finally:
+        shutil.rmtree(path)

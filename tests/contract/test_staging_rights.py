@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rights in staging with real users: the daemon, a trainer, a member of their group, an outsider."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from as_user import DAEMON, GROUP, MEMBER, OUTSIDER, TRAINER, as_user, place_for_all
+from staged import write_files, write_set
+from swansong import protocol
+from swansongd.core.events import Scanned
+from swansongd.errors import StagingError
+from swansongd.staging import scan
+from swansongd.staging.prepare import open_restored, prepare
+from swansongd.staging.seal import ALL, Scanner
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+
+
+@pytest.fixture
+def staging() -> Iterator[Path]:
+    """As tmpfiles.d makes it: of the daemon, with the group of the trainers."""
+    with place_for_all(DAEMON, mode=0o2750) as path:
+        yield path
+
+
+@pytest.fixture
+def run(staging: Path) -> Path:
+    """Prepared by a daemon under the unit's umask."""
+    assert as_user(DAEMON, lambda: prepared(staging)) == "prepared"
+    return staging / "r1"
+
+
+def prepared(staging: Path) -> str:
+    os.umask(0o077)
+    prepare(staging, "r1").release()
+    return "prepared"
+
+
+def scanned(run: Path) -> Scanned:
+    uids = frozenset({0, DAEMON, TRAINER})
+    return Scanner(run, allowed_uids=uids, settle_s=0.0, monotonic=lambda: 0.0).scan()
+
+
+def a_set(run: Path, umask: int = 0o022, step: int = 5) -> Path:
+    """Written by a trainer that knows nothing of groups and modes."""
+
+    def write() -> str:
+        os.umask(umask)
+        return write_set(run, step).name
+
+    return run / str(as_user(TRAINER, write))
+
+
+ATTEMPTS: dict[str, Callable[[Path], object]] = {
+    "overwrite a file": lambda it: os.open(it / "rank-00000" / "model.bin", os.O_WRONLY),
+    "cut a file": lambda it: os.truncate(it / "rank-00000" / "model.bin", 0),
+    "remove a file": lambda it: os.unlink(it / "rank-00000" / "model.bin"),
+    "rename a file": lambda it: os.rename(it / "rank-00000" / "model.bin", it / "rank-00000" / "x"),
+    "add a file": lambda it: os.open(it / "rank-00000" / "new", os.O_CREAT | os.O_WRONLY, 0o666),
+    "add a file at the top": lambda it: os.open(it / "new", os.O_CREAT | os.O_WRONLY, 0o666),
+    "add a directory": lambda it: os.mkdir(it / "new"),
+    "rename the set": lambda it: os.rename(it, it.with_name("moved")),
+    "change its mode": lambda it: os.chmod(it, 0o777),
+    "rename the run": lambda it: os.rename(it.parent, it.parent.with_name("moved")),
+    "add beside the run": lambda it: os.mkdir(it.parent.with_name("other")),
+    "enter the daemon's own": lambda it: os.listdir(it.with_name(scan.OWN_DIRECTORY)),
+    "rename the daemon's own": lambda it: os.rename(
+        it.with_name(scan.OWN_DIRECTORY), it.with_name("moved")
+    ),
+}
+
+
+@pytest.mark.fault("S2", "S3", "S5")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("who", [MEMBER, OUTSIDER])
+def test_nobody_but_its_writer_can_change_a_set(
+    run: Path, attempt: str, who: int, umask: int
+) -> None:
+    """Neither a member of the trainers' group nor an outsider, whatever umask the trainer has."""
+    path = a_set(run, umask)
+    groups = (GROUP,) if who == MEMBER else ()
+    refused = as_user(who, lambda: ATTEMPTS[attempt](path), groups=groups)
+    assert str(refused).startswith("PermissionError"), refused
+    found = as_user(DAEMON, lambda: [staged.directory for staged in scanned(run).staged])
+    assert found == [path.name]
+
+
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_daemon_reads_and_prunes_what_a_trainer_wrote(run: Path, umask: int) -> None:
+    """Whatever umask the trainer has, and though the daemon is neither root nor the owner."""
+    path = a_set(run, umask)
+
+    def read_and_prune() -> list[object]:
+        (staged,) = scanned(run).staged
+        fd = scan.open_file(run, staged.directory, staged.files[0])
+        content = os.read(fd, 1000).decode()
+        os.close(fd)
+        scan.remove_set(run, staged.directory)
+        return [content, sorted(os.listdir(run))]
+
+    content, left = as_user(DAEMON, read_and_prune)
+    assert content
+    assert left == [scan.OWN_DIRECTORY]
+    assert not path.exists()
+
+
+@pytest.mark.fault("S24")
+def test_a_trainer_reads_what_was_restored_and_cannot_change_it(run: Path) -> None:
+    """The directory is the daemon's; the group may read and enter."""
+
+    def restored() -> str:
+        fd = os.open(run, os.O_RDONLY)
+        os.close(open_restored(fd))
+        return str(stat.S_IMODE(os.stat(run / protocol.RESTORED_DIRECTORY).st_mode))
+
+    assert as_user(DAEMON, restored) == str(0o750)
+    directory = run / protocol.RESTORED_DIRECTORY
+    for attempt in (
+        lambda: os.mkdir(directory / "planted"),
+        lambda: os.symlink("/etc", directory / "planted"),
+        lambda: os.rename(directory, run / "moved"),
+        lambda: os.rmdir(directory),
+    ):
+        assert str(as_user(TRAINER, attempt)).startswith("PermissionError")
+    assert as_user(TRAINER, lambda: os.listdir(directory)) == []
+
+
+@pytest.mark.fault("S24")
+def test_what_a_trainer_plants_under_our_names_is_moved_aside(staging: Path) -> None:
+    """A directory, or a link, that was there before the daemon is not used, and stays unharmed."""
+    run = staging / "r1"
+    run.mkdir()
+    os.chown(run, DAEMON, GROUP)
+    run.chmod(0o1770)
+
+    def plant() -> None:
+        os.mkdir(run / scan.OWN_DIRECTORY)
+        (run / scan.OWN_DIRECTORY / "claim.json").write_text("forged")
+        os.symlink("/etc", run / protocol.RESTORED_DIRECTORY)
+
+    as_user(TRAINER, plant)
+
+    def start() -> list[object]:
+        held = prepare(staging, "r1")
+        os.close(open_restored(held.fd))
+        return [os.listdir(held.own), (run / protocol.RESTORED_DIRECTORY).is_symlink()]
+
+    assert as_user(DAEMON, start) == [[], False]
+    planted = [path for path in run.iterdir() if path.name.startswith(".displaced.")]
+    assert len(planted) == 2
+
+
+@pytest.mark.fault("S7", "S8")
+def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
+    """2,000 directories of a member: none is looked into, and the set of the trainer is found."""
+    path = a_set(run)
+
+    def flood() -> None:
+        for number in range(2000):
+            os.mkdir(run / protocol.sealed_name(10**11 + number, "abc"))
+
+    as_user(MEMBER, flood)
+    found = as_user(
+        DAEMON,
+        lambda: [[s.directory for s in scanned(run).staged], list(scanned(run).rejected)],
+    )
+    assert found[0] == [path.name]
+    assert found[1] == [
+        [ALL, f"what belongs to user id {MEMBER} is passed over; add that user to trainer.users"]
+    ]
+
+
+@pytest.mark.fault("H10")
+def test_a_trainer_cannot_hold_the_lock_of_the_run(run: Path) -> None:
+    """Only the daemon's user can open what the lock is on."""
+    refused = as_user(TRAINER, lambda: os.open(run / scan.OWN_DIRECTORY, os.O_RDONLY))
+    assert str(refused).startswith("PermissionError")
+
+
+def test_a_directory_of_a_trainer_in_the_place_of_the_run_is_named(staging: Path) -> None:
+    """Where the operator let trainers create it, the daemon refuses it with the fix."""
+    staging.chmod(0o2770)
+    as_user(TRAINER, lambda: write_files(staging / "r1" / "x", {"a": b"1"}) and None)
+
+    def start() -> str:
+        try:
+            prepare(staging, "r1")
+        except StagingError as error:
+            return error.line()
+        return "started"
+
+    assert f"belongs to user id {TRAINER}" in str(as_user(DAEMON, start))
