@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from swansong import openat
 
 DAEMON, TRAINER, MEMBER, OUTSIDER = 12001, 12002, 12003, 12004
 GROUP = 12100
@@ -58,4 +59,6 @@ def place_for_all(uid: int, *, mode: int = 0o755) -> Iterator[Path]:
         path.chmod(mode)
         yield path
     finally:
-        shutil.rmtree(path)
+        parent_fd = openat.open_directory(path.parent)
+        openat.remove_tree(path.name, dir_fd=parent_fd)  # of any depth
+        os.close(parent_fd)

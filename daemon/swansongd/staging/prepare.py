@@ -113,7 +113,7 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
             if not is_foreign and error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             hidden = openat.displace(name, dir_fd=run_fd)
-            _log.warning("staging_entry_displaced", name=name, to=hidden, reason=str(error))
+            _log.warning("staging_entry_displaced", name=name, to=hidden, reason=error.strerror)
             continue
         try:
             if os.fstat(fd).st_mode & 0o7777 != mode or openat.has_acl(fd):

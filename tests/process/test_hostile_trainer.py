@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers that attack a real daemon of another user, by way of staging and the socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import committed
+import pytest
+from as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
+from rig import Vm
+from swansong import protocol
+from swansongd.stores.files import FileStore
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+
+NAME = "rank-00000/model.bin"
+FILES = {NAME: bytes(range(256)) * 40}
+DAEMON_AS = Path(__file__).parents[1] / "daemon_as.py"
+
+
+class Site(Vm):
+    """A VM whose daemon is neither root nor the trainer, with a home and a store that are worth attacking."""
+
+    def __init__(self, disk: Path) -> None:
+        self.home = disk / "home"
+        self.bucket = disk / "bucket"
+        for directory in (self.home, self.bucket, disk / "staging", disk / "runtime"):
+            directory.mkdir()
+            os.chown(directory, DAEMON, GROUP)
+        (disk / "staging").chmod(0o2750)
+        (self.home / ".aws").mkdir()
+        (self.home / ".aws" / "config").write_text("[default]\n")
+        (disk / "runtime").chmod(0o750)
+        self.bucket.chmod(0o700)
+        for path in (self.home / ".aws", self.home / ".aws" / "config"):
+            os.chown(path, DAEMON, GROUP)
+        super().__init__(
+            disk,
+            {"url": f"file://{self.bucket}"},
+            settings={
+                "trainer": {"users": [TRAINER], "socket": str(disk / "runtime" / "trainer.sock")}
+            },
+        )
+        self.socket = disk / "runtime" / "trainer.sock"
+        disk.chmod(0o755)
+
+    def start_daemon(self, *, ready: bool = True, **env: str) -> Any:
+        command = [sys.executable, str(DAEMON_AS), str(DAEMON), str(GROUP)]
+        path = os.pathsep.join(filter(None, sys.path))
+        variables = {"HOME": str(self.home), "PYTHONPATH": path, **env}
+        self.daemon = self.spawn([*command, "--config", str(self.config)], **variables)
+        if ready:
+            self.daemon.lines.wait(event="started")
+        return self.daemon
+
+    def commit(self, step: int) -> None:
+        """A commit of an earlier VM."""
+
+        def make() -> None:
+            committed.commit(
+                FileStore(f"file://{self.bucket}"), FILES, run="run", step=step, attempt=f"a{step}"
+            )
+
+        as_user(DAEMON, make)
+
+    def ask(self, who: int = TRAINER, query_id: str = "q1") -> dict[str, Any]:
+        """The answer to a restore query of that user."""
+
+        def talk() -> dict[str, Any]:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+                peer.settimeout(30)
+                peer.connect(str(self.socket))
+                with suppress(BrokenPipeError):  # refused already: the reason can still be read
+                    peer.send(protocol.encode(protocol.Hello("")))
+                    peer.send(protocol.encode(protocol.RestoreQuery(query_id)))
+                while True:
+                    body: dict[str, Any] = json.loads(peer.recv(65536))
+                    if body["type"] in ("restored", "refused"):
+                        return body
+
+        answer = as_user(who, talk)
+        assert isinstance(answer, dict), answer
+        return answer
+
+    def treasure(self) -> dict[str, tuple[bytes, int]]:
+        """The daemon's files outside of staging that nothing may change: content and modification time."""
+        places = (self.home, self.bucket / "run" / "data", self.bucket / "run" / "commits")
+        return {
+            str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+            for place in places
+            for path in sorted(place.rglob("*"))
+            if path.is_file()
+        }
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with place_for_all(0) as disk, Site(disk) as made:
+        yield made
+
+
+def size_of_tree(path: str) -> int:
+    return sum(len(file.read_bytes()) for file in Path(path).rglob("*") if file.is_file())
+
+
+def plant_link(run: Path, target: Path) -> None:
+    os.symlink(target, run / protocol.RESTORED_DIRECTORY)
+
+
+def plant_partials(run: Path, target: Path) -> None:
+    """A directory of the trainer's with partial restores, and links where files will be written."""
+    restored = run / protocol.RESTORED_DIRECTORY
+    planted = restored / ".0123abcd.partial-0123456789abcdef"
+    (planted / "files").mkdir(parents=True)
+    os.symlink(target, planted / "files" / "rank-00000")
+    (planted / "journal").write_text("swansong-restore-1\n")
+    for path in (restored, planted, planted / "files"):
+        path.chmod(0o777)
+
+
+@pytest.mark.fault("S24", "S1", "S2")
+@pytest.mark.parametrize("plant", [plant_link, plant_partials])
+@pytest.mark.parametrize("place", ["home/.aws", "bucket", "staging/run/.swansongd"])
+def test_a_planted_restored_directory_leads_nowhere(site: Site, plant: Any, place: str) -> None:
+    """Nothing of the daemon's is written or deleted, and the trainer gets the checkpoint."""
+    site.commit(100)
+    site.start_daemon()
+    as_user(TRAINER, lambda: plant(site.run_directory, site.disk / place))
+    before = site.treasure()
+    for number in range(2):
+        answer = site.ask(query_id=f"q{number}")
+        assert answer["error"] == ""
+        assert Path(answer["path"]).parent == site.run_directory / protocol.RESTORED_DIRECTORY
+        assert as_user(TRAINER, partial(size_of_tree, answer["path"])) == len(FILES[NAME])
+    assert site.treasure() == before
+
+
+@pytest.mark.fault("S24")
+def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
+    """A trainer that was there first plants the daemon's own directory: it is moved aside."""
+    run = site.run_directory
+    run.mkdir()
+    os.chown(run, DAEMON, GROUP)
+    run.chmod(0o1770)
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    forged = {
+        "run": "run", "store_url": f"file://{site.bucket}", "boot_id": boot_id, "generation": 77,
+        "incarnation": "", "nonce": "0123456789abcdef",
+    }  # fmt: skip
+
+    def plant() -> None:
+        (run / ".swansongd").mkdir()
+        (run / ".swansongd" / "claim.json").write_text(json.dumps(forged))
+
+    as_user(TRAINER, plant)
+    daemon = site.start_daemon()
+    daemon.lines.wait(event="staging_entry_displaced")
+    answer = site.ask()
+    assert answer["error"] == ""
+    claims = sorted(path.name for path in site.bucket.rglob("generations/*"))
+    assert claims == ["00000001.json"]
+
+
+@pytest.mark.fault("S7")
+def test_a_deep_directory_does_not_end_the_daemon(site: Site) -> None:
+    """1,500 levels under the names of leftovers: it starts, twice, and answers."""
+    site.commit(100)
+    site.start_daemon()
+
+    def dig() -> None:
+        for name in (".removing.x", "x.removing", protocol.sealed_name(7, "deep")):
+            fd = os.open(site.run_directory, os.O_RDONLY)
+            for level in [name, *["d"] * 1500]:
+                os.mkdir(level, dir_fd=fd)
+                below = os.open(level, os.O_RDONLY, dir_fd=fd)
+                os.close(fd)
+                fd = below
+            os.close(fd)
+
+    assert as_user(TRAINER, dig) is None
+    assert site.ask()["error"] == ""
+    assert site.daemon is not None
+    site.daemon.kill()
+    site.start_daemon()
+    assert site.ask()["error"] == ""
+
+
+@pytest.mark.fault("S8")
+def test_a_member_who_is_no_trainer_is_refused(site: Site) -> None:
+    """The group lets it connect; trainer.users decides."""
+    site.start_daemon()
+    answer = site.ask(MEMBER)
+    assert answer["type"] == "refused"
+    assert str(MEMBER) in answer["reason"]
