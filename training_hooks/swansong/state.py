@@ -82,7 +82,9 @@ class _Arrays:
             raise ValueError(f"{INDEX} names the array file {name!r:.100}")
         import numpy as np  # noqa: PLC0415 - only a state that holds arrays needs it
 
-        array = np.load(os.path.join(self._directory, name), allow_pickle=False)
+        # Not numpy.load(), which takes an archive for a mapping of arrays.
+        with open(os.path.join(self._directory, name), "rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
         return array if word == "array" else array[()]
 
 
