@@ -13,7 +13,7 @@ from swansong import protocol
 from swansong.protocol import RankManifest
 
 # Saves step 1, then step 2, in a child process that kills itself before its n-th operation on the file
-# system below staging, and between the two halves of each file; for n = 1, 2, ... until it lives.
+# system below staging, and between the two halves of each write; for n = 1, 2, ... until it lives.
 HARNESS = """
 import os, signal, sys
 from pathlib import Path
@@ -21,7 +21,9 @@ from swansong._staging import finish, write_checkpoint
 from swansong.protocol import RankManifest
 
 staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
-COUNTED = {"open", "os.mkdir", "os.rename", "os.chmod", "os.listdir", "os.scandir", "os.remove"}
+COUNTED = {
+    "open", "os.mkdir", "os.rename", "os.chmod", "os.listdir", "os.scandir", "os.remove", "os.rmdir",
+}
 left = 0
 
 def one_more():
@@ -31,8 +33,18 @@ def one_more():
         os.kill(os.getpid(), signal.SIGKILL)
 
 def audit(event, arguments):
-    if event in COUNTED and left > 0 and str(arguments[0]).startswith(staging_root):
-        one_more()
+    if event in COUNTED and left > 0:
+        where = str(arguments[0])  # relative to a descriptor, or a descriptor, or a path
+        if not where.startswith("/") or where.startswith(staging_root):
+            one_more()
+
+def torn_write(descriptor, data):
+    one_more()
+    real_write(descriptor, data[: len(data) // 2])
+    one_more()
+    return len(data) // 2 + real_write(descriptor, data[len(data) // 2 :])
+
+real_write, os.write = os.write, torn_write
 
 def save(directory):
     for name in ("model", "optimizer"):

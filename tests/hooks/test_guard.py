@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -563,15 +564,16 @@ def test_a_loss_that_is_not_finite_is_marked(
 
 
 @pytest.mark.fault("T14")
-def test_the_group_may_read_and_prune_whatever_the_umask(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_the_group_may_read_whatever_the_umask(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, umask: int
 ) -> None:
-    """The daemon, another user of the same group, can read all files and remove the set."""
+    """The group of the staging directory can read all files, and write to nothing."""
     group = os.stat(daemon.staging).st_gid
     if os.geteuid() == 0:  # else this user may be in no other group
         group = 54321
         os.chown(daemon.staging, -1, group)
-    before = os.umask(0o077)
+    before = os.umask(umask)
     try:
         guard = attach({"counter": counter})
         guard.restore()
@@ -580,11 +582,11 @@ def test_the_group_may_read_and_prune_whatever_the_umask(
         os.umask(before)
     (sealed,) = daemon.sealed()
     for directory, _, names in os.walk(sealed):
-        assert os.stat(directory).st_mode & 0o070 == 0o070
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o2750
         assert os.stat(directory).st_gid == group
         for name in names:
             facts = os.stat(os.path.join(directory, name))
-            assert facts.st_mode & 0o040
+            assert stat.S_IMODE(facts.st_mode) == 0o640
             assert facts.st_gid == group
 
 

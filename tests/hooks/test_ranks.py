@@ -139,14 +139,15 @@ def test_a_failing_rank_voids_the_set(
 def test_ranks_agree_on_a_name_and_incarnations_do_not() -> None:
     """The nonce is the same for all ranks of one save, and new for each start, step and request."""
     ranks = [Ranks(rank=rank, world_size=2, local_world_size=2, attempt="a/0") for rank in (0, 1)]
-    assert ranks[0].nonce(5, "r") == ranks[1].nonce(5, "r")
+    assert ranks[0].nonce(5, "r", "x") == ranks[1].nonce(5, "r", "x")
     others = {
-        ranks[0].nonce(6, "r"),
-        ranks[0].nonce(5, "s"),
-        Ranks(world_size=2, local_world_size=2, attempt="a/1").nonce(5, "r"),
+        ranks[0].nonce(6, "r", "x"),
+        ranks[0].nonce(5, "s", "x"),
+        ranks[0].nonce(5, "r", "y"),
+        Ranks(world_size=2, local_world_size=2, attempt="a/1").nonce(5, "r", "x"),
     }
-    assert len(others | {ranks[0].nonce(5, "r")}) == 4
-    assert Ranks().nonce(5, "r") != Ranks().nonce(5, "r")
+    assert len(others | {ranks[0].nonce(5, "r", "x")}) == 5
+    assert Ranks().nonce(5, "r", "x") != Ranks().nonce(5, "r", "x")
 
 
 def test_a_rank_that_has_passed_the_target_says_so() -> None:

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import swansong
 from swansong._staging import finish, remove_leftovers, write_checkpoint
 from swansong.protocol import RankManifest
 
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
+HOOKS = Path(swansong.__file__).parents[1]
 PARTIAL = "step-000000000003.n.partial"
 
 
@@ -73,19 +79,119 @@ def test_outside_of_a_save_nothing_moves(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"a"}
 
 
-@pytest.mark.parametrize("bad", ["link", "name"])
-def test_what_may_not_be_uploaded_fails_the_save(tmp_path: Path, bad: str) -> None:
+def link_to_a_file(directory: Path) -> None:
+    (directory / "a").symlink_to("/etc/passwd")
+
+
+def link_to_a_directory(directory: Path) -> None:
+    (directory / "a").symlink_to("/etc")
+
+
+def hard_link(directory: Path) -> None:
+    (directory / "a").write_bytes(b"a")
+    os.link(directory / "a", directory.parent / "b")
+
+
+def fifo(directory: Path) -> None:
+    os.mkfifo(directory / "a")
+
+
+def odd_name(directory: Path) -> None:
+    (directory / "a\n").write_bytes(b"")
+
+
+def deep_directory(directory: Path) -> None:
+    directory.joinpath(*("d" * 20)).mkdir(parents=True)
+
+
+@pytest.mark.fault("S1", "S3", "S4", "S6")
+@pytest.mark.parametrize(
+    "put", [link_to_a_file, link_to_a_directory, hard_link, fifo, odd_name, deep_directory]
+)
+def test_what_may_not_be_uploaded_fails_the_save(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
     """Links and odd names are refused when they are finished, and the set leaves no trace."""
+    with pytest.raises(ValueError, match=r"not a regular file|not allowed"):
+        write_checkpoint(str(tmp_path), "n", MANIFEST, put, durable=False)
+    assert list(tmp_path.iterdir()) == []
 
-    def save(directory: Path) -> None:
-        if bad == "link":
-            (directory / "a").symlink_to("/etc/passwd")
-        else:
-            (directory / "a\n").write_bytes(b"")
 
-    with pytest.raises(ValueError, match=r"no regular file|not allowed"):
-        write_checkpoint(str(tmp_path), "n", MANIFEST, save, durable=False)
-    assert tree(tmp_path) == set()
+# Before the n-th file operation of finish(), the file and its directory become links to a secret file and its
+# directory; for n = 1, 2, ... until finish() needs no further operation.
+SWAPS = """
+import os, sys
+from pathlib import Path
+from swansong._staging import finish, write_checkpoint
+from swansong.protocol import RankManifest
+
+root, what = Path(sys.argv[1]), sys.argv[2]
+left, at = 0, Path()
+
+def audit(event, arguments):
+    global left
+    if left > 0 and (event == "open" or event.startswith("os.")):
+        left -= 1
+        if left == 0:
+            swapped = at if what == "file" else at.parent
+            swapped.rename(at.parent.parent / "aside")
+            swapped.symlink_to(root / "home" / swapped.name)
+
+def save(directory):
+    global left, at
+    at = directory / "layers" / "key"
+    at.parent.mkdir()
+    at.write_bytes(b"model")
+    left = n
+    try:
+        finish(at)
+    finally:
+        is_over, left = left > 0, 0
+    if is_over:
+        raise StopIteration
+
+sys.addaudithook(audit)
+n, is_over = 0, False
+while not is_over:
+    n += 1
+    staging = root / f"{n:04d}"
+    staging.mkdir()
+    manifest = RankManifest(run="r", step=3, kind="final", files=[])
+    try:
+        write_checkpoint(str(staging), "n", manifest, save, durable=False)
+    except StopIteration:
+        is_over = True
+    except (OSError, ValueError):
+        pass
+print(n)
+"""
+
+
+@pytest.mark.fault("S2")
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_link_that_is_swapped_in_leads_nowhere(tmp_path: Path, what: str) -> None:
+    """Whenever a file or its directory becomes a link, the target keeps its mode, content and place."""
+    home = tmp_path / "home" / "layers"
+    home.mkdir(parents=True)
+    home.parent.chmod(0o700)
+    secrets = [home / "key", home.parent / "key"]
+    for secret in secrets:
+        secret.write_text("secret")
+        secret.chmod(0o600)
+    done = subprocess.run(
+        [sys.executable, "-c", SWAPS, str(tmp_path), what],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(HOOKS)},
+    )
+    assert int(done.stdout) > 3
+    for secret in secrets:
+        assert secret.read_text() == "secret"
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert tree(tmp_path / "home") == {"key", "layers/key"}
+    staged = [path for path in tmp_path.rglob("step-*/**/*") if path.is_file()]
+    assert not any(path.read_bytes() == b"secret" for path in staged)
 
 
 @pytest.mark.fault("D12")

@@ -79,11 +79,17 @@ def opens_torn(path, mode="r", *rest, **options):
     file = real_open(path, mode, *rest, **options)
     return Torn(file) if "w" in mode else file
 
+def writes_torn(descriptor, data):
+    one_more()
+    done = real_write(descriptor, data[: len(data) // 2])
+    one_more()
+    return done + real_write(descriptor, data[done:])
+
 def syncs(descriptor):
     one_more()
     real_fsync(descriptor)
 
-real_open, real_fsync = builtins.open, os.fsync
+real_open, real_write, real_fsync = builtins.open, os.write, os.fsync
 
 def in_child(work):
     child = os.fork()
@@ -139,7 +145,7 @@ def lives_of(root, ranks, doomed):
         def dies():
             global left
             builtins.open = io.open = opens_torn
-            os.fsync = syncs
+            os.write, os.fsync = writes_torn, syncs
             left = n
             save(2, "new", new[doomed], doomed)
 

@@ -71,12 +71,19 @@ class Ranks:
             attempt=f"{elastic_id}/{restarts}" if elastic_id else "",
         )
 
-    def nonce(self, step: int, request_id: str) -> str:
-        """Tells two sets of one step apart; the same for all ranks that save together."""
+    def nonce(self, step: int, request_id: str, secret: str) -> str:
+        """Tells two sets of one step apart; the same for all ranks that save together.
+
+        Args:
+            step: of the set.
+            request_id: that it answers, or empty.
+            secret: from the daemon; without one, other users can compute the name of the next set, and
+                create it before the ranks do.
+        """
         if self.world_size == 1:
             return secrets.token_hex(8)
         # The generation is no part of it: ranks may hear of it at different moments.
-        facts = "\0".join((self.attempt, str(step), request_id))
+        facts = "\0".join((secret, self.attempt, str(step), request_id))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from swansong import protocol
+from swansong._trust import StrangerError, check_listener
 from swansong.protocol import Message, ProtocolError
 
 BACKOFF_MIN_S = 0.2
@@ -50,6 +51,8 @@ class Channel:
         tick: Callable[[], None],
     ) -> None:
         self.path = path
+        self.trusted_uids = frozenset({0, os.geteuid()})
+        """Root, this user, and since the first connection the daemon's user."""
         self._absence = logging.WARNING if expected else logging.INFO
         self._hello = hello
         self._connected = connected
@@ -147,7 +150,10 @@ class Channel:
             connection.settimeout(CONNECT_TIMEOUT_S)
             connection.connect(self.path)
             connection.setblocking(False)
+            self.trusted_uids |= {check_listener(connection, self.path)}
             connection.send(protocol.encode(self._hello()))  # before anybody else can say a word
+        except StrangerError as error:
+            self._say(logging.WARNING, str(error))
         except PermissionError:
             self._say(
                 logging.WARNING,

@@ -16,6 +16,7 @@ from swansong._agree_nodes import Assembly
 from swansong._channel import Channel, socket_path
 from swansong._restore import RestoreDialogue
 from swansong._staging import remove_leftovers
+from swansong._trust import open_directory
 from swansong.protocol import (
     Bye,
     Committed,
@@ -61,6 +62,8 @@ class Conversation:
         self.run = run
         self.staging: str | None = None
         """Where to write checkpoints; None before the welcome, and after the end."""
+        self.naming_secret = ""
+        """Goes into the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
         """Shortest notice that is to be expected; 0 when nobody knows."""
         self.is_fenced = False
@@ -157,6 +160,7 @@ class Conversation:
     def _welcomed(self, welcome: Welcome) -> None:
         self.run = welcome.run
         self.grace_s = welcome.grace_s
+        self.naming_secret = getattr(welcome, "naming_secret", "")
         if self.assembly is not None:
             self.assembly.start()
         if self.staging == welcome.staging:
@@ -166,6 +170,15 @@ class Conversation:
                 "cannot write to %s: add this user to the group that owns it (see ls -ld) and log in"
                 " again; training goes on without checkpoints",
                 welcome.staging,
+            )
+            return
+        try:
+            os.close(open_directory(welcome.staging, self.channel.trusted_uids))
+        except OSError as error:
+            log.warning(
+                "cannot use the staging directory: %s; it must be an absolute path to a directory of root, of"
+                " this user or of the daemon's user; training continues without checkpoints",
+                error,
             )
             return
         remove_leftovers(welcome.staging, self.ranks.rank)

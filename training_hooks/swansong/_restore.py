@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from swansong import protocol
+from swansong import openat, protocol
 from swansong._agree import Ranks
 from swansong._agree_nodes import Assembly
 from swansong._staging import rank_directory
+from swansong._trust import open_directory
 from swansong.protocol import Message, RankManifest, Refused, Restored, RestoreQuery, Restoring
 from swansong.state import Snapshots
 
@@ -182,7 +185,12 @@ def _agreed(choice: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    directory: str, ranks: Ranks, state: Snapshots, *, wanted_step: int | None = None
+    directory: str,
+    ranks: Ranks,
+    state: Snapshots,
+    *,
+    wanted_step: int | None = None,
+    owners: Collection[int] | None = None,
 ) -> int:
     """Load this rank's part of a checkpoint.
 
@@ -192,6 +200,8 @@ def load_checkpoint(
             whole sets.
         state: loads it.
         wanted_step: the step that it must be of, if that is known.
+        owners: of a directory that the daemon named: user ids that all of it must belong to, and links are
+            refused.  None for one that the trainer's user chose.
 
     Returns:
         Its number of completed steps.
@@ -200,18 +210,20 @@ def load_checkpoint(
         RestoreError: whatever is wrong, naming the directory.
     """
     try:
-        if state.reads_whole_set:
-            manifest = _check_part(directory, 0, wanted_step)
-            for rank in range(1, manifest.world_size):
-                _check_part(directory, rank, manifest.step)
-            state.load(Path(directory))
-        else:
-            manifest = _check_part(directory, ranks.rank, wanted_step)
-            if manifest.world_size != ranks.world_size:
-                raise ValueError(
-                    f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
-                )
-            state.load(Path(directory, rank_directory(ranks.rank)))
+        with _opened(directory, owners) as directory_fd:
+            if state.reads_whole_set:
+                manifest = _check_part(directory_fd, 0, wanted_step, owners)
+                for rank in range(1, manifest.world_size):
+                    _check_part(directory_fd, rank, manifest.step, owners)
+                part = Path(directory)
+            else:
+                manifest = _check_part(directory_fd, ranks.rank, wanted_step, owners)
+                if manifest.world_size != ranks.world_size:
+                    raise ValueError(
+                        f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
+                    )
+                part = Path(directory, rank_directory(ranks.rank))
+        state.load(part)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
@@ -223,13 +235,42 @@ def load_checkpoint(
     return manifest.step
 
 
-def _check_part(directory: str, rank: int, wanted_step: int | None) -> RankManifest:
+def _check_part(
+    directory_fd: int, rank: int, wanted_step: int | None, owners: Collection[int] | None
+) -> RankManifest:
     name = protocol.rank_manifest_name(rank)
-    manifest = RankManifest.decode(Path(directory, name).read_bytes())
+    with _opened_file(directory_fd, name, owners) as file:
+        manifest = RankManifest.decode(file.read(protocol.RANK_MANIFEST_MAX_BYTES + 1))
     if wanted_step not in (None, manifest.step):
         raise ValueError(f"{name} is of step {manifest.step}, not of step {wanted_step}")
-    for file in manifest.files:
-        size_bytes = Path(directory, file.path).stat().st_size
-        if size_bytes != file.size_bytes:
-            raise ValueError(f"{file.path} has {size_bytes} bytes, not {file.size_bytes}")
+    for entry in manifest.files:
+        with _opened_file(directory_fd, entry.path, owners) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes != entry.size_bytes:
+            raise ValueError(f"{entry.path} has {size_bytes} bytes, not {entry.size_bytes}")
     return manifest
+
+
+@contextlib.contextmanager
+def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
+    if owners is None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    else:
+        fd = open_directory(directory, owners)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
+    """Open a file of a checkpoint; with ``owners`` one component at a time, following no link."""
+    if owners is None:
+        fd = os.open(path, openat.FILE & ~os.O_NOFOLLOW, dir_fd=directory_fd)
+        return os.fdopen(fd, "rb")
+    *parents, name = path.split("/")
+    with contextlib.ExitStack() as stack:
+        for parent in parents:
+            directory_fd = openat.open_directory(parent, dir_fd=directory_fd, owners=owners)
+            stack.callback(os.close, directory_fd)
+        return os.fdopen(openat.open_file(name, dir_fd=directory_fd, owners=owners), "rb")

@@ -7,22 +7,31 @@ its manifest there only when all its files are written.  A process may die betwe
 A rank writes below ``rank-00000.writing/``, and a file moves to ``rank-00000/`` once it is complete: at
 the end of the save, or when :func:`finish` says so before.  What lies there is final, and the daemon
 may store it while the rest is still being written.
+
+Other members of the group may write to the staging directory of the run.  So each name is opened relative to
+the descriptor of its directory, no link is followed, and what belongs to another user is not touched.  A set
+is writable for its own user, and through the default ACL of the staging directory for the daemon, which
+removes it later; the group may read it.  Therefore all ranks of one VM must run as one user, and the paths
+that a save function gets are safe: nobody else can create anything below the partial directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import logging
 import math
 import os
-import shutil
+import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swansong import protocol
+from swansong import openat, protocol
+from swansong.openat import UnsafeFileError
 from swansong.protocol import FileEntry, RankManifest, rank_directory
 
 __all__ = [
@@ -33,6 +42,15 @@ __all__ = [
     "remove_leftovers",
     "write_checkpoint",
 ]
+
+_FILE_MODE = 0o640
+_DIRECTORY_MODE = stat.S_ISGID | 0o750
+_WRITING_MODE = stat.S_ISGID | 0o700
+"""What a save function creates there has the mode that its umask gives, until it is finished."""
+_MODE_WITH_ACL = stat.S_ISGID | 0o770
+"""With an ACL the group bits are its mask: the group stays at ``r-x``, and the daemon has ``rwx``."""
+
+log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)
@@ -86,55 +104,51 @@ def write_checkpoint(
         Exception: whatever ``save`` raised.  In either case the partial directory is gone.
     """
     name = protocol.sealed_name(manifest.step, nonce)
-    sealed = os.path.join(staging, name)
-    partial = sealed + protocol.PARTIAL_SUFFIX
-    if os.path.isdir(sealed):
-        return Written(name, _size_bytes(sealed, manifest.rank), is_sealed=True)
-    try:
-        with contextlib.suppress(FileExistsError):  # another rank was faster
-            os.mkdir(partial)
-        own = os.path.join(partial, rank_directory(manifest.rank))
-        writing = own + protocol.WRITING_SUFFIX
-        _begin(partial, own, manifest)
-        save(Path(writing))
-        for directory, _, names in os.walk(writing):
-            for file_name in names:
-                finish(os.path.join(directory, file_name))
-        shutil.rmtree(writing)
-        files = _close_files(partial, own, durable=durable)
-        manifest = dataclasses.replace(manifest, files=files)
-        os.unlink(own + protocol.BEGUN_SUFFIX)
-        _put_manifest(partial, manifest, durable=durable)
-        is_sealed = _seal(partial, sealed, manifest.local_world_size, durable=durable)
-    except BaseException:
-        # Without this rank's files the set can never be whole: make room, whoever else still writes.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return Written(name, sum(file.size_bytes for file in files), is_sealed)
+    partial = name + protocol.PARTIAL_SUFFIX
+    with _held(openat.open_directory(staging)) as run_fd:
+        size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
+        if size_bytes is not None:
+            return Written(name, size_bytes, is_sealed=True)
+        try:
+            with _held(_partial_directory(partial, run_fd)) as partial_fd:
+                place = Path(staging, partial)
+                files = _write_part(partial_fd, place, manifest, save, durable=durable)
+                sealed = _seal(run_fd, partial_fd, name, manifest.local_world_size, durable=durable)
+        except BaseException:
+            # Without this rank's files the set can never be whole: make room, whoever else still writes.
+            _remove_own(partial, run_fd)
+            raise
+    size_bytes = sum(file.size_bytes for file in files)
+    return Written(sealed or name, size_bytes, is_sealed=sealed is not None)
 
 
 def remove_leftovers(staging: str, rank: int) -> None:
     """Remove what this rank left in partial directories when it last died.
 
     To be called by a new process before its first save: a manifest that an earlier incarnation put into
-    a set of the same name must not help to seal that set.
+    a set of the same name must not help to seal that set.  Directories of other users are left alone.
+
+    Raises:
+        OSError: the staging directory cannot be read.
     """
-    for entry in os.listdir(staging):
-        name = entry.removesuffix(protocol.PARTIAL_SUFFIX)
-        if entry == name or protocol.parse_sealed_name(name) is None:
-            continue
-        partial = os.path.join(staging, entry)
-        own = os.path.join(partial, rank_directory(rank))
-        for file in (
-            os.path.join(partial, protocol.rank_manifest_name(rank)),
-            own + protocol.BEGUN_SUFFIX,
-        ):
-            with contextlib.suppress(OSError):
-                os.unlink(file)
-        for directory in (own, own + protocol.WRITING_SUFFIX):
-            shutil.rmtree(directory, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other ranks' files are theirs to remove
-            os.rmdir(partial)
+    own = rank_directory(rank)
+    manifest = protocol.rank_manifest_name(rank)
+    ours = (manifest, own + protocol.BEGUN_SUFFIX, own, own + protocol.WRITING_SUFFIX)
+    temporary = (f".{manifest}.", f".{own}{protocol.BEGUN_SUFFIX}.")
+    with _held(openat.open_directory(staging)) as run_fd:
+        for partial in os.listdir(run_fd):
+            name = partial.removesuffix(protocol.PARTIAL_SUFFIX)
+            if partial == name or protocol.parse_sealed_name(name) is None:
+                continue
+            with contextlib.suppress(OSError):  # of another user, or gone
+                with _held(_open_own(partial, run_fd)) as partial_fd:
+                    temporaries = [
+                        each for each in os.listdir(partial_fd) if each.startswith(temporary)
+                    ]
+                    for each in (*ours, *temporaries):
+                        with contextlib.suppress(OSError):
+                            openat.remove_tree(each, dir_fd=partial_fd)
+                os.rmdir(partial, dir_fd=run_fd)  # refused while other ranks' files are there
 
 
 def finish(path: str | os.PathLike[str]) -> None:
@@ -144,116 +158,286 @@ def finish(path: str | os.PathLike[str]) -> None:
     files are nobody else's business, this does nothing.
 
     Raises:
-        ValueError: it is no regular file, or has a name that is not allowed.
+        ValueError: it is not a regular file with a single name, or the name is not allowed.
         OSError: the file system refused.
     """
-    full = os.path.abspath(path)
-    before, found, inner = full.partition(f"{protocol.WRITING_SUFFIX}{os.sep}")
-    own = os.path.basename(before)
-    partial = os.path.dirname(before)
-    if not found or not partial.endswith(protocol.PARTIAL_SUFFIX):
-        return
-    relative = f"{own}/{inner}"
-    facts = os.lstat(full)
-    if not stat.S_ISREG(facts.st_mode):
-        raise ValueError(f"{relative} is no regular file; links and others are not uploaded")
-    if not protocol.is_safe_path(relative):
-        raise ValueError(f"the file name {relative!r} has characters that are not allowed")
-    group = os.stat(os.path.dirname(partial)).st_gid
-    _admit_group(full, group, 0o040)
-    directory = before
-    for name in inner.split(os.sep)[:-1]:
-        directory = os.path.join(directory, name)
-        if not os.path.isdir(directory):
-            with contextlib.suppress(FileExistsError):  # another thread was faster
-                os.mkdir(directory)
-            _admit_group(directory, group, 0o070)
-    os.rename(full, os.path.join(before, inner))
+    parts = Path(path).absolute().parts
+    for place in range(1, len(parts) - 1):
+        partial, writing = parts[place - 1 : place + 1]
+        own = writing.removesuffix(protocol.WRITING_SUFFIX)
+        if partial.endswith(protocol.PARTIAL_SUFFIX) and own != writing:
+            with _held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
+                _finish(partial_fd, (own, *parts[place + 1 :]))
+            return
 
 
-def _begin(partial: str, own: str, manifest: RankManifest) -> None:
-    """Make room for a rank's files, and say what they will be of."""
-    group = os.stat(os.path.dirname(partial)).st_gid
-    _admit_group(partial, group, 0o070)
-    for directory in (own, own + protocol.WRITING_SUFFIX):
-        os.mkdir(directory)
-        _admit_group(directory, group, 0o070)
-    begun = own + protocol.BEGUN_SUFFIX
-    with open(begun, "wb") as file:
-        file.write(manifest.encode())
-    _admit_group(begun, group, 0o040)
+# ---------------------------------------------------------------- files
 
 
-def _close_files(partial: str, own: str, *, durable: bool) -> list[FileEntry]:
-    """List the rank's finished files, and fsync them if asked."""
-    files: list[FileEntry] = []
-    for directory, _, names in os.walk(own):
-        for name in names:
-            full = os.path.join(directory, name)
-            if durable:
-                _fsync(full)
-            size_bytes = os.stat(full).st_size
-            files.append(FileEntry(path=os.path.relpath(full, partial), size_bytes=size_bytes))
-        if durable:
-            _fsync(directory)
-    return sorted(files, key=lambda file: file.path)
+def _write_part(
+    partial_fd: int,
+    partial: Path,
+    manifest: RankManifest,
+    save: Callable[[Path], object],
+    *,
+    durable: bool,
+) -> list[FileEntry]:
+    """Write a rank's files and, last, its manifest."""
+    own = rank_directory(manifest.rank)
+    writing, begun = own + protocol.WRITING_SUFFIX, own + protocol.BEGUN_SUFFIX
+    for name, mode in ((own, _DIRECTORY_MODE), (writing, _WRITING_MODE)):
+        os.close(_own_directory(name, partial_fd, mode, is_new=True))
+    _put(begun, manifest, partial_fd, durable=False)
+    save(partial / writing)
+    with _held(_open_own(writing, partial_fd)) as writing_fd:
+        unfinished = list(_files_below(writing_fd, (own,)))
+    for path in unfinished:
+        _finish(partial_fd, path)
+    openat.remove_tree(writing, dir_fd=partial_fd)
+    with _held(_open_own(own, partial_fd)) as own_fd:
+        files = sorted(_entries(own_fd, own, durable=durable), key=lambda file: file.path)
+    os.unlink(begun, dir_fd=partial_fd)
+    manifest = dataclasses.replace(manifest, files=files)
+    _put(protocol.rank_manifest_name(manifest.rank), manifest, partial_fd, durable=durable)
+    return files
 
 
-def _put_manifest(partial: str, manifest: RankManifest, *, durable: bool) -> None:
-    path = os.path.join(partial, protocol.rank_manifest_name(manifest.rank))
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(manifest.encode())
-    _admit_group(temporary, os.stat(os.path.dirname(partial)).st_gid, 0o040)
+def _put(name: str, manifest: RankManifest, partial_fd: int, *, durable: bool) -> None:
+    data = manifest.encode()
+    openat.replace_file(name, data, dir_fd=partial_fd, mode=_FILE_MODE, durable=durable)
+
+
+def _finish(partial_fd: int, path: Sequence[str]) -> None:
+    """Move a complete file to its final place.
+
+    Args:
+        path: of the final place, below the partial directory.
+    """
+    own, *parents, name = path
+    relative = _checked("/".join(path))
+    with _below(partial_fd, (own + protocol.WRITING_SUFFIX, *parents)) as source_fd:
+        try:
+            fd = openat.open_file(name, dir_fd=source_fd, owners=_us())
+        except OSError as error:
+            if isinstance(error, UnsafeFileError) or error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ValueError(
+                    f"{relative} is not a regular file of this user with a single name; links and others"
+                    " are not uploaded"
+                ) from error
+            raise
+        with _held(fd):
+            _give_to_group(fd, partial_fd)
+            os.fchmod(fd, _FILE_MODE)
+        with _below(partial_fd, (own, *parents), make=True) as target_fd:
+            os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+
+def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Paths of everything that is not a directory; ``prefix`` goes before them.
+
+    Raises:
+        ValueError: a name is not allowed, or the tree is too deep.
+    """
+    for name in os.listdir(directory_fd):
+        path = (*prefix, name)
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
+            _checked("/".join(path))  # limits the depth too
+            with _held(_open_own(name, directory_fd)) as inner_fd:
+                yield from _files_below(inner_fd, path)
+        else:
+            yield path
+
+
+def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileEntry]:
+    """The files below a directory; with ``durable`` they and their directories are fsynced."""
+    for name in os.listdir(directory_fd):
+        path = f"{prefix}/{name}"
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
+            with _held(_open_own(name, directory_fd)) as inner_fd:
+                yield from _entries(inner_fd, path, durable=durable)
+        else:
+            with _held(openat.open_file(name, dir_fd=directory_fd, owners=_us())) as fd:
+                if durable:
+                    os.fsync(fd)
+                yield FileEntry(path=path, size_bytes=os.fstat(fd).st_size)
     if durable:
-        _fsync(temporary)
-    os.rename(temporary, path)
-    if durable:
-        _fsync(partial)
+        os.fsync(directory_fd)
 
 
-def _seal(partial: str, sealed: str, local_world_size: int, *, durable: bool) -> bool:
+def _checked(path: str) -> str:
+    if not protocol.is_safe_path(path):
+        raise ValueError(
+            f"the file name {path!r:.300} is too long, or has characters that are not allowed"
+        )
+    return path
+
+
+def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
+    """Size of one rank's files in a sealed set, 0 when it has no such rank; None without such a set.
+
+    A directory of another user under that name is not such a set.
+    """
+    manifest = protocol.rank_manifest_name(rank)
+    limit = protocol.RANK_MANIFEST_MAX_BYTES
     try:
-        names = os.listdir(partial)
-        if sum(name.startswith("rank-") and name.endswith(".json") for name in names) < (
-            local_world_size
-        ):
-            return False
-        os.rename(partial, sealed)
+        sealed_fd = _open_own(name, run_fd)
     except OSError:
-        if os.path.isdir(sealed):  # another rank found all manifests too, and was faster
-            return True
-        raise
+        return None
+    with _held(sealed_fd):
+        try:
+            data = openat.read_file(manifest, dir_fd=sealed_fd, max_bytes=limit, owners=_us())
+            files = RankManifest.decode(data).files
+        except (OSError, ValueError):
+            return 0
+    return sum(entry.size_bytes for entry in files)
+
+
+# ---------------------------------------------------------------- sealing
+
+
+def _seal(
+    run_fd: int, partial_fd: int, name: str, local_world_size: int, *, durable: bool
+) -> str | None:
+    """Give the set its sealed name if all ranks of this node have put their manifests there.
+
+    Returns:
+        The name; None while other ranks are still writing.
+    """
+    names = os.listdir(partial_fd)
+    if (
+        sum(each.startswith("rank-") and each.endswith(".json") for each in names)
+        < local_world_size
+    ):
+        return None
+    try:
+        sealed = _rename(run_fd, name)
+    except FileNotFoundError:  # another rank found all manifests too, and was faster
+        found = _name_of(partial_fd, run_fd)
+        if found is None:
+            raise
+        return found
     if durable:
-        _fsync(os.path.dirname(sealed))
-    return True
+        os.fsync(run_fd)
+    return sealed
 
 
-def _admit_group(path: str, group: int, bits: int) -> None:
-    # Whatever umask and group the trainer has: the daemon must be able to read the set, and to prune it.
-    facts = os.stat(path)
-    # Not permitted: the file is of another rank's user, who sees to it, or we are not in that group.
-    if facts.st_gid != group:
-        with contextlib.suppress(PermissionError):
-            os.chown(path, -1, group)
-    if facts.st_mode & bits != bits:
-        with contextlib.suppress(PermissionError):
-            os.chmod(path, stat.S_IMODE(facts.st_mode) | bits)
+def _rename(run_fd: int, name: str) -> str:
+    """Rename the partial directory of a set; the name that it got.
 
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    Everybody can see which name comes next, and a member of the group can take it.
+    """
+    partial = name + protocol.PARTIAL_SUFFIX
     try:
-        os.fsync(descriptor)
+        os.rename(partial, name, src_dir_fd=run_fd, dst_dir_fd=run_fd)
+        return name
+    except FileNotFoundError:
+        raise
+    except OSError:
+        try:
+            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            owner = None
+        if owner is None:
+            raise
+    other = f"{name}{secrets.token_hex(8)}"
+    log.warning("%s is taken by user id %s; the set is sealed as %s", name, owner, other)
+    os.rename(partial, other, src_dir_fd=run_fd, dst_dir_fd=run_fd)
+    return other
+
+
+def _name_of(set_fd: int, run_fd: int) -> str | None:
+    """The sealed name that another rank gave to an open set."""
+    inode = os.fstat(set_fd).st_ino
+    with os.scandir(run_fd) as entries:
+        for entry in entries:
+            if entry.inode() == inode and protocol.parse_sealed_name(entry.name) is not None:
+                return entry.name
+    return None
+
+
+# ---------------------------------------------------------------- directories
+
+
+def _us() -> frozenset[int]:
+    return frozenset({os.geteuid()})
+
+
+@contextlib.contextmanager
+def _held(fd: int) -> Iterator[int]:
+    """The descriptor, which is closed at the end."""
+    try:
+        yield fd
     finally:
-        os.close(descriptor)
+        os.close(fd)
 
 
-def _size_bytes(sealed: str, rank: int) -> int:
-    """Size of one rank's files in a sealed set; 0 when it has no such rank."""
+def _open_own(name: str, directory_fd: int) -> int:
+    return openat.open_directory(name, dir_fd=directory_fd, owners=_us())
+
+
+@contextlib.contextmanager
+def _below(directory_fd: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+    """Descriptor of a directory below, opened one component at a time; ``make`` creates what is missing."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            inner_fd = _own_directory(part, directory_fd) if make else _open_own(part, directory_fd)
+            directory_fd = stack.enter_context(_held(inner_fd))
+        yield directory_fd
+
+
+def _partial_directory(name: str, run_fd: int) -> int:
     try:
-        with open(os.path.join(sealed, protocol.rank_manifest_name(rank)), "rb") as file:
-            manifest = RankManifest.decode(file.read())
-    except (OSError, ValueError):
-        return 0
-    return sum(entry.size_bytes for entry in manifest.files)
+        return _own_directory(name, run_fd)
+    except OSError as error:
+        try:
+            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            owner = os.geteuid()
+        if owner == os.geteuid():
+            raise
+        raise PermissionError(
+            f"the partial set {name} belongs to user id {owner}; run all ranks of this VM as one user"
+        ) from error
+
+
+def _own_directory(
+    name: str, directory_fd: int, mode: int = _DIRECTORY_MODE, *, is_new: bool = False
+) -> int:
+    """Open a directory of this user, and create it first unless another rank or thread has done so.
+
+    Args:
+        name: of the directory.
+        directory_fd: the one that holds it.
+        mode: its mode where no ACL is inherited.
+        is_new: whether nobody else may have created it.
+    """
+    try:
+        # For this user alone: whatever the umask, the group must not put anything into it before it has
+        # its mode.
+        os.mkdir(name, 0o700, dir_fd=directory_fd)
+    except FileExistsError:
+        if is_new:
+            raise
+    fd = _open_own(name, directory_fd)
+    try:
+        _give_to_group(fd, directory_fd)
+        os.fchmod(fd, _MODE_WITH_ACL if openat.has_acl(fd) else mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _give_to_group(fd: int, parent_fd: int) -> None:
+    """Give a file or directory to the group of the directory above: the daemon may read by that group."""
+    group = os.fstat(parent_fd).st_gid
+    if os.fstat(fd).st_gid != group:
+        with contextlib.suppress(PermissionError):  # this user is not in that group
+            os.fchown(fd, -1, group)
+
+
+def _remove_own(name: str, directory_fd: int) -> None:
+    """Remove a directory of this user, as far as possible."""
+    with contextlib.suppress(OSError):
+        os.close(_open_own(name, directory_fd))
+        openat.remove_tree(name, dir_fd=directory_fd)

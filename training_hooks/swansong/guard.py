@@ -28,7 +28,7 @@ from swansong._health import Health
 from swansong._progress import PauseWatch, Reporter
 from swansong._restore import RestoreError, load_checkpoint, where_to_go_back, where_to_go_on
 from swansong._saving import CLOSE_PATIENCE_S, Saver
-from swansong.protocol import Committed, RankManifest
+from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
@@ -221,9 +221,7 @@ class Guard:
         elif not self._closed and self._talk.channel.is_connected():
             answer = where_to_go_on(self._talk.restore, self._talk.assembly)
             if answer.path:
-                step = load_checkpoint(
-                    answer.path, self._ranks, self._state, wanted_step=answer.step
-                )
+                step = self._load(answer)
         self._agreement.step = step
         self._agreement.plan_periodic(step)
         self._saver.measured.saved_mono_s = time.monotonic()
@@ -257,7 +255,7 @@ class Guard:
             at_step=at_step,
             before_step=self._health.suspect_from(at_step),
         )
-        step = load_checkpoint(answer.path, self._ranks, self._state, wanted_step=answer.step)
+        step = self._load(answer)
         log.warning("went back from step %s to step %s", at_step, step)
         # A set of a step that is done anew is another one than that of the first time.
         self._saver.forget()
@@ -338,10 +336,19 @@ class Guard:
         if staging is None or (self._talk.is_fenced and not due.request_id):
             self._agreement.plan_periodic(step)
             return False
-        nonce = self._ranks.nonce(step, due.request_id)
+        nonce = self._ranks.nonce(step, due.request_id, self._talk.naming_secret)
         is_taken = self._saver.save(self._agreement, staging, nonce, due, self._manifest(due, step))
         self._should_stop |= is_taken and self._stop_after_save and due.kind == "emergency"
         return is_taken
+
+    def _load(self, answer: Restored) -> int:
+        return load_checkpoint(
+            answer.path,
+            self._ranks,
+            self._state,
+            wanted_step=answer.step,
+            owners=self._talk.channel.trusted_uids,
+        )
 
     def _manifest(self, due: Due, step: int) -> RankManifest:
         return RankManifest(

@@ -20,10 +20,13 @@ deterministic kernels.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import re
+import secrets
+import select
 import signal
 import socket
 import struct
@@ -49,6 +52,10 @@ _DETERMINISTIC = {
 }
 
 
+_END_PATIENCE_S = 10.0
+"""Longest wait for killed processes to end, which takes long only where a device driver blocks."""
+
+
 class ResumeMismatchError(AssertionError):
     """The resumed run is not the one that was not interrupted; says where they differ."""
 
@@ -66,7 +73,7 @@ class ResumeReport:
     files: int = 0
     """Files of the last checkpoint that were compared."""
     losses: int = 0
-    """Steps of which the loss was compared."""
+    """Steps of which the loss was compared: those up to ``steps`` that both runs printed."""
 
 
 def check_resume(
@@ -95,7 +102,8 @@ def check_resume(
             the environment variables that torchrun would set.
         environment: variables on top of this process's own.
         loss_of: finds step and loss in a line of output; by default, lines that are JSON objects with
-            ``step`` and ``loss`` are understood.
+            ``step`` and ``loss`` are understood.  Print it before ``guard.step()``: the trainer is killed as
+            soon as the checkpoint of that step is sealed.
         ignoring: a regular expression; files of the last checkpoint in whose path it is found may differ.
         limit_s: longest time that one start of the trainer may take.
 
@@ -130,7 +138,7 @@ def check_resume(
         saved = trainer.until_saved(resumed, moment)
         report.saved_steps.append(_step_of(saved))
     got = trainer.until_saved(resumed, steps)
-    report.losses = _compare_losses(reference.losses, resumed.losses)
+    report.losses = _compare_losses(reference.losses, resumed.losses, steps)
     report.files = _compare_sets(wanted, got, ignoring)
     return report
 
@@ -166,35 +174,41 @@ class _Trainer:
         run.starts += 1
         events: queue.SimpleQueue[Message | str | int] = queue.SimpleQueue()
         stand_in = _StandIn(run, self.ranks, moment, events.put)
-        processes: list[subprocess.Popen[str]] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        outputs: list[_Output] = []
         errors = run.directory / f"stderr-{run.starts}"
         try:
             with errors.open("w") as stderr:
                 for rank in range(1 if self.has_launcher else self.ranks):
-                    process = self._start(run, stand_in, rank, stderr)
-                    processes.append(
-                        process
-                    )  # one by one: what was started is ended, come what may
-            threads = [
-                threading.Thread(target=_read, args=(process, events.put), daemon=True)
-                for process in processes
-            ]
-            for thread in threads:
-                thread.start()
-            answer = self._wait(run, stand_in, moment, events)
-            if isinstance(answer, str):
-                tail = errors.read_text(errors="replace")[-2000:]
-                raise TrainerFailedError(
-                    f"start {run.starts}, waiting for {moment!r}: {answer}\n{tail}"
-                )
-            return run.staging / answer.directory
+                    # One by one: what was started is ended, come what may.
+                    outputs.append(_Output(events.put))
+                    process = self._start(run, stand_in, rank, outputs[-1].write_fd, stderr)
+                    processes.append(process)
+                    threading.Thread(
+                        target=_report_exit, args=(process, events.put), daemon=True
+                    ).start()
+            decided = self._wait(run, stand_in, moment, events)
         finally:
             stand_in.kill(processes)
+            for output in outputs:
+                output.end()
             stand_in.close()
+        # Output, answers and exit codes arrive in any order: judge when all three have been read to the end.
+        while not events.empty():
+            event = events.get()
+            self._note_loss(run, event)
+            if isinstance(decided, str) and isinstance(event, Message) and _is_answer(event):
+                decided = event
+        if isinstance(decided, Sealed):
+            return run.staging / decided.directory
+        if isinstance(decided, Failed | Declined):
+            decided = f"the trainer did not save: {decided.reason}"
+        tail = errors.read_text(errors="replace")[-2000:]
+        raise TrainerFailedError(f"start {run.starts}, waiting for {moment!r}: {decided}\n{tail}")
 
     def _start(
-        self, run: _Run, stand_in: _StandIn, rank: int, stderr: Any
-    ) -> subprocess.Popen[str]:
+        self, run: _Run, stand_in: _StandIn, rank: int, stdout: int, stderr: Any
+    ) -> subprocess.Popen[bytes]:
         variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: stand_in.path}
         if not self.has_launcher and self.ranks > 1:
             variables |= {
@@ -211,10 +225,8 @@ class _Trainer:
             self.command,
             env={**variables, **self.environment},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=stderr,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
 
@@ -224,31 +236,30 @@ class _Trainer:
         stand_in: _StandIn,
         moment: int | str,
         events: queue.SimpleQueue[Message | str | int],
-    ) -> Sealed | str:
-        """The sealed set, or what went wrong."""
+    ) -> Message | str:
+        """The answer to the request, or why none will come."""
         give_up = time.monotonic() + self.limit_s
         ended = 0
-        sealed: Sealed | None = None
-        while sealed is None:
+        while True:
             try:
                 event = events.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
                 return f"nothing after {self.limit_s:.0f} s"
+            self._note_loss(run, event)
             if isinstance(event, str):
-                found = self.loss_of(event)
-                if found is not None:
-                    run.losses[found[0]] = found[1]
                 if isinstance(moment, str) and re.search(moment, event):
                     stand_in.request()
-            elif isinstance(event, Sealed) and event.request_id:
-                sealed = event
-            elif isinstance(event, Failed | Declined):
-                return f"the trainer did not save: {event.reason}"
             elif isinstance(event, int):
                 ended += 1
                 if event != 0 or (ended == (1 if self.has_launcher else self.ranks)):
                     return f"the trainer ended with {event}"
-        return sealed
+            elif _is_answer(event):
+                return event
+
+    def _note_loss(self, run: _Run, event: Message | str | int) -> None:
+        found = self.loss_of(event) if isinstance(event, str) else None
+        if found is not None:
+            run.losses[found[0]] = found[1]
 
 
 class _StandIn:
@@ -263,7 +274,9 @@ class _StandIn:
         self._tell = tell
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
-        self._pids: set[int] = set()
+        self._pidfds: dict[int, int] = {}
+        """By pid, of all who ever said hello: a pid alone may be another process by the time of the kill."""
+        self._served: list[tuple[socket.socket, threading.Thread]] = []
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
         self._target: protocol.Target | None = None
@@ -277,7 +290,8 @@ class _StandIn:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.free_port: int = probe.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def request(self) -> None:
         """Ask for a checkpoint, once."""
@@ -287,26 +301,35 @@ class _StandIn:
                 for connection in self._connections:
                     self._send(connection, self._request)
 
-    def kill(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        """Kill all at once: the launcher first, so that it starts nothing again."""
-        with self._lock:
-            pids = set(self._pids)
+    def kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Kill all at once, and wait for their end: the launcher first, so that it starts nothing again."""
         for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        for pid in pids - {process.pid for process in processes}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        with self._lock:
+            pidfds = list(self._pidfds.values())
+            self._pidfds.clear()
+        for pidfd in pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for process in processes:
             process.wait()
+        give_up = time.monotonic() + _END_PATIENCE_S
+        for pidfd in pidfds:
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)
+            ended.poll(max(0.0, give_up - time.monotonic()) * 1000)
+            os.close(pidfd)
 
     def close(self) -> None:
+        """Return when each message that was sent before this call has been passed on."""
         self._listener.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            for connection in self._connections:
-                connection.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        for connection, thread in self._served:
+            with contextlib.suppress(OSError):  # the thread has closed it already
+                connection.shutdown(socket.SHUT_RDWR)  # what has arrived can still be read
+            thread.join()
         self._directory.cleanup()
 
     @property
@@ -322,7 +345,9 @@ class _StandIn:
                     connection, _ = self._listener.accept()
                 except OSError:
                     return
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                self._served.append((connection, thread))
+                thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
@@ -344,13 +369,14 @@ class _StandIn:
                 pass
             finally:
                 with self._lock:
-                    self._pids.discard(pid)
                     if connection in self._connections:
                         self._connections.remove(connection)
 
     def _welcome(self, connection: socket.socket, pid: int) -> None:
         with self._lock:
-            self._pids.add(pid)
+            if pid not in self._pidfds:
+                with contextlib.suppress(OSError):  # it has just ended
+                    self._pidfds[pid] = os.pidfd_open(pid)
             self._connections.append(connection)
             self._send(
                 connection, protocol.Welcome("check", str(self._run.staging), self._run.starts)
@@ -393,12 +419,44 @@ class _StandIn:
             pass  # it has just ended; its process says so as well
 
 
-def _read(process: subprocess.Popen[str], tell: Callable[[str | int], object]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            tell(line)
+def _report_exit(process: subprocess.Popen[bytes], tell: Callable[[int], object]) -> None:
     tell(process.wait())
+
+
+class _Output:
+    """Passes on each line that a process and its children print.
+
+    The end is a line of our own: children of a launcher may outlive it, and hold the pipe open.
+
+    Args:
+        tell: gets each whole line, in a thread.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        read_fd, self.write_fd = os.pipe()
+        self._end = f"{secrets.token_hex(16)}\n"
+        self._thread = threading.Thread(target=self._read, args=(read_fd, tell), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Return when each line that was printed before this call has been passed on."""
+        os.write(self.write_fd, self._end.encode())
+        os.close(self.write_fd)
+        self._thread.join()
+
+    def _read(self, read_fd: int, tell: Callable[[str], object]) -> None:
+        with open(read_fd, errors="replace") as lines:
+            for line in lines:
+                if line.endswith(self._end):  # what stands before it was cut off by the kill
+                    return
+                tell(line)
+
+
+def _is_answer(message: Message) -> bool:
+    """Whether it answers the request for a checkpoint."""
+    return isinstance(message, Failed | Declined) or (
+        isinstance(message, Sealed) and bool(message.request_id)
+    )
 
 
 def _json_loss(line: str) -> tuple[int, float] | None:
@@ -415,8 +473,9 @@ def _step_of(path: Path) -> int:
     return name[0]
 
 
-def _compare_losses(wanted: dict[int, float], got: dict[int, float]) -> int:
-    both = sorted(wanted.keys() & got.keys())
+def _compare_losses(wanted: dict[int, float], got: dict[int, float], steps: int) -> int:
+    # Either run may have printed losses of later steps before it was killed.
+    both = sorted(step for step in wanted.keys() & got.keys() if step <= steps)
     for step in both:
         if struct.pack("d", wanted[step]) != struct.pack("d", got[step]):
             raise ResumeMismatchError(

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``check_resume`` reports does not depend on which of output, answer and exit code arrives first."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import swansong
+from swansong import testing
+from swansong.protocol import Failed, Sealed
+from swansong.testing import TrainerFailedError, check_resume
+
+ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
+STEPS, KILL_AT = 6, 3
+
+TRAINER = """
+import json, sys
+import swansong
+
+total = {"total": 0}
+
+def save(directory):
+    if sys.argv[1] == "broken":
+        raise RuntimeError("no save today")
+    (directory / "total").write_text(json.dumps(total))
+
+def load(directory):
+    total.update(json.loads((directory / "total").read_text()))
+
+guard = swansong.attach(save=save, load=load, stop_after_save=True)
+for step in range(guard.restore() + 1, 1000):
+    total["total"] += step
+    print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
+    guard.step(step)
+    if sys.argv[1] == "leaves" and guard.should_stop or sys.argv[1] == "broken" and step == 900:
+        guard.close()
+        sys.exit(75)
+"""
+# Starts the trainer as torchrun does, in a session of its own, and beside it a process that holds the pipe.
+LAUNCHER = """
+import subprocess, sys
+holder = subprocess.Popen(
+    [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
+)
+with open(sys.argv[1], "a") as file:
+    print(holder.pid, file=file)
+trainer = subprocess.Popen([sys.executable, *sys.argv[2:]], start_new_session=True)
+sys.exit(trainer.wait())
+"""
+
+
+def is_answer(event: object) -> bool:
+    return isinstance(event, Sealed | Failed)
+
+
+def held_until(
+    first: Callable[[object], bool], held: Callable[[object], bool]
+) -> Callable[[], queue.SimpleQueue[Any]]:
+    """A queue whose writers of events that are ``held`` wait until one of ``first`` has been put."""
+
+    class Held(queue.SimpleQueue):  # type: ignore[type-arg]
+        def __init__(self) -> None:
+            self.has_first = threading.Event()
+
+        def put(self, item: object, *_: object, **__: object) -> None:
+            if held(item):
+                assert self.has_first.wait(60)
+            super().put(item)
+            if first(item):
+                self.has_first.set()
+
+    return Held
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Decides which events arrive first: ``order(first=..., held=...)``."""
+
+    def order(**options: Callable[[object], bool]) -> None:
+        made = SimpleNamespace(SimpleQueue=held_until(**options), Empty=queue.Empty)
+        monkeypatch.setattr(testing, "queue", made)
+
+    return order
+
+
+@pytest.fixture
+def holders(tmp_path: Path) -> Iterator[Path]:
+    """A file of process ids; those processes are killed after the test."""
+    path = tmp_path / "holders"
+    path.touch()
+    yield path
+    for line in path.read_text().splitlines():
+        os.kill(int(line), signal.SIGKILL)
+
+
+def check(directory: Path, *command: str, **options: Any) -> testing.ResumeReport:
+    return check_resume(
+        [sys.executable, "-c", *command],
+        steps=STEPS,
+        kill_at=[KILL_AT],
+        directory=directory / "check",
+        environment=ENVIRONMENT,
+        limit_s=60,
+        **options,
+    )
+
+
+def test_every_loss_that_was_printed_is_compared(
+    tmp_path: Path, order: Callable[..., None]
+) -> None:
+    """The checkpoint is sealed before any line of output has been read: all losses count all the same."""
+    order(first=is_answer, held=lambda event: isinstance(event, str))
+    report = check(tmp_path, TRAINER, "stays")
+    assert report.saved_steps == [KILL_AT]
+    assert report.losses == STEPS
+
+
+def test_a_process_that_outlives_the_kill_does_not_hold_the_check(
+    tmp_path: Path, order: Callable[..., None], holders: Path
+) -> None:
+    """A child of the launcher survives and holds the pipe open: all losses count, and the check ends."""
+    order(first=is_answer, held=lambda event: isinstance(event, str))
+    report = check(tmp_path, LAUNCHER, str(holders), "-c", TRAINER, "stays", has_launcher=True)
+    assert report.losses == STEPS
+    assert len(holders.read_text().splitlines()) == 3
+
+
+def test_a_trainer_that_saves_and_exits_has_saved(
+    tmp_path: Path, order: Callable[..., None]
+) -> None:
+    """The exit code is read before the answer on the socket: the saved checkpoint counts."""
+    order(first=lambda event: isinstance(event, int), held=is_answer)
+    report = check(tmp_path, TRAINER, "leaves")
+    assert report.saved_steps == [KILL_AT]
+    assert report.losses == STEPS
+
+
+def test_the_reason_of_a_failed_save_is_reported(
+    tmp_path: Path, order: Callable[..., None]
+) -> None:
+    """The exit code is read before the answer on the socket: the error names the trainer's reason."""
+    order(first=lambda event: isinstance(event, int), held=is_answer)
+    with pytest.raises(TrainerFailedError, match=r"the trainer did not save: .*no save today"):
+        check(tmp_path, TRAINER, "broken")
