@@ -41,7 +41,7 @@ PATH=$PATH:$PWD/.venv/bin
 
 if have shellcheck "shell scripts"; then
 	mapfile -t scripts < <(find . \( -name '.?*' -o -name build \) -prune -o -name '*.sh' -print)
-	check "shell scripts" shellcheck "${scripts[@]}" .ci/run systemd/nvme/swansong-nvme
+	check "shell scripts" shellcheck "${scripts[@]}" .ci/run
 fi
 
 if have systemd-analyze "units"; then
@@ -49,7 +49,7 @@ if have systemd-analyze "units"; then
 	root=$scratch/root
 	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
 	ln -s usr/lib "$root/lib"
-	programs=(bin/sh bin/rm bin/systemd-tmpfiles opt/swansong/bin/swansongd opt/swansong/bin/swansong)
+	programs=(bin/sh bin/rm bin/udevadm bin/systemd-tmpfiles opt/swansong/bin/swansongd opt/swansong/bin/swansong)
 	programs+=(usr/lib/swansong/swansong-nvme)
 	for program in "${programs[@]}"; do
 		install -D -m 0755 /dev/null "$root/$program"
