@@ -7,19 +7,43 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
+.PHONY: help setup lock wheelhouse demo test test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP)  ## create .venv with both distributions and what the tests need
 
-$(STAMP): constraints.txt requirements-dev.txt daemon/pyproject.toml training_hooks/pyproject.toml
+# Nothing but what make lock has pinned, file by file, and nothing that would have to be built first.
+HASHED := --require-hashes --only-binary :all: --no-deps
+
+$(STAMP): requirements/dev.txt requirements/torch.txt daemon/pyproject.toml training_hooks/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one with make PYTHON=...")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable training_hooks --editable daemon --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+		--editable training_hooks --editable daemon
 	touch $(STAMP)
+
+LOCK = $(BIN)/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--only-binary :all: --excludes build/not-locked.txt --custom-compile-command 'make lock' $(UPGRADE)
+
+lock: $(STAMP)  ## pin what is installed, with the hash of every file, in constraints.txt and requirements/ (UPGRADE=--upgrade for newer versions)
+	mkdir -p build
+	printf 'swansong\ntorch\n' >build/not-locked.txt
+	echo setuptools | $(LOCK) --output-file constraints.txt - daemon/pyproject.toml
+	$(LOCK) --constraint constraints.txt --output-file requirements/dev.txt daemon/pyproject.toml requirements/dev.in
+	$(LOCK) --constraint requirements/dev.txt --output-file requirements/jax.txt requirements/jax.in
+
+wheelhouse:  ## build/wheelhouse, for packer/provision.sh --wheelhouse: PYTHON of the same minor version as the image's
+	$(PYTHON) -m venv --clear build/wheels
+	build/wheels/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt
+	rm -rf build/wheelhouse
+	build/wheels/bin/python -m pip download --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt \
+		--dest build/wheelhouse
+	build/wheels/bin/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+		--wheel-dir build/wheelhouse ./training_hooks ./daemon
 
 STORE  ?= auto
 CLOUD  ?= aws
@@ -33,9 +57,9 @@ test: $(STAMP)  ## all tests but those of whole machines
 
 JAX := build/jax/.installed
 
-$(JAX): constraints.txt
+$(JAX): requirements/jax.txt
 	$(PYTHON) -m venv --clear build/jax
-	build/jax/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax orbax-checkpoint
+	build/jax/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/jax.txt
 	touch $@
 
 test-jax: $(STAMP) $(JAX)  ## the hooks with JAX and Orbax, in an environment of their own (700 MB)

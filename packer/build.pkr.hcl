@@ -19,6 +19,11 @@ build {
   }
 
   provisioner "file" {
+    source      = "${path.root}/../constraints.txt"
+    destination = "/tmp/swansong/constraints.txt"
+  }
+
+  provisioner "file" {
     source      = "${path.root}/../systemd"
     destination = "/tmp/swansong"
   }

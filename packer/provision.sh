@@ -10,7 +10,7 @@ readonly CONFIG=/etc/swansong/swansong.toml
 usage() {
 	cat <<-'TEXT'
 		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL] [--no-packages] [--image]
-		  --wheelhouse DIR  install the two distributions from the wheels in DIR, without a package index;
+		  --wheelhouse DIR  install from the wheels in DIR, without a package index ("make wheelhouse" makes one);
 		                    else from the sources beside this script, their dependencies from the index
 		  --config FILE     becomes /etc/swansong/swansong.toml, unless that exists; else the commented example
 		  --run NAME, --store URL
@@ -33,7 +33,7 @@ die() {
 find_python() {
 	local candidate
 	for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
-		if [ -n "$candidate" ] && "$candidate" -c \
+		if [ -n "$candidate" ] && "$candidate" -I -c \
 			'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
 			command -v "$candidate"
 			return
@@ -69,19 +69,28 @@ ensure_packages() {
 install_distributions() {
 	local python
 	python=$(find_python) || die "Python 3.11 or later with the venv module is needed; name one with PYTHON=..."
-	if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
-		"$python" -m venv --clear "$VENV"
+	# Always -I: the directory that this was called from is no place to import from, as root.
+	if ! "$VENV/bin/python" -I -c 'import pip' 2>/dev/null; then
+		"$python" -I -m venv --clear "$VENV"
 	fi
-	local install=("$VENV/bin/python" -m pip install --quiet --no-input --no-cache-dir --disable-pip-version-check --upgrade)
+	# What others made is installed only as the very files whose hashes constraints.txt has, and never built
+	# here: a build would fetch more, and run it as root.
+	local pip=("$VENV/bin/python" -I -m pip --quiet --no-input --no-cache-dir --disable-pip-version-check)
+	local install=("${pip[@]}" install --no-deps)
+	local hashed=(--require-hashes --only-binary :all: --requirement "$source/constraints.txt")
 	if [ -n "$wheelhouse" ]; then
-		"${install[@]}" --no-index --find-links "$wheelhouse" swansong swansongd
+		local wheels=(--no-index --find-links "$wheelhouse")
+		"${install[@]}" "${wheels[@]}" "${hashed[@]}"
+		"${install[@]}" "${wheels[@]}" --only-binary :all: --upgrade swansong swansongd
 	else
+		"${install[@]}" "${hashed[@]}"
 		# A copy, for a build leaves files beside its sources.
 		scratch=$(mktemp -d)
 		trap 'rm -rf "$scratch"' EXIT
 		cp -r "$source/training_hooks" "$source/daemon" "$scratch/"
-		"${install[@]}" --constraint "$source/constraints.txt" "$scratch/training_hooks" "$scratch/daemon"
+		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
 	fi
+	"${pip[@]}" check || die "constraints.txt and the two distributions do not fit together: take both from one version"
 	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong
 }
 
@@ -92,7 +101,7 @@ install_system_files() {
 	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket
 	# For those who want it: neither enabled nor started here.
 	install -D -m 0644 -t /etc/systemd/system "$units/swansong-nvme.service"
-	install -D -m 0755 "$units/nvme/swansong-nvme" /usr/lib/swansong/swansong-nvme
+	install -D -m 0755 "$units/nvme/swansong_nvme.py" /usr/lib/swansong/swansong-nvme
 	install -D -m 0644 "$units/nvme/staging.conf" /usr/lib/swansong/nvme-staging.conf
 	install -D -m 0644 "$units/trainer.service.d/swansong.conf" \
 		/usr/share/doc/swansong/trainer.service.d/swansong.conf
@@ -102,7 +111,7 @@ install_system_files() {
 
 # A Python below /root, say, would do for us but not for the daemon.
 check_daemon_can_run() {
-	runuser -u swansong -- "$VENV/bin/python" -c 'import swansongd' ||
+	runuser -u swansong -- "$VENV/bin/python" -I -c 'import swansongd' ||
 		die "user swansong cannot run $(realpath "$VENV/bin/python"): remove $VENV, name another with PYTHON=..."
 }
 
@@ -113,7 +122,7 @@ install_config() {
 		return
 	fi
 	if [ -z "$config" ]; then
-		example=$("$VENV/bin/python" -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
+		example=$("$VENV/bin/python" -I -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
 	fi
 	install -D -m 0644 "${config:-$example}" "$CONFIG"
 	# The two keys that begin so, and no other does.
@@ -143,6 +152,7 @@ forget_this_machine() {
 	: >/etc/machine-id
 	# The first boot would take the old identity from there, and random numbers that it shares.
 	rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
+	rm -f /var/lib/swansong/nvme.uuid # which disk swansong-nvme formatted
 }
 
 wheelhouse='' config='' run='' store='' packages=yes image=no

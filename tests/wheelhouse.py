@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -58,15 +59,33 @@ def _repack(wheels: Path, distribution: metadata.Distribution) -> None:
                 wheel.write(str(file.locate()), file)
 
 
-def write_wheelhouse(wheels: Path) -> None:
-    """Our two distributions as they are, and what they depend on, as it is installed here."""
-    wheels.mkdir()
+def installed_dependencies() -> dict[str, metadata.Distribution]:
+    """What provision.sh installs beside our own: what the two distributions need to run and to be built."""
     found: dict[str, metadata.Distribution] = {}
+    for folder in ("training_hooks", "daemon"):
+        about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())
+        needs = [*about["project"]["dependencies"], *about["build-system"]["requires"]]
+        for need in map(Requirement, needs):
+            if need.name != "swansong":
+                _find(canonicalize_name(need.name), need.extras, found)
+    return found
+
+
+def write_wheelhouse(wheels: Path, lock: Path) -> None:
+    """Our two distributions as they are, what they depend on as it is installed here, and its hashes.
+
+    ``lock`` takes the place of constraints.txt: a wheel that was put together again has other bytes than
+    the one on the package index.
+    """
+    wheels.mkdir()
+    for distribution in installed_dependencies().values():
+        _repack(wheels, distribution)
+    lines = []
+    for wheel in sorted(wheels.iterdir()):
+        name, version, *_ = parse_wheel_filename(wheel.name)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
+    lock.write_text("".join(lines))
     for folder in ("training_hooks", "daemon"):
         about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
         _write_wheel(wheels, about["name"], about["version"], REPOSITORY / folder / about["name"])
-        for need in map(Requirement, about["dependencies"]):
-            if need.name != "swansong":
-                _find(canonicalize_name(need.name), need.extras, found)
-    for distribution in found.values():
-        _repack(wheels, distribution)

@@ -172,7 +172,7 @@ def store_servers(
 def serve_rclone(folder: Path) -> tuple[Rclone, Callable[[], None]]:
     """The server, and what ends it."""
     binary = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert binary, "rclone is in requirements-dev.txt"
+    assert binary, "rclone is in requirements/dev.in"
     (folder / "data" / BUCKET).mkdir(parents=True)
     process = subprocess.Popen(
         [binary, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", "test,test",

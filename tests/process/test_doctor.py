@@ -82,8 +82,8 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
         "configuration", "cloud", "environment", "IMDS token", "instance-life-cycle", "spot notice",
         "rebalance", "Auto Scaling", "scheduled events", "event history", "clock (metadata)",
         "credentials", "bucket", "write", "create-if-absent", "read back", "delete",
-        "multipart upload", "clock (store)", "staging", "staging rights", "file system", "free space",
-        "disk speed", "socket directory", "daemon", "trainer users", "socket",
+        "multipart upload", "clock (store)", "staging", "staging rights", "staging parents", "file system",
+        "free space", "disk speed", "socket directory", "daemon", "trainer users", "socket",
     }  # fmt: skip
     assert "MB/s" in findings["disk speed"]["found"]
     assert bucket.keys("run/probes/") == []
@@ -116,7 +116,7 @@ def test_people_get_lines_with_failures_last(vm: Vm) -> None:
     assert families[:4] == ["configuration", "metadata", "store", "staging"]
     failures = lines[lines.index("FAILURES") :]
     assert failures[1].startswith("  failure  staging: staging: staging.path ")
-    assert failures[2].startswith("           mend: install -d -m 2770 ")
+    assert failures[2].startswith("           mend: install -d -m 2750 ")
     assert lines[-1].startswith("ok 2")
     assert not any(line.startswith("  failure") for line in lines[: lines.index("FAILURES")])
     assert done.stderr.startswith("swansong: 1 of ")

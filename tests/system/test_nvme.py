@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""systemd/nvme/swansong-nvme, with loop devices for disks and a directory for /sys."""
+"""systemd/nvme/swansong_nvme.py, with loop devices for disks and directories for /sys and /dev."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "systemd" / "nvme" / "swansong-nvme"
+SCRIPT = Path(__file__).resolve().parents[2] / "systemd" / "nvme" / "swansong_nvme.py"
 EC2 = "Amazon EC2 NVMe Instance Storage"
+SERIAL = "AWS258BF695E953E5141"
 SIZE_BYTES = 64 << 20
-TOOLS = ("losetup", "wipefs", "blkid", "mkfs.ext4", "mountpoint", "cmp")
+LARGE_BYTES = 16 << 30
+"""Too large to be read in whole; the file behind it is sparse."""
+TOOLS = ("losetup", "wipefs", "blkid", "mkfs.ext4")
 
 
 def run(*command: object) -> str:
@@ -32,28 +37,47 @@ class Machine:
         self.root = root
         self.mountpoint = root / "mnt"
         self.loops: list[str] = []
-        for name in ("sys/block", "dev"):
+        self.record = root / "nvme.uuid"
+        for name in ("sys/block", "dev/disk/by-id"):
             (root / name).mkdir(parents=True)
 
-    def disk(self, name: str, model: str = EC2) -> Path:
+    def disk(
+        self, name: str, model: str = EC2, *, serial: str = SERIAL, size_bytes: int = SIZE_BYTES
+    ) -> Path:
         """An empty disk; returns the file behind it."""
         image = self.root / f"{name}.image"
         with image.open("wb") as file:
-            file.truncate(SIZE_BYTES)
+            file.truncate(size_bytes)
         self.loops.append(run("losetup", "--find", "--show", image))
         (self.root / "dev" / name).symlink_to(self.loops[-1])
         device = self.root / "sys" / "block" / name / "device"
         device.mkdir(parents=True)
         (device / "model").write_text(f"{model:40}\n")
+        (device / "serial").write_text(f"{serial:20}\n")
         return image
+
+    def link(self, name: str, by_id: str) -> None:
+        """As udev names the disk."""
+        (self.root / "dev" / "disk" / "by-id" / by_id).symlink_to(self.device(name))
+
+    def rename(self, name: str, to: str) -> None:
+        """The kernel found the disks in another order on this boot."""
+        for directory in ("dev", "sys/block"):
+            (self.root / directory / name).rename(self.root / directory / to)
 
     def device(self, name: str) -> Path:
         return self.root / "dev" / name
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [SCRIPT, *arguments, self.mountpoint],
-            env={**os.environ, "SYSFS": str(self.root / "sys"), "DEV": str(self.root / "dev")},
+            [sys.executable, "-I", SCRIPT, *arguments, self.mountpoint],
+            env={
+                **os.environ,
+                "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin",
+                "SYSFS": str(self.root / "sys"),
+                "DEV": str(self.root / "dev"),
+                "RECORD": str(self.record),
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -88,28 +112,119 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         run("losetup", "--detach", loop)
 
 
-@pytest.mark.parametrize("model", [EC2, "nvme_card", "nvme_card0"])
+@pytest.mark.parametrize("model", [EC2, "nvme_card", "nvme_card0", "nvme_card15"])
 def test_an_empty_disk_is_formatted_and_mounted(machine: Machine, model: str) -> None:
     """Only the ephemeral one of several, of either cloud."""
-    machine.disk("nvme0n1", "Amazon Elastic Block Store")
-    machine.disk("nvme1n1", "nvme_card-pd")
+    machine.disk("nvme0n1", "Amazon Elastic Block Store", serial="vol01234567890abcdef")
+    machine.disk("nvme1n1", "nvme_card-pd", serial="nvme_card-pd")
     machine.disk("nvme2n1", model)
+    machine.link("nvme2n1", "google-local-nvme-ssd-0")
     done = machine.start()
     assert done.returncode == 0, done.stderr
     assert machine.mounted() == (os.path.realpath(machine.device("nvme2n1")), "ext4")
-    assert run("blkid", "--probe", "--output", "value", "-s", "LABEL", machine.device("nvme2n1"))
+    uuid = run("blkid", "--probe", "--output", "value", "-s", "UUID", machine.device("nvme2n1"))
+    assert machine.record.read_text() == f"{uuid}\n"
     assert machine.start().returncode == 0  # again: nothing more to do
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "nvme_card1-pd", "nvme_card0 of a stranger", "nvme_cards", "nvme_card_pd", "NVMe_card",
+        f"{EC2} 2", f"An {EC2}", "Amazon EC2 NVMe", "",
+    ],
+)  # fmt: skip
+def test_a_model_that_only_looks_alike_is_no_ephemeral_disk(machine: Machine, model: str) -> None:
+    """The name must be the whole name: a disk of any other model is not even looked at."""
+    image = machine.disk("nvme0n1", model)
+    before = image.read_bytes()
+    assert machine.start().returncode == 1
+    assert machine.mounted() is None
+    assert image.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("serial", "by_id"),
+    [
+        ("vol01234567890abcdef", ""),
+        ("nvme_card-pd", ""),
+        (SERIAL, "nvme-Amazon_Elastic_Block_Store_vol01234567890abcdef"),
+        (SERIAL, "google-my-data"),
+        (SERIAL, "nvme-nvme_card-pd_nvme_card-pd"),
+        (SERIAL, "scsi-0Google_PersistentDisk_my-data"),
+    ],
+)
+def test_a_persistent_disk_is_refused_whatever_its_model(
+    machine: Machine, serial: str, by_id: str
+) -> None:
+    """Its serial number or one of its names in /dev/disk/by-id gives it away, and is in the reason."""
+    image = machine.disk("nvme0n1", serial=serial)
+    if by_id:
+        machine.link("nvme0n1", by_id)
+    before = image.read_bytes()
+    done = machine.start()
+    assert done.returncode == 1
+    assert f"persistent disk by its {'name' if by_id else 'serial number'}" in done.stderr
+    assert (by_id or serial) in done.stderr
+    assert image.read_bytes() == before
 
 
 @pytest.mark.fault("D07")
 def test_what_it_formatted_itself_is_kept_over_a_reboot(machine: Machine) -> None:
-    """The bytes staged before a reboot are there after it; an empty disk begins anew."""
+    """The bytes staged before a reboot are there after it."""
     machine.disk("nvme0n1")
     assert machine.start().returncode == 0
     (machine.mountpoint / "shard").write_text("weights")
     machine.unmount()
     assert machine.start().returncode == 0
     assert (machine.mountpoint / "shard").read_text() == "weights"
+
+
+@pytest.mark.fault("D07")
+def test_its_disk_is_found_under_another_name(machine: Machine) -> None:
+    """A blank disk that comes first after a reboot does not take the place of the one with staged bytes."""
+    machine.disk("nvme1n1")
+    assert machine.start().returncode == 0
+    (machine.mountpoint / "shard").write_text("weights")
+    machine.unmount()
+    machine.rename("nvme1n1", "nvme2n1")
+    machine.disk("nvme0n1")
+    assert machine.start().returncode == 0
+    assert (machine.mountpoint / "shard").read_text() == "weights"
+
+
+@pytest.mark.fault("D07")
+def test_a_disk_that_was_erased_is_formatted_again(machine: Machine) -> None:
+    """After stop and start the VM has a blank disk, and the record of the one before is replaced."""
+    image = machine.disk("nvme0n1")
+    assert machine.start().returncode == 0
+    before = machine.record.read_text()
+    machine.unmount()
+    os.truncate(image, 0)
+    os.truncate(image, SIZE_BYTES)
+    run("blockdev", "--flushbufs", machine.device("nvme0n1"))
+    done = machine.start()
+    assert done.returncode == 0, done.stderr
+    assert machine.mounted()
+    assert machine.record.read_text() != before
+
+
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_file_system_that_only_bears_its_label_is_refused(machine: Machine, forged: bool) -> None:
+    """Another VM's disk with our label is not mounted without a record, nor by one that is not root's."""
+    image = machine.disk("nvme0n1")
+    run("mkfs.ext4", "-q", "-L", "swansong", machine.device("nvme0n1"))
+    if forged:
+        uuid = run("blkid", "--probe", "--output", "value", "-s", "UUID", machine.device("nvme0n1"))
+        machine.record.write_text(f"{uuid}\n")
+        os.chown(machine.record, 65534, 65534)
+    os.sync()
+    before = image.read_bytes()
+    done = machine.start()
+    assert done.returncode == 1
+    assert "it holds ext4 swansong" in done.stderr
+    assert machine.mounted() is None
+    assert image.read_bytes() == before
 
 
 def a_file_system(machine: Machine, image: Path) -> None:
@@ -134,13 +249,23 @@ def a_byte_at_its_end(machine: Machine, image: Path) -> None:
         file.write(b"x")
 
 
+def a_block_in_its_middle(machine: Machine, image: Path) -> None:
+    with image.open("r+b") as file:
+        file.seek(SIZE_BYTES // 2 + 12345)
+        file.write(b"x")
+
+
 def a_holder(machine: Machine, image: Path) -> None:
     (machine.root / "sys" / "block" / "nvme0n1" / "holders" / "dm-0").mkdir(parents=True)
 
 
 @pytest.mark.parametrize(
-    "put", [a_file_system, a_partition_table, a_partition, a_byte_at_its_end, a_holder]
-)
+    "put",
+    [
+        a_file_system, a_partition_table, a_partition, a_byte_at_its_end, a_block_in_its_middle,
+        a_holder,
+    ],
+)  # fmt: skip
 def test_a_disk_with_anything_on_it_is_refused(
     machine: Machine, put: Callable[[Machine, Path], None]
 ) -> None:
@@ -155,6 +280,32 @@ def test_a_disk_with_anything_on_it_is_refused(
     assert machine.mounted() is None
     assert not machine.mountpoint.exists()
     assert image.read_bytes() == before
+
+
+def test_a_large_disk_is_sampled_all_over(machine: Machine) -> None:
+    """Data of two sections of 65,536 are found wherever they begin; nothing else of the disk is not zero."""
+    image = machine.disk("nvme0n1", size_bytes=LARGE_BYTES)
+    data = random.randbytes(2 * LARGE_BYTES // 65_536)
+    with image.open("r+b") as file:
+        file.seek(random.randrange(8 << 20, LARGE_BYTES - (8 << 20)) // 512 * 512)
+        file.write(data)
+    os.sync()
+    done = machine.start()
+    assert done.returncode == 1
+    assert "it is not blank" in done.stderr
+    assert machine.mounted() is None
+
+
+def test_a_disk_in_use_is_refused(machine: Machine) -> None:
+    """Another program holds the blank disk for itself."""
+    machine.disk("nvme0n1")
+    fd = os.open(machine.device("nvme0n1"), os.O_RDONLY | os.O_EXCL)
+    try:
+        done = machine.start()
+    finally:
+        os.close(fd)
+    assert done.returncode == 1
+    assert "it cannot be read" in done.stderr
 
 
 def test_memory_in_place_of_a_disk_only_when_asked(machine: Machine) -> None:

@@ -80,7 +80,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
     scratch = tmp_path_factory.mktemp("provision")
     output = scratch / "output"
     output.mkdir()
-    write_wheelhouse(scratch / "wheels")
+    write_wheelhouse(scratch / "wheels", scratch / "constraints.txt")
     (scratch / "first.toml").write_text(FIRST)
     (scratch / "second.toml").write_text("# must not be taken\n")
     (scratch / "uninstall.sh").write_text(uninstall_commands())
@@ -123,8 +123,10 @@ def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
     gid = re.search(r"^swansong-trainers:x:(\d+):", provisioned.text("group"), re.MULTILINE)
     assert uid
     assert gid
-    assert changes["var/lib/swansong"] == ["d", "750", uid[1], gid[1], ""]
-    assert changes["var/lib/swansong/staging"] == ["d", "2770", uid[1], gid[1], ""]
+    assert changes["var/lib/swansong"] == ["d", "750", "0", gid[1], ""]
+    assert changes["var/lib/swansong/staging"] == ["d", "2750", uid[1], gid[1], ""]
+    assert changes["var/lib/swansong/restored"] == ["d", "750", uid[1], gid[1], ""]
+    assert changes["var/lib/swansong/store"][:3] == ["d", "700", uid[1]]
     assert re.search(r"^/opt/swansong/.*/swansongd/__init__.py$", provisioned.stdout, re.MULTILINE)
     assert provisioned.stdout.count("#!/opt/swansong/bin/python") == 2
 
@@ -149,12 +151,31 @@ def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
     assert foreign == []
 
 
+def test_wheel_with_altered_bytes_is_refused(provisioned: Provisioned) -> None:
+    """One wheel of the wheelhouse has one byte too many: nothing is installed, and pip names the wheel."""
+    said = provisioned.text("altered")
+    assert "exit code 1\n" in said
+    assert "DO NOT MATCH THE HASHES" in said
+    assert "jeepney" in said
+    installed = said.partition("exit code 1\n")[2].split()
+    assert not [name for name in installed if "jeepney" in name or "swansong" in name]
+
+
+@pytest.mark.fault("S8")
+def test_only_the_directory_of_a_run_is_shared(provisioned: Provisioned) -> None:
+    """A trainer can put nothing beside the directory of a run; the daemon can write to no parent of it."""
+    assert "a trainer can write to" not in provisioned.stdout
+    assert "the daemon can write to" not in provisioned.stdout
+    assert provisioned.stdout.count("of-a-trainer") == 4
+    assert provisioned.stdout.count("of-the-daemon") == 4
+
+
 @pytest.mark.fault("S8")
 def test_trainers_of_other_users_share_staging_and_strangers_do_not(
     provisioned: Provisioned,
 ) -> None:
     """The daemon can read and prune what a trainer wrote under umask 077; strangers cannot look in."""
-    assert "written\nweights\n" in provisioned.stdout
+    assert "written\nweights\npruned\n" in provisioned.stdout
     assert "Permission denied" in provisioned.stdout
     assert "a stranger can look" not in provisioned.stdout
 

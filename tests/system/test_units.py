@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from swansongd.errors import ConfigError, FencedError
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "systemd"
 TALKS_TO_THE_STORE = ["swansongd.service", "swansong-restore@.service"]
-CHECKED = ("systemd", "packer", "tests/check_system_files.sh", ".ci/run")
+CHECKED = ("systemd", "packer", "constraints.txt", "tests/check_system_files.sh", ".ci/run")
 
 
 def settings(path: Path) -> dict[str, list[str]]:
@@ -64,6 +66,91 @@ def test_no_variable_redirects_metadata(unit: str) -> None:
     assert botocore_knows
     unset = set(settings(UNITS / unit)["UnsetEnvironment"])
     assert google_knows | botocore_knows <= unset
+
+
+# What each SDK finds where the daemon's user has a home full of files that a trainer planted.
+LOOK = """
+import json, os, sys
+import boto3, google.auth, requests
+from google.auth.exceptions import DefaultCredentialsError
+session = boto3.Session()
+credentials = session.get_credentials()
+found = {
+    "aws": credentials and credentials.method,
+    "region": session.region_name,
+    "services": "planted" in session.get_available_services(),
+    "netrc": requests.utils.get_netrc_auth("https://example.org/"),
+    "command": os.path.exists(sys.argv[1]),
+}
+try:
+    found["gcp"] = str(google.auth.default()[0])
+except DefaultCredentialsError:
+    found["gcp"] = None
+print(json.dumps(found))
+"""
+
+
+def plant(home: Path, marker: Path) -> None:
+    """Every file that an SDK reads from a home and takes credentials, addresses or code from."""
+    key = "aws_access_key_id = AKIAAAAAAAAAAAAAAAAA\naws_secret_access_key = planted\n"
+    token = (
+        '{"type": "authorized_user", "client_id": "x", "client_secret": "x", "refresh_token": "x"}'
+    )
+    files = {
+        ".aws/config": f"[default]\nregion = planted-1\ncredential_process = touch {marker}\n",
+        ".aws/models/planted/2020-01-01/service-2.json": "{}",
+        ".boto": f"[Credentials]\n{key}",
+        ".netrc": "machine example.org login planted password planted\n",
+        ".config/gcloud/application_default_credentials.json": token,
+    }
+    for name, text in files.items():
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o600)
+
+
+@pytest.mark.fault("S16", "S27")
+@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+def test_no_sdk_reads_from_a_home(unit: str, tmp_path: Path) -> None:
+    """Credentials, models, a netrc and a command to run are planted in the home: no SDK finds one."""
+    marker = tmp_path / "commanded"
+    plant(tmp_path / "home", marker)
+    given = settings(UNITS / unit)
+    environment = {
+        # As systemd takes it from the user database; a line of the unit replaces it.
+        "HOME": str(tmp_path / "home"),
+        **dict(assignment.split("=", 1) for assignment in given["Environment"]),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_GCE_CHECK": "true",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOK, marker],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+def test_credential_files_are_where_only_root_writes(unit: str) -> None:
+    """Profiles are read from /etc/swansong, and a drop-in may name another place."""
+    given = dict(assignment.split("=", 1) for assignment in settings(UNITS / unit)["Environment"])
+    names = {"AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "CLOUDSDK_CONFIG"}
+    assert all(given[name].startswith("/etc/swansong/") for name in names)
+    assert not names & set(settings(UNITS / unit)["UnsetEnvironment"])
+
+
+@pytest.mark.fault("S8", "S27")
+def test_nobody_else_writes_what_the_daemon_wrote() -> None:
+    """The daemon's files are its own; restored files are the group's to read, and not to write."""
+    assert settings(UNITS / "swansongd.service")["UMask"] == ["0077"]
+    assert settings(UNITS / "swansong-restore@.service")["UMask"] == ["0027"]
 
 
 def test_no_restart_where_it_would_change_nothing() -> None:
@@ -145,6 +232,7 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
         ("/bin/swansongd ", "/bin/swansongdd ", "swansongd.service is understood"),
         ("CapabilityBoundingSet=CAP_KILL\n", "", "exposure of swansongd.service"),
         ("SystemCallFilter=", "# SystemCallFilter=", "exposure of swansongd.service"),
+        ("PrivateMounts=yes\n", "", "exposure of swansongd.service"),
     ],
 )
 def test_broken_unit_is_found(clone: Path, old: str, new: str, says: str) -> None:

@@ -3,7 +3,8 @@
 # Runs provision.sh on this machine's own root without changing it: an overlay in a mount namespace takes
 # every write.  Started by test_provision.py as
 #   unshare --mount throwaway_root.sh REPOSITORY INPUT OUTPUT PYTHON
-# INPUT holds wheels and configurations; OUTPUT gets what there is to look at afterwards.
+# INPUT holds wheels, their hashes and configurations; OUTPUT gets what there is to look at afterwards.
+# shellcheck disable=SC2016 # in single quotes are words for the shell inside
 set -euo pipefail
 repository=$1 input=$2 output=$3 python=$4
 
@@ -14,7 +15,7 @@ mkdir "$space"/{upper,work,root}
 mount -t overlay overlay -o "lowerdir=/,upperdir=$space/upper,workdir=$space/work" "$root"
 mount --rbind /dev "$root/dev"
 mount --rbind /proc "$root/proc"
-mount -t tmpfs tmpfs "$root/run"
+mount -t tmpfs -o mode=0755 tmpfs "$root/run"
 mkdir "$root"/run/{repository,input,prefix}
 # What is secret on this machine is no business of ours.
 for home in "$root"/{root,home}; do
@@ -25,6 +26,7 @@ for file in "$root"/etc/{pip.conf,environment}; do
 done
 # Read-only: the script may change nothing beside itself.
 mount --bind -o ro "$repository" "$root/run/repository"
+mount --bind -o ro "$input/constraints.txt" "$root/run/repository/constraints.txt"
 mount --bind -o ro "$input" "$root/run/input"
 prefix=$(realpath "$(dirname "$python")/..")
 if [ "$prefix" != /usr ]; then # perhaps in a home, where the daemon's user could not follow
@@ -42,6 +44,12 @@ provision() {
 	(umask 077 && inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
 }
 
+# From the sources; the directory of wheels takes the place of the package index.
+provision_from_sources() {
+	(umask 077 && inside "PYTHON=$python" PIP_NO_INDEX=1 PIP_FIND_LINKS=/run/input/wheels \
+		/run/repository/packer/provision.sh --no-packages "$@")
+}
+
 # Path, kind, mode, owner, link target and content of everything that was written.
 changes() {
 	(cd "$space/upper" && find . -mindepth 1 -printf '%P\t%y\t%m\t%U\t%G\t%l\n' | sort)
@@ -49,6 +57,16 @@ changes() {
 contents() {
 	(cd "$space/upper" && find . -type f -exec sha256sum {} + | sort)
 }
+
+# One byte more in one of the wheels, which is as good a wheel as before.
+cp -r "$input/wheels" "$space/altered"
+echo >>"$(echo "$space"/altered/jeepney-*.whl)"
+mkdir "$root/run/altered"
+mount --bind -o ro "$space/altered" "$root/run/altered"
+code=0
+inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/altered \
+	>"$output/altered" 2>&1 || code=$?
+{ echo "exit code $code"; ls "$root"/opt/swansong/lib/python*/site-packages; } >>"$output/altered"
 
 provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix
 echo '# edited by the operator' >>"$root/etc/swansong/swansong.toml"
@@ -61,23 +79,37 @@ contents >"$output/contents.again"
 
 cp "$root/etc/swansong/swansong.toml" "$root/etc/passwd" "$root/etc/group" "$output/"
 
-# A trainer of another user, tight umask and all; then the daemon's user.
+# The daemon's user makes the directory of the run, as the unit would have it; then a trainer of another user,
+# tight umask and all; then the daemon's user again.
+as_daemon() {
+	inside setpriv --reuid swansong --regid swansong-trainers --init-groups /bin/sh -ec "$1"
+}
 trainers=$(inside getent group swansong-trainers | cut -d: -f3)
+as_daemon 'umask 077; /opt/swansong/bin/python -I -c "
+from pathlib import Path
+from swansongd.staging.prepare import prepare
+prepare(Path(\"/var/lib/swansong/staging\"), \"run\")"'
 inside setpriv --reuid 65534 --regid 65534 --groups "$trainers" /bin/sh -ec '
 	umask 077
-	mkdir -p /var/lib/swansong/staging/step-1.partial/deep
-	echo weights >/var/lib/swansong/staging/step-1.partial/deep/shard
+	for shared in /var/lib/swansong /var/lib/swansong/staging /var/lib/swansong/restored /var/lib/swansong/store; do
+		if mkdir "$shared/of-a-trainer" 2>&1; then echo "a trainer can write to $shared"; fi
+	done
+	mkdir -p /var/lib/swansong/staging/run/step-1.partial/deep
+	echo weights >/var/lib/swansong/staging/run/step-1.partial/deep/shard
 	echo written'
-inside setpriv --reuid swansong --regid swansong-trainers --init-groups /bin/sh -ec '
-	cat /var/lib/swansong/staging/step-1.partial/deep/shard
-	rm -r /var/lib/swansong/staging/step-1.partial
+as_daemon '
+	cat /var/lib/swansong/staging/run/step-1.partial/deep/shard || true
+	if rm -rf /var/lib/swansong/staging/run; then echo pruned; fi
+	for above in /var/lib/swansong /etc/swansong /usr/lib/swansong /run; do
+		if mkdir "$above/of-the-daemon" 2>&1; then echo "the daemon can write to $above"; fi
+	done
 	/opt/swansong/bin/python -c "import swansong, swansongd; print(swansongd.__file__)"
 	head -n 1 /opt/swansong/bin/swansongd /usr/local/bin/swansong'
 if inside setpriv --reuid 65534 --regid 65534 --clear-groups ls /var/lib/swansong 2>&1; then
 	echo 'a stranger can look into /var/lib/swansong'
 fi
 
-provision --image
+provision_from_sources --image
 stat -c 'machine-id has %s bytes' "$root/etc/machine-id"
 
 # What must not become an image.

@@ -21,8 +21,14 @@ from swansongd.doctor.findings import (
     ok,
     skipped,
 )
-from swansongd.doctor.host import judge_accounts, judge_delay, judge_unit, seconds
-from swansongd.doctor.staging import file_system, judge_devices, judge_space
+from swansongd.doctor.host import (
+    judge_accounts,
+    judge_delay,
+    judge_unit,
+    seconds,
+    written_directories,
+)
+from swansongd.doctor.staging import file_system, judge_devices, judge_parents, judge_space
 from swansongd.doctor.store import judge_speed, mending
 from swansongd.errors import NotFound, Permanent, Transient
 
@@ -219,7 +225,40 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
 )
 def test_unit(change: dict[str, str], staging: str, level: str) -> None:
     """systemd must give the daemon its time and its staging."""
-    assert judge_unit({**UNIT, **change}, stop_s=123.0, staging=Path(staging)).level == level
+    assert judge_unit({**UNIT, **change}, stop_s=123.0, written=[Path(staging)]).level == level
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("s3://bucket", ["/s"]),
+        ("file:///srv/a%20b", ["/s", "/srv/a b"]),
+    ],
+)
+def test_daemon_writes_to_staging_and_to_a_store_of_files(url: str, places: list[str]) -> None:
+    """The sandbox must let both be written; a bucket needs no directory."""
+    made = config(store={"url": url}, staging={"path": "/s"})
+    assert written_directories(made) == [Path(place) for place in places]
+
+
+@pytest.mark.fault("S8", "S27")
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, "ok"),
+        ({"/mnt/s": (7, 0o2750)}, "ok"),
+        ({"/mnt/s": (0, 0o2770)}, "failure"),
+        ({"/mnt/s": (0, 0o3770)}, "failure"),
+        ({"/mnt": (0, 0o777)}, "failure"),
+        ({"/mnt": (0, 0o1777)}, "ok"),
+        ({"/mnt": (1000, 0o755)}, "failure"),
+    ],
+)
+def test_nobody_else_can_replace_staging(change: dict[str, tuple[int, int]], level: str) -> None:
+    """Staging is not the group's, and the directories above it are root's."""
+    facts = {"/mnt/s": (7, 0o2750), "/mnt": (0, 0o755), "/": (0, 0o755), **change}
+    judged = judge_parents({Path(place): found for place, found in facts.items()}, 7)
+    assert judged.level == level
 
 
 def test_time_spans_of_systemd() -> None:

@@ -14,9 +14,10 @@ from swansongd.doctor.host import judge_drop_in, judge_syntax
 
 HOME = pwd.getpwuid(0).pw_dir.lstrip("/")
 UNIT = "etc/systemd/system/swansongd.service"
+STAGING = "/var/lib/swansong/staging"
 
 
-def config(staging: str = "/var/lib/swansong/staging") -> Config:
+def config(staging: str = STAGING) -> Config:
     return parse(
         {"run": {"name": "r"}, "staging": {"path": staging}, "store": {"url": "s3://bucket"}}
     )
@@ -40,7 +41,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def levels(root: Path, staging: str = "/var/lib/swansong/staging") -> dict[str, Level]:
+def levels(root: Path, staging: str = STAGING) -> dict[str, Level]:
     return {f.name: f.level for f in examine(image.checks(config(staging), root))}
 
 
@@ -58,6 +59,9 @@ def test_all_is_well(root: Path) -> None:
         (f"{HOME}/.config/gcloud/application_default_credentials.json", "{}"),
         (f"{HOME}/.cache/huggingface/token", "x"),
         (f"{HOME}/.netrc", "machine example.org"),
+        ("etc/swansong/aws/credentials", "[training]"),
+        ("etc/swansong/gcloud/application_default_credentials.json", "{}"),
+        ("etc/swansong/aws/config", "aws_secret_access_key = x"),
         ("etc/swansong/key.pem", "-----BEGIN EC PRIVATE KEY-----"),
         ("etc/swansong/swansong.toml", "# AKIAABCDEFGHIJKLMNOP"),
         (f"{UNIT}.d/env.conf", "[Service]\nEnvironment=AWS_SECRET_ACCESS_KEY=x"),
@@ -97,6 +101,17 @@ def test_staging_elsewhere_needs_a_drop_in(root: Path, drop_in: str | None, leve
     if drop_in is not None:
         write(root / f"{UNIT}.d/staging.conf", f"[Service]\n{drop_in}\n")
     assert levels(root, "/mnt/nvme/staging")["sandbox"] is level
+
+
+@pytest.mark.parametrize(
+    ("url", "level"),
+    [("file:///var/lib/swansong/store", Level.OK), ("file:///mnt/nfs", Level.FAILURE)],
+)
+def test_store_of_files_elsewhere_needs_a_drop_in(root: Path, url: str, level: Level) -> None:
+    """The sandbox must let the daemon write to the directory of the store."""
+    made = parse({"run": {"name": "r"}, "staging": {"path": STAGING}, "store": {"url": url}})
+    found = {f.name: f.level for f in examine(image.checks(made, root))}
+    assert found["sandbox"] is level
 
 
 def test_without_a_configuration_the_rest_is_looked_at(root: Path) -> None:

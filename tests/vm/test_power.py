@@ -43,9 +43,7 @@ ExecStart=/bin/mkdir -p /mnt/nvme
 ExecStart=/bin/mount /dev/nvme0n1 /mnt/nvme
 ExecStart=/bin/systemd-tmpfiles --create /etc/local-disk.conf
 """,
-    "/etc/local-disk.conf": """d /mnt/nvme/staging 2770 swansong swansong-trainers -
-A+ /mnt/nvme/staging - - - - default:user:swansong:rwx,default:group:swansong-trainers:rwx
-""",
+    "/etc/local-disk.conf": "d /mnt/nvme/staging 2750 swansong swansong-trainers -\n",
     "/etc/systemd/system/swansongd.service.d/local-disk.conf": """[Unit]
 Requires=local-disk.service
 After=local-disk.service

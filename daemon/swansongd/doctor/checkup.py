@@ -60,7 +60,7 @@ def _vm_checks(
         cloud,
         wanted_delay_s=config.deadline.shutdown_delay_s,
         stop_s=longest_grace_s(config, cloud) + config.deadline.reserve_s,
-        staging=config.staging.path,
+        written=host.written_directories(config),
     )
 
 

@@ -10,9 +10,11 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from swansongd.config import Config
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
 from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_max_s
@@ -34,6 +36,8 @@ _PACKAGES = (
     "structlog", "swansong.protocol", "watchdog",
 )  # fmt: skip
 _HOME = Path("/var/lib/swansong")
+_RESTORED = _HOME / "restored"
+_TMPFILES = "systemd-tmpfiles --create swansong.conf"
 _PROPERTIES = (
     "LoadState", "ActiveState", "NRestarts", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths",
 )  # fmt: skip
@@ -44,15 +48,33 @@ def is_installed() -> bool:
     return UNIT.exists()
 
 
-def checks(cloud: str, *, wanted_delay_s: float, stop_s: float, staging: Path) -> Iterator[Check]:
+def checks(
+    cloud: str, *, wanted_delay_s: float, stop_s: float, written: Sequence[Path]
+) -> Iterator[Check]:
     """Of a running system.
 
     Args:
         wanted_delay_s: how long logind should hold a shutdown up.
         stop_s: the longest that the daemon may need to stop: longest grace period and reserve.
+        written: directories that the daemon writes to, see :func:`written_directories`.
     """
     yield Check(family=FAMILY, name="logind delay", ask=lambda: _delay(cloud, wanted_delay_s))
-    yield Check(family=FAMILY, name="unit", ask=lambda: _unit(stop_s, staging), mend=_EDIT_UNIT)
+    yield Check(family=FAMILY, name="unit", ask=lambda: _unit(stop_s, written), mend=_EDIT_UNIT)
+
+
+def written_directories(config: Config) -> list[Path]:
+    """Staging, and the directory of a ``file://`` store: the sandbox of the unit must let both be written."""
+    store = urlsplit(config.store.url)
+    paths = [unquote(store.path)] if store.scheme == "file" else []
+    return [config.staging.path, *map(Path, paths)]
+
+
+def not_writable(written: Iterable[Path], writable: Sequence[Path]) -> str:
+    """The directories of ``written`` that no path of ``ReadWritePaths=`` covers, for a message."""
+    refused = [
+        str(path) for path in written if not any(path.is_relative_to(place) for place in writable)
+    ]
+    return " and ".join(refused)
 
 
 def image_checks(config: Path, daemon: Account | None) -> Iterator[Check]:
@@ -118,20 +140,23 @@ def _systemctl(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _unit(stop_s: float, staging: Path) -> Judgement:
+def _unit(stop_s: float, written: Sequence[Path]) -> Judgement:
     if not _BOOTED.is_dir():
         return skipped("systemd does not run here")
     shown = _systemctl("show", "swansongd", "--property", ",".join(_PROPERTIES))
     properties = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    return judge_unit(properties, stop_s=stop_s, staging=staging)
+    return judge_unit(properties, stop_s=stop_s, written=written)
 
 
-def judge_unit(properties: Mapping[str, str], *, stop_s: float, staging: Path) -> Judgement:
+def judge_unit(
+    properties: Mapping[str, str], *, stop_s: float, written: Sequence[Path]
+) -> Judgement:
     """Whether systemd lets the daemon work and finish.
 
     Args:
         properties: as ``systemctl show`` prints them.
         stop_s: the longest that the daemon may need to stop.
+        written: directories that the daemon writes to.
     """
     if properties.get("LoadState") != "loaded":
         return failure("systemd knows no unit swansongd", _PROVISION)
@@ -143,9 +168,9 @@ def judge_unit(properties: Mapping[str, str], *, stop_s: float, staging: Path) -
             _EDIT_UNIT,
         )
     writable = [Path(word.lstrip("-+")) for word in properties.get("ReadWritePaths", "").split()]
-    if writable and not any(staging.is_relative_to(path) for path in writable):
+    if writable and (refused := not_writable(written, writable)):
         return failure(
-            f"the sandbox of the unit does not let the daemon write to {staging} (ReadWritePaths=)",
+            f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
             _EDIT_UNIT,
         )
     state, restarts = properties.get("ActiveState", ""), properties.get("NRestarts", "0")
@@ -292,11 +317,19 @@ def _permissions(config: Path, daemon: Account | None) -> Judgement:
     wanted: tuple[tuple[str, Path, Callable[[Path], str]], ...] = (
         ("r", config, lambda path: f"chmod 0644 {path}"),
         ("rx", Path(sys.executable), lambda path: f"chmod a+rx {path}"),
-        ("rwx", _HOME, lambda _: "systemd-tmpfiles --create swansong.conf"),
+        ("rwx", _RESTORED, lambda _: _TMPFILES),
     )
     for rights, path, mend in wanted:
         if not daemon.may(rights, path):
             return failure(f"user {daemon.name} has not the rights {rights} to {path}", mend(path))
     if stat.S_IMODE(config.stat().st_mode) & stat.S_IWOTH:
         return failure(f"anybody may write to {config}", f"chmod o-w {config}")
-    return ok(f"user {daemon.name} can read {config}, run {sys.executable} and write to {_HOME}")
+    if os.geteuid() == 0 and daemon.may("w", _HOME):
+        return failure(
+            f"user {daemon.name} may write to {_HOME}: the directories in it could be replaced",
+            _TMPFILES,
+        )
+    return ok(
+        f"user {daemon.name} can read {config}, run {sys.executable} and write to {_RESTORED}, "
+        f"but not to {_HOME}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from swansongd.config import Config
@@ -22,9 +22,11 @@ _CREDENTIAL_FILES = (
     ".cache/huggingface/token", ".ssh/id_*[!b]",
 )  # fmt: skip
 """In a home; of the keys of ssh those that do not end in ``.pub``."""
+_OF_THE_UNIT = ("/etc/swansong/aws/credentials", "/etc/swansong/gcloud/*")
+"""Where the units let the SDKs look instead of in a home."""
 _TEXTS = (
-    "/etc/swansong/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment", "/etc/pip.conf",
-    "/opt/swansong/pip.conf",
+    "/etc/swansong/*", "/etc/swansong/*/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment",
+    "/etc/pip.conf", "/opt/swansong/pip.conf",
 )  # fmt: skip
 _SECRET = re.compile(
     rb"A[KS]IA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s@]+:[^/\s@]+@"
@@ -42,8 +44,8 @@ def checks(config: Config | None, root: Path = Path("/")) -> Iterator[Check]:
         root: of the image.
     """
     if config is not None:
-        staging = config.staging.path
-        yield Check(family=FAMILY, name="sandbox", ask=lambda: judge_sandbox(_unit(root), staging))
+        written = host.written_directories(config)
+        yield Check(family=FAMILY, name="sandbox", ask=lambda: judge_sandbox(_unit(root), written))
     yield Check(family=FAMILY, name="secrets", ask=lambda: _secrets(root))
     yield Check(family=FAMILY, name="identity", ask=lambda: _identity(root))
 
@@ -59,11 +61,12 @@ def _unit(root: Path) -> str:
     return "\n".join(path.read_text() for path in (unit, *sorted(drop_ins)) if path.exists())
 
 
-def judge_sandbox(unit: str, staging: Path) -> Judgement:
-    """Whether the sandbox of the unit lets the daemon write to staging.
+def judge_sandbox(unit: str, written: Sequence[Path]) -> Judgement:
+    """Whether the sandbox of the unit lets the daemon write where it has to.
 
     Args:
         unit: its file and drop-ins.
+        written: directories that the daemon writes to.
     """
     writable: list[Path] = []
     for line in unit.splitlines():
@@ -74,12 +77,12 @@ def judge_sandbox(unit: str, staging: Path) -> Judgement:
             writable = [*writable, *paths] if paths else []
     if not unit:
         return skipped("there is no unit")
-    if not any(staging.is_relative_to(path) for path in writable):
+    if refused := host.not_writable(written, writable):
         return failure(
-            f"the sandbox of the unit does not let the daemon write to {staging} (ReadWritePaths=)",
+            f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
             "systemctl edit swansongd",
         )
-    return ok(f"the unit may write to {staging}")
+    return ok(f"the unit may write to {' and '.join(map(str, written))}")
 
 
 def _homes(root: Path) -> Iterable[Path]:
@@ -88,11 +91,12 @@ def _homes(root: Path) -> Iterable[Path]:
 
 
 def _secrets(root: Path) -> Judgement:
+    places = [(home, pattern) for home in _homes(root) for pattern in _CREDENTIAL_FILES]
+    places += [(root, pattern.lstrip("/")) for pattern in _OF_THE_UNIT]
     found = [
         path
-        for home in _homes(root)
-        for pattern in _CREDENTIAL_FILES
-        for path in home.glob(pattern)
+        for directory, pattern in places
+        for path in directory.glob(pattern)
         if path.is_file() and path.stat().st_size
     ]
     for pattern in _TEXTS:

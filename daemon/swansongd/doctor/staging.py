@@ -7,8 +7,9 @@ import mmap
 import os
 import secrets
 import shlex
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ _LIMIT_S = 30.0
 _FREE_BYTES_MIN = 2**30
 """Wanted free before anybody knows how large a checkpoint is."""
 _MOUNTS = Path("/proc/self/mountinfo")
+_UID_MAP = Path("/proc/self/uid_map")
+_ALL_UIDS = ["0", "0", str(2**32 - 1)]
 
 
 def checks(config: Config, daemon: Account) -> Iterator[Check]:
@@ -34,7 +37,7 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
         daemon: the user that the daemon runs as.
     """
     path, run = config.staging.path, config.staging.path / config.run.name
-    make = f"install -d -m 2770 -o swansong -g swansong-trainers {shlex.quote(str(path))}"
+    make = f"install -d -m 2750 -o swansong -g swansong-trainers {shlex.quote(str(path))}"
     yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), mend=make)
     yield Check(
         family=FAMILY,
@@ -42,6 +45,9 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
         ask=lambda: _writable(path, run, daemon),
         needs="staging",
         mend=make,
+    )
+    yield Check(
+        family=FAMILY, name="staging parents", ask=lambda: _parents(path, daemon), needs="staging"
     )
     yield Check(
         family=FAMILY,
@@ -83,8 +89,44 @@ def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
         f"{daemon.name} may not write to {where} (owner {facts.st_uid}, group {facts.st_gid}, mode "
         f"{facts.st_mode & 0o7777:o})",
         f"chown swansong:swansong-trainers {shlex.quote(str(where))} && "
-        f"chmod 2770 {shlex.quote(str(where))}",
+        f"chmod {'3770' if where == run else '2750'} {shlex.quote(str(where))}",
     )
+
+
+def _parents(path: Path, daemon: Account) -> Judgement:
+    if _UID_MAP.read_text().split() != _ALL_UIDS:
+        return skipped("owners of directories cannot be told apart in a user namespace")
+    real = Path(os.path.realpath(path))
+    facts = {place: place.stat() for place in (real, *real.parents)}
+    return judge_parents(
+        {place: (found.st_uid, found.st_mode) for place, found in facts.items()}, daemon.uid
+    )
+
+
+def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Judgement:
+    """Whether only root and the daemon can create, rename and replace directories on the way to a run.
+
+    Args:
+        facts: owner and mode of staging and of every directory above it, staging first.
+        daemon_uid: the user that the daemon runs as.
+    """
+    staging = next(iter(facts))
+    for place, (uid, mode) in facts.items():
+        name = shlex.quote(str(place))
+        if uid not in (0, daemon_uid):
+            return failure(
+                f"{place} belongs to user id {uid}, who could replace what is in it",
+                f"chown {'swansong' if place == staging else 'root'} {name}",
+            )
+        # In a directory like /tmp each user can replace only what is its own.
+        is_shared = mode & stat.S_ISVTX and place != staging
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+            return failure(
+                f"{place} has the mode {stat.S_IMODE(mode):o}: others than the daemon could replace "
+                "what is in it",
+                f"chmod go-w {name}",
+            )
+    return ok(f"only root and the daemon can write to {staging} and the directories above it")
 
 
 def _device(path: Path) -> int | None:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -109,23 +108,32 @@ def debian(suite: str) -> Layer:
 
 def wheelhouse(python_version: str) -> Path:
     """Wheels of all that the daemon and the example trainer depend on; from the cache when it is there."""
-    about = tomllib.loads((REPOSITORY / "daemon" / "pyproject.toml").read_text())
-    needs = [*about["project"]["dependencies"], "numpy"]
-    needs = [need for need in needs if not need.startswith("swansong")]
-    constraints = REPOSITORY / "constraints.txt"
-    key = hashlib.sha256((repr(sorted(needs)) + constraints.read_text()).encode()).hexdigest()[:12]
+    lock = (REPOSITORY / "constraints.txt").read_text() + _locked("numpy")
+    key = hashlib.sha256(lock.encode()).hexdigest()[:12]
     target = cache() / f"wheels-{python_version}-{key}"
     with locked(cache() / "wheels.lock"):
         if not target.exists():
             fresh = cache() / "wheels.new"
             shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+            listing = cache() / "wheels.txt"
+            listing.write_text(lock)
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(fresh)]
-            command += ["--only-binary=:all:", "--python-version", python_version]
+            command += ["--require-hashes", "--no-deps", "--only-binary=:all:"]
+            command += ["--python-version", python_version]
             for platform in ("manylinux_2_28", "manylinux2014", "manylinux_2_17"):
                 command += ["--platform", f"{platform}_x86_64"]
-            run(*command, "--constraint", str(constraints), *needs, timeout_s=300)
+            run(*command, "--requirement", str(listing), timeout_s=300)
             fresh.rename(target)
     return target
+
+
+def _locked(name: str) -> str:
+    """The lines about one distribution in the lock of the tests."""
+    lock = (REPOSITORY / "requirements" / "dev.txt").read_text()
+    found = re.search(rf"^{name}==.*(?:\n    --hash=.*)+\n", lock, re.MULTILINE)
+    assert found, f"{name} is not in requirements/dev.txt"
+    return found[0]
 
 
 def given(scratch: Path, python_version: str) -> Path:
@@ -139,6 +147,7 @@ def given(scratch: Path, python_version: str) -> Path:
             REPOSITORY / folder, copy, ignore=shutil.ignore_patterns("build", "*.egg-info")
         )
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        build += ["--no-index", "--no-build-isolation"]
         run(*build, "--wheel-dir", str(wheels), str(copy), timeout_s=120)
     return wheels.parent
 

@@ -88,13 +88,17 @@ def bucket(network: None) -> Iterator[Bucket]:
 
 @pytest.fixture
 def new_vm(image: Layer, network: None, tmp_path: Path) -> Iterator[Any]:
-    """``new_vm(bucket)``: a container that is configured and off.  It ends with the test."""
+    """``new_vm(bucket)``: a container that is configured and off.  It ends with the test.
+
+    ``store`` takes the place of the bucket.
+    """
     made: list[Container] = []
     with ExitStack() as containers:
 
         def make(
-            bucket: Bucket,
+            bucket: Bucket | None = None,
             *,
+            store: dict[str, str] | None = None,
             cloud: str = "aws",
             arguments: str = "--steps 100000 --step-delay-s 0.02",
             staging: str = "/var/lib/swansong/staging",
@@ -103,7 +107,9 @@ def new_vm(image: Layer, network: None, tmp_path: Path) -> Iterator[Any]:
             name = f"sw{os.getpid()}-{next(_numbers)}"
             vm = containers.enter_context(Container(name, image, tmp_path / name, options))
             made.append(vm)
-            store = {**bucket.store, "endpoint": "http://10.99.0.1:9000"}
+            if bucket is not None:
+                store = {**bucket.store, "endpoint": "http://10.99.0.1:9000"}
+            assert store is not None
             tables = {
                 "run": {"name": "run"},
                 "staging": {"path": staging},

@@ -160,6 +160,10 @@ class Container:
     def read(self, path: str) -> str:
         return (self._upper / path.lstrip("/")).read_text()
 
+    def image_file(self, path: str) -> str:
+        """What the image has under this path, whatever was written over it."""
+        return self._layers.find(path.lstrip("/")).read_text()
+
     # ------------------------------------------------------------------ power
 
     def power_on(self) -> None:

@@ -53,7 +53,7 @@ def test_daemon_is_confined(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     mounts = vm.run("cat", f"/proc/{vm.main_pid()}/mounts").splitlines()
     options = {fields[1]: fields[3].split(",") for fields in map(str.split, mounts)}
     assert "ro" in options["/"]
-    assert "rw" in options["/var/lib/swansong"]
+    assert "rw" in options["/var/lib/swansong/staging"]
 
 
 def test_notice_to_safe(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from clouds import Aws, Bucket
 from system.nspawn.container import DAEMON
+from waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
 NVME = "/mnt/nvme/staging"
+NVME_UNIT = "swansong-nvme.service"
 READ_WRITE = f"[Service]\nReadWritePaths=-{NVME}\n"
 
 
@@ -31,9 +33,27 @@ def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     # What the operator does, in a unit of its own kind; the daemon needs no telling.
     vm.run("mkdir", "/mnt/nvme")
     vm.run("mount", "-t", "tmpfs", "tmpfs", "/mnt/nvme")
-    vm.run("install", "-d", "-o", "swansong", "-g", "swansong-trainers", "-m", "2770", NVME)
+    vm.run("install", "-d", "-o", "swansong", "-g", "swansong-trainers", "-m", "2750", NVME)
     vm.journal.wait(event="started", unit=DAEMON)
     vm.wait_active()
+
+
+def test_memory_in_place_of_an_nvme_disk(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """swansong-nvme.service and the drop-in that its comment names: staging is there before the daemon."""
+    vm = new_vm(bucket, staging="/mnt/swansong/staging")
+    comment = vm.image_file(f"/etc/systemd/system/{NVME_UNIT}").partition("[Unit]\n")[2]
+    drop_in = [line.removeprefix("#").strip() for line in comment.splitlines()[:3]]
+    vm.drop_in(DAEMON, "\n".join(["[Unit]", *drop_in, ""]))
+    start = "/usr/lib/swansong/swansong-nvme --tmpfs 256m /mnt/swansong"
+    vm.drop_in(NVME_UNIT, f"[Service]\nExecStart=\nExecStart={start}\n")
+    vm.power_on()
+    vm.wait_active()
+    vm.wait_step(20)
+    until(lambda: vm.status()["trainers"], what="the trainer's hello")
+    assert vm.run("findmnt", "-no", "FSTYPE", "/mnt/swansong") == "tmpfs"
+    assert vm.run("stat", "-c", "%a %U %G", "/mnt/swansong/staging") == (
+        "2750 swansong swansong-trainers"
+    )
 
 
 def test_root_is_read_only(new_vm: Any, bucket: Bucket, aws: Aws) -> None:

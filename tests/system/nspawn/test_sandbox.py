@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the daemon's unit lets it write, and trainers that try to make use of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from system.nspawn.container import DAEMON, TRAINER, Container
+from waiting import until
+
+pytestmark = pytest.mark.timeout(150, func_only=True)
+
+STATE = "/var/lib/swansong"
+RUN = f"{STATE}/staging/run"
+STORE = f"{STATE}/store"
+SOCKET = "/run/swansong/trainer.sock"
+ATTACK = Path(__file__).resolve().parents[2] / "attacks" / "hostile_trainer.py"
+
+# As root, whom no mode keeps out: what the mounts of the namespace alone let be written.
+PROBE = """
+import json, os
+writable = []
+for directory, below, _ in os.walk("/"):
+    if directory in ("/proc", "/sys") or any(directory.startswith(f"{path}/") for path in writable):
+        below.clear()
+        continue
+    name = os.path.join(directory, ".probe")
+    try:
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.unlink(name)
+    except OSError:
+        continue
+    writable.append(directory)
+    below.clear()
+print(json.dumps(writable))
+"""
+
+
+def in_sandbox_of(vm: Container, unit: str, *command: str) -> str:
+    """Run a command as root in the mount namespace of a unit."""
+    namespace = ("nsenter", "--target", str(vm.main_pid(unit)), "--mount")
+    return vm.run(*namespace, *command)
+
+
+@pytest.mark.fault("S27")
+def test_nothing_else_can_be_written(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """In the daemon's mount namespace even root writes to staging, store and runtime directory alone."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    # The private /tmp as well, /dev/shm and what others have in /run.
+    writable = json.loads(in_sandbox_of(vm, DAEMON, "python3", "-c", PROBE))
+    assert sorted(writable) == ["/run/swansong", f"{STATE}/staging", STORE]
+
+
+@pytest.mark.fault("S16", "S27")
+def test_daemon_has_no_home(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """systemd takes the unit's HOME, and the SDKs look for files where only root can write."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    lines = vm.run("cat", f"/proc/{vm.main_pid()}/environ").split("\0")
+    environment = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert environment["HOME"] == "/nonexistent"
+    assert environment["AWS_CONFIG_FILE"] == "/etc/swansong/aws/config"
+    assert environment["AWS_SHARED_CREDENTIALS_FILE"] == "/etc/swansong/aws/credentials"
+    assert environment["CLOUDSDK_CONFIG"] == "/etc/swansong/gcloud"
+    assert vm.run("getent", "passwd", "swansong").split(":")[5] == "/nonexistent"
+    assert vm.run("stat", "-c", "%U %a", STATE, "/etc/swansong", "/run/swansong-restore") == (
+        "root 750\nroot 755\nroot 755"
+    )
+
+
+@pytest.fixture
+def attacked(new_vm: Any, aws: Aws) -> Container:
+    """A VM with a commit in a store of files that the daemon may write; neither trainer nor daemon runs."""
+    vm: Container = new_vm(
+        store={"url": f"file://{STORE}"},
+        arguments="--steps 100000 --step-delay-s 0.02 --every-steps 20",
+    )
+    vm.write("/usr/local/lib/hostile_trainer.py", ATTACK.read_text())
+    vm.power_on()
+    until(lambda: treasure(vm, f"{STORE}/run/commits"), timeout_s=60, what="a commit")
+    vm.run("systemctl", "stop", TRAINER)
+    vm.run("systemctl", "stop", DAEMON)
+    return vm
+
+
+def treasure(vm: Container, *places: str) -> str:
+    """Every file below these places, with owner, mode and content."""
+    script = 'find "$@" -type f -printf "%p %u %m " -exec sha256sum {} \\; | sort'
+    return vm.run("sh", "-c", script, "sh", *places, may_fail=True)
+
+
+def attack(vm: Container, target: str) -> dict[str, Any]:
+    """What the hostile trainer reports."""
+    group = vm.run("getent", "group", "swansong-trainers").split(":")[2]
+    as_trainer = ("setpriv", "--reuid=trainer", "--regid=trainer", f"--groups={group}")
+    script = ("/opt/train/bin/python", "/usr/local/lib/hostile_trainer.py", RUN, SOCKET, target)
+    report: dict[str, Any] = json.loads(vm.run(*as_trainer, *script, timeout_s=120))
+    return report
+
+
+@pytest.mark.fault("S1", "S2", "S24")
+@pytest.mark.parametrize("target", [STORE, f"{RUN}/.swansongd", f"{STATE}/restored"])
+def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: str) -> None:
+    """Links, forged partial restores and exchanged directories: no commit is harmed, nothing is planted."""
+    vm = attacked
+    own = f"{RUN}/.swansongd"
+    places = (STORE, f"{STATE}/restored", f"{own}/claim.json", "/run/swansong-restore", "/etc")
+    # As an older version left it: the name is free for the trainer, before the daemon starts.
+    vm.run("rm", "-rf", f"{RUN}/restored")
+    vm.run("ln", "-s", target, f"{RUN}/restored")
+    vm.run("chown", "--no-dereference", "trainer:", f"{RUN}/restored")
+    before = treasure(vm, *places)
+
+    vm.run("systemctl", "start", DAEMON)
+    report = attack(vm, target)
+    vm.run("systemctl", "restart", DAEMON)
+    second = attack(vm, target)
+    vm.run("systemctl", "stop", DAEMON)
+
+    assert treasure(vm, *places).splitlines() == before.splitlines()
+    assert vm.run("ls", "-A", STATE).split() == ["restored", "staging", "store"]
+    assert vm.run("ls", "-A", own).split() == ["claim.json", "uploads.journal"]
+    assert vm.run("ls", "-A", STORE).split() == [".swansong-tmp", "run"]
+    for answer in (*report["answers"], *second["answers"]):
+        assert answer.get("error") == "", answer
+        assert Path(answer["path"]).parent == Path(RUN, "restored")
+    assert "link for restored" not in second["planted"]
+
+
+@pytest.mark.fault("S24")
+def test_restore_unit_hands_the_trainer_one_fixed_line(attacked: Container) -> None:
+    """Root writes the environment file; odd instance names restore nothing and remove nothing."""
+    vm = attacked
+    unit = "swansong-restore@run.service"
+    vm.run("systemctl", "start", unit)
+    environment = "/run/swansong-restore/run.env"
+    assert vm.run("cat", environment) == f"SWANSONG_RESTORE={STATE}/restored/run"
+    assert vm.run("stat", "-c", "%U", environment) == "root"
+    restored = vm.run("find", f"{STATE}/restored", "-mindepth", "1", "-printf", "%U:%m\n").split()
+    assert len(restored) > 1
+    daemon = vm.run("id", "--user", "swansong")
+    assert {line.split(":")[0] for line in restored} == {daemon}
+    assert not [line for line in restored if int(line.split(":")[1], 8) & 0o022]
+
+    before = treasure(vm, STATE, "/run/swansong-restore")
+    for name in ("..", ".", "-", r"\x2e\x2e", r"run\x2f..\x2f..\x2fstore"):
+        vm.run("systemctl", "start", f"swansong-restore@{name}.service", may_fail=True)
+        assert treasure(vm, STATE, "/run/swansong-restore") == before, name
