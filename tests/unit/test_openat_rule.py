@@ -20,6 +20,7 @@ MODULES = [
         for name in ("rejoin.py", "restore_journal.py", "restore_target.py", "flush_shard.py")
     ),
     ROOT / "training_hooks/swansong/openat.py",
+    ROOT / "training_hooks/swansong/_staging.py",
 ]
 """All modules that touch what lies in staging."""
 
