@@ -3,12 +3,12 @@
 
 Run as the trainer's user, with the hooks installed::
 
-    python hostile_trainer.py RUN_DIRECTORY SOCKET TARGET
+    python hostile_trainer.py link|partials|exchange RUN_DIRECTORY SOCKET TARGET
 
 TARGET is a directory that the daemon may write to and the trainer may not.  The script puts links to it,
 forged partial restores and forged state of the daemon wherever the staging directory of the run lets it,
-asks for a restore while it exchanges directories for links, and prints the answers as JSON.  Every refusal
-by the kernel is expected: the test looks at what TARGET holds afterwards.
+asks for a restore, and prints what it planted and the answer as JSON.  Every refusal by the kernel is
+expected: the test looks at what TARGET holds afterwards.
 """
 
 from __future__ import annotations
@@ -39,36 +39,42 @@ def attempt(do: Callable[[], object]) -> bool:
     return True
 
 
-def plant(run: Path, target: Path) -> list[str]:
+def put_aside(path: Path) -> None:
+    """Free a name, if the kernel lets us."""
+    attempt(lambda: os.rename(path, path.with_name(f"aside-{secrets.token_hex(4)}")))
+
+
+def forge_partial(parent: Path, name: str, target: Path) -> None:
+    """What an interrupted restore leaves, with a link for the directory that takes its files."""
+    planted = parent / f".{name}.partial-0123456789abcdef"
+    planted.mkdir(parents=True)
+    os.symlink(target, planted / "files")
+    (planted / "journal").write_text("swansong-restore-1\n")
+    for path in (parent, planted):
+        attempt(lambda path=path: path.chmod(0o777))
+
+
+def forge_state(run: Path, target: Path) -> None:
+    put_aside(run / OWN)
+    (run / OWN).mkdir(0o777)
+    os.symlink(target, run / OWN / "removing")
+
+
+def plant(mode: str, run: Path, target: Path) -> list[str]:
     """Everything that can lead the daemon from the staging directory to ``target``; what succeeded."""
-    nonce = "0123456789abcdef"
-
-    def link(name: str) -> None:
-        attempt(lambda: os.rename(run / name, run / f"aside-{secrets.token_hex(4)}"))
-        os.symlink(target, run / name)
-
-    def partial(parent: Path, name: str) -> None:
-        planted = parent / f".{name}.partial-{nonce}"
-        planted.mkdir(parents=True)
-        os.symlink(target, planted / "files")
-        (planted / "journal").write_text("swansong-restore-1\n")
-        planted.chmod(0o777)
-
-    def forge_state() -> None:
-        attempt(lambda: os.rename(run / OWN, run / f"aside-{secrets.token_hex(4)}"))
-        (run / OWN).mkdir(0o777)
-        os.symlink(target, run / OWN / "removing")
-
+    restored = run / RESTORED
+    put_aside(restored)
     tricks: dict[str, Callable[[], None]] = {
-        "link for restored": lambda: link(RESTORED),
-        "link for the daemon's directory": lambda: link(OWN),
-        "the daemon's directory": forge_state,
-        "partial beside restored": lambda: partial(run, RESTORED),
-        "partial in restored": lambda: partial(run / RESTORED, ".aws"),
-        "link in restored": lambda: os.symlink(target, run / RESTORED / "planted"),
-        "leftover that is a link": lambda: os.symlink(target, run / ".removing.planted"),
-        "set that is a link": lambda: os.symlink(target, run / protocol.sealed_name(9, "planted")),
+        "link for a set": lambda: os.symlink(target, run / protocol.sealed_name(9, "planted")),
+        "link for a leftover": lambda: os.symlink(target, run / ".removing.planted"),
+        "partial beside restored": lambda: forge_partial(run, RESTORED, target),
+        "the daemon's state": lambda: forge_state(run, target),
     }
+    if mode == "partials":
+        tricks["partial in restored"] = lambda: forge_partial(restored, ".aws", target)
+        tricks["link in restored"] = lambda: os.symlink(target, restored / "planted")
+    else:
+        tricks["link for restored"] = lambda: os.symlink(target, restored)
     return [name for name, trick in tricks.items() if attempt(trick)]
 
 
@@ -83,7 +89,7 @@ def exchanging(run: Path, target: Path) -> Iterator[None]:
     def work() -> None:
         while not stop.is_set():
             for name in (real, link):
-                attempt(lambda: os.rename(run / RESTORED, run / f"aside-{secrets.token_hex(4)}"))
+                put_aside(run / RESTORED)
                 attempt(lambda name=name: os.rename(name, run / RESTORED))
                 attempt(lambda: real.mkdir(0o777))
                 attempt(lambda: os.symlink(target, link))
@@ -111,13 +117,12 @@ def ask(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    run, path, target = map(Path, sys.argv[1:])
-    planted = plant(run, target)
-    with exchanging(run, target):
-        answers = [ask(path)]
-    planted += plant(run, target)
-    answers.append(ask(path))
-    print(json.dumps({"planted": sorted(set(planted)), "answers": answers}))
+    mode = sys.argv[1]
+    run, path, target = map(Path, sys.argv[2:])
+    planted = plant(mode, run, target)
+    with exchanging(run, target) if mode == "exchange" else contextlib.nullcontext():
+        answer = ask(path)
+    print(json.dumps({"planted": planted, "answer": answer}))
 
 
 if __name__ == "__main__":

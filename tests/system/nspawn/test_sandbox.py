@@ -96,12 +96,14 @@ def treasure(vm: Container, *places: str) -> str:
     return vm.run("sh", "-c", script, "sh", *places, may_fail=True)
 
 
-def attack(vm: Container, target: str) -> dict[str, Any]:
+def attack(vm: Container, mode: str, target: str) -> dict[str, Any]:
     """What the hostile trainer reports."""
     group = vm.run("getent", "group", "swansong-trainers").split(":")[2]
     as_trainer = ("setpriv", "--reuid=trainer", "--regid=trainer", f"--groups={group}")
-    script = ("/opt/train/bin/python", "/usr/local/lib/hostile_trainer.py", RUN, SOCKET, target)
-    report: dict[str, Any] = json.loads(vm.run(*as_trainer, *script, timeout_s=120))
+    script = ("/opt/train/bin/python", "/usr/local/lib/hostile_trainer.py")
+    report: dict[str, Any] = json.loads(
+        vm.run(*as_trainer, *script, mode, RUN, SOCKET, target, timeout_s=120)
+    )
     return report
 
 
@@ -119,19 +121,22 @@ def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: s
     before = treasure(vm, *places)
 
     vm.run("systemctl", "start", DAEMON)
-    report = attack(vm, target)
-    vm.run("systemctl", "restart", DAEMON)
-    second = attack(vm, target)
+    reports = [attack(vm, "link", target)]
+    for mode in ("partials", "exchange"):  # a restarted daemon has no answer ready
+        vm.run("systemctl", "restart", DAEMON)
+        reports.append(attack(vm, mode, target))
     vm.run("systemctl", "stop", DAEMON)
 
     assert treasure(vm, *places).splitlines() == before.splitlines()
     assert vm.run("ls", "-A", STATE).split() == ["restored", "staging", "store"]
     assert vm.run("ls", "-A", own).split() == ["claim.json", "uploads.journal"]
     assert vm.run("ls", "-A", STORE).split() == [".swansong-tmp", "run"]
-    for answer in (*report["answers"], *second["answers"]):
-        assert answer.get("error") == "", answer
-        assert Path(answer["path"]).parent == Path(RUN, "restored")
-    assert "link for restored" not in second["planted"]
+    for report in reports:
+        assert report["answer"].get("error") == "", report
+        assert Path(report["answer"]["path"]).parent == Path(RUN, "restored")
+    # Once it is the daemon's, the directory stays.
+    for report in reports[1:]:
+        assert not {"link for restored", "partial in restored"} & set(report["planted"])
 
 
 @pytest.mark.fault("S24")
