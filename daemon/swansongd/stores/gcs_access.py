@@ -37,6 +37,10 @@ _CREDENTIALS = (
     "Give the VM a service account with the storage scope, or set application default credentials"
 )
 _HINTS = {
+    **dict.fromkeys(
+        (301, 302, 303, 307, 308),
+        "Redirects are not followed: name the store's own address in store.endpoint",
+    ),
     401: _CREDENTIALS,
     403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
     404: "If it is the bucket that is missing: make it, or mend store.url",
@@ -77,14 +81,14 @@ class GcsAccess:
         self._endpoint = (endpoint or _PUBLIC_ENDPOINT).rstrip("/")
         if not _ENDPOINT.fullmatch(self._endpoint):
             raise ConfigError([f"store.endpoint: {endpoint!r:.80} must read https://host[:port]"])
-        self._ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE") or None
+        trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._lock = threading.Lock()
         self._made_credentials: _Held | None = None
-        self._transport = _Transport(self._ca_bundle, read_timeout_s)
+        self._transport = _Transport(trusted, read_timeout_s)
         self._wire = Wire(
             self._endpoint,
             connections=connections,
-            ca_bundle=self._ca_bundle,
+            ca_bundle=ca_bundle or trusted,
             connect_timeout_s=connect_timeout_s,
             stall_s=min(_STALL_S_MAX, read_timeout_s),
             reply_s=read_timeout_s,

@@ -34,6 +34,8 @@ from swansongd.stores.wire import Answer, Wire
 Addressing = Literal["auto", "path", "virtual"]
 
 _SAMPLE_KEY = "k"
+_HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+"""A bucket that can stand before a certificate's wildcard: without dots."""
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
 _ERROR = re.compile(rb"\s*(?:<\?[^>]{0,100}\?>\s*)?<Error[\s>]")
 _STALL_S = 3.0
@@ -118,7 +120,11 @@ class S3Access:
         self._connections = connections
         self._profile = profile
         self._ca_bundle = ca_bundle
-        self._addressing = ("path" if endpoint else "auto") if addressing == "auto" else addressing
+        if addressing == "auto":
+            # Given no style, botocore names the global host in addresses, which redirects new buckets.
+            is_host_name = _HOST_NAME.fullmatch(bucket) is not None
+            addressing = "path" if endpoint else "virtual" if is_host_name else "auto"
+        self._addressing = addressing
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
@@ -166,7 +172,7 @@ class S3Access:
         code = xml_text(answer.body, "Code") or str(answer.status)
         if method == "HEAD" and answer.status == 400:
             code = "ExpiredToken"  # the only reason for a refusal of so simple a request
-        if answer.status in (301, 302, 307, 308) or code in _ELSEWHERE_CODES:
+        if 300 <= answer.status < 400 or code in _ELSEWHERE_CODES:
             raise self._moved(answer, code, route, identity)
         raise self._refusal(answer, code, identity)
 
