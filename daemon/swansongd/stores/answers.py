@@ -30,6 +30,7 @@ PAGE_ITEMS = 1000
 _PAGE_ITEMS_MAX = 10 * PAGE_ITEMS
 _ELEMENTS_MAX = 20 * PAGE_ITEMS
 _DEPTH_MAX = 16
+_PIECE_CHARS = 16 * 2**10
 _KEY_CHARS_MAX = 4096
 """Four times what the stores allow, for those that count differently."""
 _TOKEN_CHARS_MAX = 4096
@@ -73,6 +74,12 @@ def xml_text(body: bytes, tag: str) -> str:
     return unescape(match[1].decode("utf-8", "replace")) if match else ""
 
 
+def one_line(found: str, max_chars: int) -> str:
+    """What a store said, fit for a log."""
+    words = "".join(char if char.isprintable() else " " for char in found[: 2 * max_chars]).split()
+    return " ".join(words)[:max_chars]
+
+
 def document(answer: Answer, *wanted: str) -> ET.Element:
     """The answer's document, its tags without their namespaces.
 
@@ -81,7 +88,10 @@ def document(answer: Answer, *wanted: str) -> ET.Element:
     """
     parser = ET.XMLParser(target=_Builder())  # noqa: S314 - it builds no entities, see there
     try:
-        parser.feed(answer.body.decode())
+        whole = answer.body.decode()
+        # In pieces: the parser reads a piece to its end, whatever the builder refuses of it.
+        for start in range(0, len(whole), _PIECE_CHARS):
+            parser.feed(whole[start : start + _PIECE_CHARS])
         root: ET.Element = parser.close()
     except (ET.ParseError, UnicodeDecodeError) as error:
         raise BoundsError(f"{len(answer.body)} bytes that are no XML document: {error}") from None

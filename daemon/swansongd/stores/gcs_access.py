@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.http1 import retry_after_s
-from swansongd.stores.answers import xml_text
+from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import (
     RENEW_BELOW_S,
     Body,
@@ -288,7 +288,7 @@ def _refusal(answer: Answer) -> StoreError:
     status, code = answer.status, xml_text(answer.body, "Code")
     found = _JSON_MESSAGE.search(answer.body)
     reason = found[1].decode("utf-8", "replace") if found else xml_text(answer.body, "Message")
-    message = " ".join(filter(None, (str(status), code, reason[:200])))
+    message = " ".join(filter(None, (str(status), one_line(code, 80), one_line(reason, 200))))
     hint = _HINTS.get(status, "")
     if status == 404:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")

@@ -20,7 +20,7 @@ from urllib3.exceptions import HTTPError
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.http1 import retry_after_s
-from swansongd.stores.answers import xml_text
+from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import Body, Sink, is_certificate_problem
 from swansongd.stores.sigv4 import (
     EMPTY_PAYLOAD,
@@ -247,7 +247,7 @@ class S3Access:
             # A refusal tells it as well: HeadBucket needs no right of its own.
             head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
             region = head.headers.get("x-amz-bucket-region", "")
-        message = f"{code}: the bucket is not in {route.region}"
+        message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
         if region == route.region or not _REGION_NAME.fullmatch(region):
             return Permanent(message, hint=_REGION)
         with self._route_lock:
@@ -311,7 +311,8 @@ class S3Access:
     def _refusal(self, answer: Answer, code: str, used: Identity) -> StoreError:
         """The error of the contract for an answer that was no success."""
         status = answer.status
-        message = f"{status} {code}: {xml_text(answer.body, 'Message'):.200}"
+        reason = one_line(xml_text(answer.body, "Message"), 200)
+        message = f"{status} {one_line(code, 80)}: {reason}"
         hint = _HINTS.get(code, "")
         if code in _EXPIRED_CODES:
             is_new = self._credentials.replace((used.access_key, used.secret_key, used.token))
