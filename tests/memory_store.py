@@ -15,20 +15,25 @@ from dataclasses import dataclass, field
 
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores.base import (
+    GET_BYTES_MAX,
     Body,
     ObjectInfo,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
     expect_all_parts,
     expect_part,
+    listed,
     settle_completion,
 )
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 100
 """Small, so that a part of a thousand bytes has several."""
+PAGE_KEYS = 7
+"""The same for listings."""
 
 
 @dataclass
@@ -55,7 +60,7 @@ class MemoryStore:
         self.open: dict[str, _Open] = {}
         self.bytes_sent = 0
         self.overwritten: list[str] = []
-        """Keys that got other bytes than they had: a fault of the writer."""
+        """Keys that were to get other bytes than they have: a fault of the writer."""
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
 
@@ -75,10 +80,14 @@ class MemoryStore:
         self._request("get", key)
         if key not in self.objects:
             raise NotFound(key)
+        if len(self.objects[key]) > GET_BYTES_MAX:
+            raise Permanent(f"{key} has more than {GET_BYTES_MAX} bytes")
         return self.objects[key]
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         self._request("get", key)
+        if key not in self.objects:
+            raise NotFound(key)
         data = self.objects[key][offset : offset + size_bytes]
         if len(data) != size_bytes:
             raise Permanent(f"{key} has no {size_bytes} bytes from {offset}")
@@ -90,10 +99,20 @@ class MemoryStore:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        """In no order that anybody could rely on, and each page but the first with a key of the last."""
         self._request("list", prefix)
-        for key, data in sorted(self.objects.items()):
-            if key.startswith(prefix):
-                yield ObjectInfo(key, len(data))
+        with self._lock:
+            found = [key for key in self.objects if key.startswith(prefix)]
+            found.sort(key=lambda key: key[::-1])
+            start = int(token or 0)
+            end = start + PAGE_KEYS
+            infos = [
+                ObjectInfo(key, len(self.objects[key])) for key in found[max(0, start - 1) : end]
+            ]
+        return Page(infos, str(end) if end < len(found) else None)
 
     def delete(self, key: str) -> None:
         self._request("delete", key)
@@ -184,5 +203,7 @@ class MemoryStore:
         with self._lock:
             if self.objects.get(key, data) != data:
                 self.overwritten.append(key)
+                if is_sent:  # a completion replaces, as it does in S3
+                    raise Exists(key)
             self.objects[key] = data
             self.bytes_sent += len(data) * is_sent

@@ -29,6 +29,7 @@ from bodies import BytesBody, BytesSink
 from emulators import tls
 from emulators.fault_proxy import FaultProxy
 from emulators.process import EmulatorProcess
+from memory_store import MemoryStore
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
 from swansongd.stores.files import FileStore
 from swansongd.stores.gcs import GcsStore
@@ -47,6 +48,9 @@ SERVERS = (*OURS, "moto", "rclone")
 LACKS = {
     "file": {
         "spent names": "a directory replaces a shard by one of the same name",
+    },
+    "memory": {
+        "ages": "all uploads here began an hour ago",
     },
     "moto": {
         "spent names": "moto tells no checksum of an object, so it is sent again over it",
@@ -256,7 +260,7 @@ def is_wanted(item: pytest.Item) -> bool:
     return parameters.get("store") != "retrying" or parameters.get("server_name") in WRAPPED
 
 
-@pytest.fixture(params=["file", *SERVERS])
+@pytest.fixture(params=["file", "memory", *SERVERS])
 def server_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -278,6 +282,8 @@ def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Clo
     if server_name == "file":
         (tmp_path / "a store").mkdir()
         return FileStore((tmp_path / "a store").as_uri())
+    if server_name == "memory":
+        return MemoryStore()
     store: ObjectStore = open_cloud(server_name).open()
     return store
 

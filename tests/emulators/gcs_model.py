@@ -6,25 +6,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.message import Message
 from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
 import google_crc32c
-from emulators.store_control import Answer, Call, error_answer, flip_stored
+from emulators.store_control import Answer, Call, ListingMode, error_answer, flip_stored
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
 PARTS_MAX = 10_000
 _PAGE = 1000
 _STAMP = "%Y-%m-%dT%H:%M:%S.%fZ"
 _CONDITION = "x-goog-if-generation-match"
-PRECONDITIONS = (_CONDITION, "ifgenerationmatch")
+PRECONDITIONS = (_CONDITION,)
 
 
 class Refused(Exception):
@@ -57,14 +57,6 @@ class MultipartUpload:
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
-@dataclass(frozen=True)
-class ResumableUpload:
-    bucket: str
-    name: str
-    only_if: str | None
-    metadata: dict[str, Any]
-
-
 def checksum(data: bytes) -> str:
     return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()
 
@@ -80,13 +72,13 @@ class Gcs:
         self._lock = threading.RLock()
         self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
         self._multipart: dict[str, MultipartUpload] = {}
-        self._resumable: dict[str, ResumableUpload] = {}
         self._object_generation = 1_700_000_000_000_000
         self._reset()
 
     def _reset(self) -> None:
         self._token: str | None = None
         self._page = _PAGE
+        self._listing = ListingMode()
         self._may_delete = True
         self._asks_rights_first = False
 
@@ -100,12 +92,13 @@ class Gcs:
                     self._token = call.parameter("valid")
                 case "page":
                     self._page = int(call.parameter("size") or _PAGE)
+                case "listing":
+                    self._listing = ListingMode.ordered(call)
                 case "role":
                     self._may_delete = call.parameter("delete") != "0"
                     self._asks_rights_first = call.parameter("first") == "rights"
                 case "forget":
                     self._multipart.clear()
-                    self._resumable.clear()
                 case _:
                     return False
         return True
@@ -116,7 +109,7 @@ class Gcs:
             bearer = call.headers.get("authorization")
             if self._token is not None and bearer != f"Bearer {self._token}":
                 return error_answer(401, "AuthenticationRequired")
-            if segments[0] in ("storage", "download", "upload"):
+            if segments[0] == "storage":
                 try:
                     return self._json(call, segments)
                 except Refused as refused:
@@ -135,86 +128,33 @@ class Gcs:
     # ------------------------------------------------------------ JSON interface
 
     def _json(self, call: Call, segments: list[str]) -> Answer:
-        kind = segments[0]
-        plain = segments[segments.index("b") :] if "b" in segments else []
-        match call.method, kind, plain:
-            case "GET", "storage", ["b", bucket]:
-                self._objects(bucket)
-                return _json_answer({"kind": "storage#bucket", "name": bucket})
-            case "GET", "storage", ["b", bucket, "o"]:
+        match call.method, segments[2:]:
+            case "GET", ["b", bucket, "o"]:
                 return self._list(unquote(bucket), call)
-            case "GET", "storage" | "download", ["b", bucket, "o", name]:
-                found = self._find(unquote(bucket), unquote(name), call.parameter("generation"))
-                if kind == "download" or call.parameter("alt") == "media":
-                    return _content(call, found)
-                return _json_answer(_metadata(unquote(bucket), unquote(name), found))
-            case "DELETE", "storage", ["b", bucket, "o", name]:
-                self._find(unquote(bucket), unquote(name), call.parameter("generation"))
+            case "GET", ["b", bucket, "o", name]:
+                found = self._find(unquote(bucket), unquote(name))
+                facts = _metadata(unquote(bucket), unquote(name), found)
+                return _json_answer(_selected(facts, call))
+            case "DELETE", ["b", bucket, "o", name]:
+                self._find(unquote(bucket), unquote(name))
                 return self._delete(unquote(bucket), unquote(name))
-            case "POST", "upload", ["b", bucket, "o"]:
-                return self._upload(unquote(bucket), call)
-            case "PUT", "upload", ["b", _, "o"]:
-                return self._finish_resumable(call)
         raise Refused(501, "NotImplemented")
 
     def _list(self, bucket: str, call: Call) -> Answer:
         if call.parameter("delimiter") or call.parameter("versions") == "true":
             raise Refused(501, "NotImplemented")
         objects = self._objects(bucket)
-        after = call.parameter("pageToken") or ""
         prefix = call.parameter("prefix") or ""
-        names = sorted(name for name in objects if name.startswith(prefix) and name > after)
         limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
-        items = [_metadata(bucket, name, objects[name]) for name in names[:limit]]
+        found = [name for name in objects if name.startswith(prefix)]
+        names, last = self._listing.page(found, call.parameter("pageToken"), limit)
+        items = [_metadata(bucket, name, objects[name]) for name in names]
         answer: dict[str, Any] = {"kind": "storage#objects"}
         if items:
             answer["items"] = items
-        if len(names) > limit:
-            answer["nextPageToken"] = names[limit - 1]
-        return _json_answer(answer)
-
-    def _upload(self, bucket: str, call: Call) -> Answer:
-        only_if = call.parameter("ifGenerationMatch")
-        name = call.parameter("name")
-        match call.parameter("uploadType"):
-            case "media" if name:
-                return self._insert(bucket, name, call.body, only_if, {})
-            case "multipart":
-                metadata, data = _related(call)
-                return self._insert(bucket, name or metadata["name"], data, only_if, metadata)
-            case "resumable":
-                self._objects(bucket)
-                metadata = json.loads(call.body or b"{}")
-                upload_id = uuid.uuid4().hex
-                self._resumable[upload_id] = ResumableUpload(
-                    bucket, name or metadata["name"], only_if, metadata
-                )
-                host = f"{call.scheme}://{call.headers['host']}"
-                where = f"{host}{call.path}?uploadType=resumable"
-                return Answer(200, b"", {"Location": f"{where}&upload_id={upload_id}"})
-        raise Refused(501, "NotImplemented")
-
-    def _finish_resumable(self, call: Call) -> Answer:
-        upload_id = call.parameter("upload_id") or ""
-        upload = self._resumable.get(upload_id)
-        if upload is None:
-            raise Refused(404, "NotFound")
-        size_bytes = len(call.body)
-        if call.headers.get("content-range") != f"bytes 0-{size_bytes - 1}/{size_bytes}":
-            raise Refused(501, "NotImplemented")  # more than one chunk
-        _verify(call.body, call.headers.get("x-goog-hash"))
-        answer = self._insert(
-            upload.bucket, upload.name, call.body, upload.only_if, upload.metadata
-        )
-        del self._resumable[upload_id]
-        return answer
-
-    def _insert(
-        self, bucket: str, name: str, data: bytes, only_if: str | None, metadata: dict[str, Any]
-    ) -> Answer:
-        kinds = (("crc32c", "crc32c"), ("md5", "md5Hash"))
-        _verify(data, ",".join(f"{kind}={metadata[key]}" for kind, key in kinds if key in metadata))
-        return _json_answer(_metadata(bucket, name, self._store(bucket, name, data, only_if)))
+        if last is not None:
+            answer["nextPageToken"] = last
+        return _json_answer(_selected(answer, call))
 
     # ------------------------------------------------------------ XML interface
 
@@ -245,14 +185,14 @@ class Gcs:
                 del self._multipart[upload_id]
                 return Answer(204)
             case "GET" | "HEAD" if not call.query:
-                return _content(call, self._find(bucket, name, None))
+                return _content(call, self._find(bucket, name))
             case "PUT" if not call.query:
                 _verify(call.body, call.headers.get("x-goog-hash"))
                 only_if = call.headers.get(_CONDITION)
                 stored = self._store(bucket, name, call.body, only_if)
                 return Answer(200, b"", _headers(stored))
             case "DELETE" if not call.query:
-                self._find(bucket, name, None)
+                self._find(bucket, name)
                 return self._delete(bucket, name)
         raise Refused(501, "NotImplemented")
 
@@ -352,9 +292,9 @@ class Gcs:
             raise Refused(404, "NoSuchBucket")
         return self._buckets[bucket]
 
-    def _find(self, bucket: str, name: str, object_generation: str | None) -> StoredObject:
+    def _find(self, bucket: str, name: str) -> StoredObject:
         found = self._objects(bucket).get(name)
-        if found is None or object_generation not in (None, str(found.object_generation)):
+        if found is None:
             raise Refused(404, "NoSuchKey")
         return found
 
@@ -389,21 +329,6 @@ def _verify(data: bytes, hashes: str | None) -> None:
             raise Refused(400, "InvalidDigest")
         if value != (checksum(data) if kind == "crc32c" else md5(data)):
             raise Refused(400, "BadDigest")
-
-
-def _related(call: Call) -> tuple[dict[str, Any], bytes]:
-    """Metadata and content of a multipart/related body."""
-    header = Message()
-    header["Content-Type"] = call.headers.get("content-type", "")
-    boundary = header.get_param("boundary")
-    pieces = call.body.split(f"--{boundary}".encode()) if boundary else []
-    if len(pieces) != 4 or pieces[3].strip() != b"--":
-        raise Refused(400, "BadRequest")
-    try:
-        metadata = json.loads(pieces[1].split(b"\r\n\r\n", 1)[1])
-    except (ValueError, IndexError):
-        raise Refused(400, "BadRequest") from None
-    return metadata, pieces[2].split(b"\r\n\r\n", 1)[1].removesuffix(b"\r\n")
 
 
 def _metadata(bucket: str, name: str, stored: StoredObject) -> dict[str, Any]:
@@ -446,6 +371,15 @@ def _content(call: Call, stored: StoredObject) -> Answer:
         raise Refused(416, "InvalidRange")
     headers["Content-Range"] = f"bytes {start}-{end}/{size_bytes}"
     return Answer(206, stored.data[start : end + 1], headers)
+
+
+def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
+    """The fields that the query asks for, of the outermost object."""
+    fields = call.parameter("fields")
+    if fields is None:
+        return body
+    wanted = {name.strip() for name in re.sub(r"\([^)]*\)", "", fields).split(",")}
+    return {name: value for name, value in body.items() if name in wanted}
 
 
 def _json_answer(body: dict[str, Any], status: int = 200) -> Answer:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Google Cloud Storage in memory, strict: ``python -m emulators.gcs_server --port 0 --bucket NAME``.
 
-The JSON interface as google-cloud-storage uses it, and of the XML interface reads, puts and multipart
+Of the JSON interface listings, metadata and deletes; of the XML interface reads, puts and multipart
 uploads.  What it does not know it refuses with 501 instead of guessing.  Checksums that come with the
 data are verified, objects appear whole and only when they are complete.  Control: see
 :mod:`emulators.store_control`, and of its own::

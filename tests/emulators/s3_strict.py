@@ -23,7 +23,14 @@ from xml.etree import ElementTree as ET
 
 from emulators.s3_multipart import MultipartUpload, Part, StoredObject, begun
 from emulators.s3_request import Account, Payload, Refused, payload_of
-from emulators.store_control import Answer, Call, StoreControl, error_answer, flip_stored
+from emulators.store_control import (
+    Answer,
+    Call,
+    ListingMode,
+    StoreControl,
+    error_answer,
+    flip_stored,
+)
 from emulators.store_server import add_arguments, serve
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -33,7 +40,7 @@ _STAMP = "%Y-%m-%dT%H:%M:%S.000Z"
 _PAGE = 1000
 _KNOWN_QUERIES = {
     "GET": {
-        "list-type", "prefix", "max-keys", "continuation-token", "start-after", "encoding-type",
+        "list-type", "prefix", "max-keys", "continuation-token", "encoding-type",
         "uploads", "key-marker", "upload-id-marker", "max-uploads", "uploadId",
         "part-number-marker", "max-parts", "lifecycle", "location", "x-id", "delimiter",
         "fetch-owner",
@@ -59,6 +66,7 @@ class S3:
         self.account = Account()
         self._region = "us-east-1"
         self._page = _PAGE
+        self._listing = ListingMode()
         self._honour = True
 
     # ------------------------------------------------------------ control
@@ -86,6 +94,8 @@ class S3:
                     self._honour = call.parameter("honour") != "0"
                 case "page":
                     self._page = int(call.parameter("size") or _PAGE)
+                case "listing":
+                    self._listing = ListingMode.ordered(call)
                 case "forget":
                     self._uploads.clear()
                 case _:
@@ -247,27 +257,28 @@ class S3:
 
     def _list(self, call: Call, bucket: str, objects: dict[str, StoredObject]) -> Answer:
         prefix = call.parameter("prefix") or ""
-        after = call.parameter("start-after") or ""
+        after: str | None = None
         token = call.parameter("continuation-token")
         if token is not None:
             try:
                 after = bytes.fromhex(token).decode()
             except ValueError:
                 raise Refused(400, "InvalidArgument", "the continuation token") from None
-        keys = sorted(k for k in objects if k.startswith(prefix) and k.encode() > after.encode())
         limit = self._limit(call, "max-keys")
+        found = [key for key in objects if key.startswith(prefix)]
+        keys, last = self._listing.page(found, after, limit)
         is_encoded = call.parameter("encoding-type") == "url"
         facts = [
             ("Name", bucket),
             ("Prefix", prefix),
-            ("KeyCount", str(len(keys[:limit]))),
+            ("KeyCount", str(len(keys))),
             ("MaxKeys", str(limit)),
-            ("IsTruncated", str(len(keys) > limit).lower()),
+            ("IsTruncated", str(last is not None).lower()),
         ]
         if is_encoded:
             facts.append(("EncodingType", "url"))
-        if len(keys) > limit:
-            facts.append(("NextContinuationToken", keys[limit - 1].encode().hex()))
+        if last is not None:
+            facts.append(("NextContinuationToken", last.encode().hex()))
         items = [
             [
                 ("Key", quote(key) if is_encoded else key),
@@ -276,7 +287,7 @@ class S3:
                 ("Size", str(len(objects[key].data))),
                 ("StorageClass", "STANDARD"),
             ]
-            for key in keys[:limit]
+            for key in keys
         ]
         return _document("ListBucketResult", facts, "Contents", items)
 

@@ -10,10 +10,19 @@ Control, all by POST with a query but the last, below ``/_control/``::
                                 with ``carry_out`` only after they have taken effect (a lost reply).
                                 ``times`` is 1 when left out; ``status=200`` is an error all the same
                                 ``retry_after_s`` adds that header
+    say?body=TEXT&method=POST&match=uploadId&times=1
+                                the next requests are answered with 200 and TEXT, and not carried out
     corrupt?object=NAME         one bit of the stored object flips
     preconditions?honour=0      create-if-absent is ignored, as some stores do
     forget                      all multipart uploads are forgotten
     page?size=2                 listings come in pages of at most so many
+    listing?reversed=1&duplicates=1&loop=1
+                                listings of objects are sorted by their keys read backwards; each page
+                                names keys that were named before; the pages go round in a circle
+    spoil?how=empty&method=GET&match=list-type&times=1
+                                the next answers to such requests are spoilt after the request was
+                                carried out; ``how`` is one of SPOILS, or ``without`` with ``field=NAME``:
+                                that XML element, JSON key and header is left out everywhere
     clear                       all this ends, and the record is empty again
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
 
@@ -33,11 +42,12 @@ A store may have orders of its own.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
@@ -46,6 +56,10 @@ POINTS = (
     "in_answer",
 )  # fmt: skip
 """Where a connection can break: the request has taken effect only at the last two."""
+
+SPOILS = ("empty", "cut", "half", "half a body", "foreign")
+"""No body; no body and no length, the connection just ends; half of the document, well framed; half of the
+body, and the connection ends; the page of somebody else.  All under the status that the answer had."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,67 @@ class Answer:
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    ends: bool = False
+    """No length is told; the connection ends behind the body."""
+
+
+@dataclass(frozen=True)
+class ListingMode:
+    """How listings of objects come, beyond what a client may expect of AWS."""
+
+    is_reversed: bool = False
+    has_duplicates: bool = False
+    is_loop: bool = False
+
+    @classmethod
+    def ordered(cls, call: Call) -> Self:
+        """As the order wants it."""
+        return cls(
+            is_reversed=call.parameter("reversed") == "1",
+            has_duplicates=call.parameter("duplicates") == "1",
+            is_loop=call.parameter("loop") == "1",
+        )
+
+    def page(self, names: list[str], after: str | None, limit: int) -> tuple[list[str], str | None]:
+        """The names of a page, and the last of them if there are more: the next page begins ``after`` it."""
+
+        def place(name: str) -> str:
+            return name[::-1] if self.is_reversed else name
+
+        ordered = sorted(names, key=place)
+        start = 0 if after is None else sum(place(name) <= place(after) for name in ordered)
+        page = ordered[start : start + limit]
+        last = page[-1] if start + limit < len(ordered) else None
+        if self.has_duplicates:
+            page = ordered[max(0, start - 1) : start] + page + page[:1]
+        if self.is_loop and ordered:
+            last = ordered[0]
+        return page, last
+
+
+def spoilt(answer: Answer, how: str, field: str) -> Answer:
+    """What is left of an answer, see SPOILS."""
+    half = answer.body[: len(answer.body) // 2]
+    framing = ("content-length", "transfer-encoding")
+    endless = {name: v for name, v in answer.headers.items() if name.lower() not in framing}
+    match how:
+        case "empty":
+            return replace(answer, body=b"", headers=endless)
+        case "cut":
+            return replace(answer, body=b"", headers=endless, ends=True)
+        case "half":
+            return replace(answer, body=half, headers=endless)
+        case "half a body":
+            return replace(answer, body=half, headers=endless, ends=True)
+        case "foreign":
+            page = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
+            return Answer(answer.status, page, {"Content-Type": "text/html"})
+    name = re.escape(field).encode()
+    body = re.sub(rb"<%b>[^<]*</%b>|<%b ?/>" % (name, name, name), b"", answer.body)
+    body = re.sub(rb'"%b": *("[^"]*"|\[[^]]*\]|[0-9]+)(, *)?' % name, b"", body)
+    body = re.sub(rb", *}", b"}", body)
+    headers = {key: value for key, value in answer.headers.items() if key.lower() != field.lower()}
+    return replace(answer, body=body, headers=headers)
 
 
 def error_answer(status: int, code: str, message: str = "") -> Answer:
@@ -93,13 +168,15 @@ def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
 @dataclass(frozen=True)
 class _Fault:
     kind: str
-    """``answer``, ``reset``, ``stall`` or ``flip``."""
+    """``answer``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
     method: str
     match: str
     times: int
     answer: Answer = Answer(503)
     carry_out: bool = False
     at: str = ""
+    how: str = ""
+    field: str = ""
 
 
 class StoreControl:
@@ -147,6 +224,7 @@ class StoreControl:
             outage = time.monotonic() < self._outage_end_mono_s
             after_s = self._outage_retry_after_s
             fault = self._take(call.method, call.target, "answer")
+            spoil = self._take(call.method, call.target, "spoil") if fault is None else None
             honour = self._honour
         if outage:
             answer = error_answer(503, "SlowDown")
@@ -155,7 +233,8 @@ class StoreControl:
         if not honour:
             call = self._unconditional(call)
         if fault is None:
-            return self._respond(call)
+            answer = self._respond(call)
+            return answer if spoil is None else spoilt(answer, spoil.how, spoil.field)
         if fault.carry_out:
             self._respond(call)
         return fault.answer
@@ -207,8 +286,16 @@ class StoreControl:
                 self._store_order(name, call)  # where headers are signed none can be left out here
             elif name == "answer":
                 self._faults.append(self._fault(call, "answer"))
+            elif name == "say":
+                said = Answer(200, (call.parameter("body") or "").encode())
+                self._faults.append(replace(self._fault(call, "answer"), answer=said))
             elif name == "flip":
                 self._faults.append(self._fault(call, "flip"))
+            elif name == "spoil":
+                fault = self._fault(call, "spoil")
+                if fault.how not in (*SPOILS, "without"):
+                    return Answer(400, b"no such way to spoil an answer")
+                self._faults.append(fault)
             elif name == "break":
                 fault = self._fault(call, call.parameter("kind", "reset") or "")
                 if fault.kind not in ("reset", "stall") or fault.at not in POINTS:
@@ -240,4 +327,6 @@ class StoreControl:
             answer=answer,
             carry_out=call.parameter("carry_out") == "1",
             at=call.parameter("at", "") or "",
+            how=call.parameter("how", "") or "",
+            field=call.parameter("field", "") or "",
         )

@@ -135,9 +135,9 @@ class _Handler(socketserver.BaseRequestHandler):
         headers = {"Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())}
         headers.update(answer.headers)
         is_chunked = headers.get("Transfer-Encoding") == "chunked"
-        if answer.status not in (204, 304) and not is_chunked:
+        if answer.status not in (204, 304) and not is_chunked and not answer.ends:
             headers.setdefault("Content-Length", str(len(answer.body)))
-        ends = call.headers.get("connection", "").lower() == "close"
+        ends = answer.ends or call.headers.get("connection", "").lower() == "close"
         if ends:
             headers["Connection"] = "close"
         is_known = answer.status in set(HTTPStatus)

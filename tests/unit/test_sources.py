@@ -127,12 +127,12 @@ def test_date_of_the_answer_outweighs_the_local_clock(
     local_ahead_s: float, mended_s: float
 ) -> None:
     """The local clock counts only within the second that the server names."""
-    answer = Answer(200, {"Date": formatdate(NOON, usegmt=True)}, b"")
+    answer = Answer(200, {"date": formatdate(NOON, usegmt=True)}, b"")
     mended = Moment(1000.0, NOON + local_ahead_s).mended(answer)
     assert mended == Moment(1000.0, NOON + mended_s)
 
 
-@pytest.mark.parametrize("headers", [{}, {"Date": "yesterday"}, {"Date": ""}])
+@pytest.mark.parametrize("headers", [{}, {"date": "yesterday"}, {"date": ""}])
 def test_without_date_the_local_clock_counts(headers: dict[str, str]) -> None:
     """No Date, or one that cannot be read, leaves the local clock as it is."""
     assert ASKED.mended(Answer(200, headers, b"")) == ASKED

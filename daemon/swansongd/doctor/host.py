@@ -32,7 +32,7 @@ _DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
 _EDIT_DELAY = f"sudoedit {_DROP_IN} && systemctl restart systemd-logind"
 _EDIT_UNIT = "systemctl edit swansongd"
 _PACKAGES = (
-    "blake3", "boto3", "crc32c", "google.cloud.storage", "jeepney", "requests", "rich",
+    "blake3", "boto3", "crc32c", "google.auth", "jeepney", "requests", "rich",
     "structlog", "swansong.protocol", "watchdog",
 )  # fmt: skip
 _HOME = Path("/var/lib/swansong")

@@ -115,7 +115,7 @@ def _clock(ask: Callable[[], Answer], needs: str) -> Check:
     def look() -> Judgement:
         asked_wall_s = time.time()
         try:
-            date = ask().headers.get("Date", "")
+            date = ask().headers.get("date", "")
         except MetadataUnavailable as error:
             return skipped(str(error))
         return judge_skew(skew_s(date, asked_wall_s, time.time()), "the metadata service")

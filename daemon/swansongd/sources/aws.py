@@ -173,7 +173,7 @@ class Imds:
 
 
 def _granted_s(answer: Answer) -> int | None:
-    text = answer.headers.get(TOKEN_TTL_HEADER, "")
+    text = answer.headers.get(TOKEN_TTL_HEADER.lower(), "")
     granted_s = int(text) if text.isdecimal() and len(text) <= 5 else 0
     return granted_s if 1 <= granted_s <= TOKEN_TTL_S else None
 
@@ -203,7 +203,7 @@ class Moment:
         ``Date`` names a second; within that second the local clock is believed.
         """
         try:
-            date_s = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+            date_s = parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
         except (ValueError, OverflowError):
             return self
         return Moment(self.mono_s, min(max(self.wall_s, date_s), date_s + 1))

@@ -9,6 +9,7 @@ watch begins with it, or it would wait in vain for a change that has happened al
 from __future__ import annotations
 
 import random
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ MARGIN_S = 5.0
 
 _ASK_AGAIN_S = 60.0
 _NO_ETAG = "0"
+_ETAG = re.compile(r"[!-~]{1,128}")
+"""Goes into the next request, so it is short and printable."""
 _BASE = "/computeMetadata/v1/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
 
@@ -96,7 +99,8 @@ class KeyWatch:
         }
         answer = get(self._client, self._path, parameters)
         if answer.status == 200:
-            self._etag = answer.headers.get("ETag") or _NO_ETAG
+            etag = answer.headers.get("etag", "")
+            self._etag = etag if _ETAG.fullmatch(etag) else _NO_ETAG
         return Sight(answer, is_fresh=etag != _NO_ETAG)
 
 
@@ -107,7 +111,7 @@ def get(client: MetadataClient, path: str, parameters: Mapping[str, str] | None 
         MetadataUnavailable: no answer, or somebody else's.
     """
     answer = client.request("GET", path, headers=_FLAVOR, params=parameters)
-    if answer.headers.get("Metadata-Flavor") != "Google":
+    if answer.headers.get("metadata-flavor") != "Google":
         raise MetadataUnavailable(
             f"who answers (HTTP {answer.status}) is not the metadata server: no Metadata-Flavor"
         )

@@ -10,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
+from urllib.parse import urlencode, urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3 import HTTPConnectionPool
-from urllib3.connection import HTTPConnection
-
+from swansongd.errors import Transient
+from swansongd.http1 import AnswerReader, left_s, receive_until, request_head
 from swansongd.sources.base import HealthTracker
 
 DEFAULT_URL = "http://169.254.169.254"
 MAX_BODY_BYTES = 65536
+_WINDOW_BYTES = 8192
 
 
 class MetadataUnavailable(Exception):
@@ -45,7 +46,7 @@ class Answer:
 
     status: int
     headers: Mapping[str, str]
-    """Case-insensitive."""
+    """Names in lower case."""
     body: bytes
 
 
@@ -60,20 +61,18 @@ class MetadataClient:
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        parts = urlsplit(self._url)
+        self._host = parts.netloc
+        self._address = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
-        self._session = requests.Session()
-        self._session.trust_env = False
-        self._session.headers.clear()
-        self._session.headers["User-Agent"] = "swansongd"
-        self._session.mount("http://", _Adapter(self._connected))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._session.close()
+        self._close()
 
     def request(
         self,
@@ -86,98 +85,86 @@ class MetadataClient:
         """Ask once.  Any status is an answer.
 
         Raises:
-            MetadataUnavailable: no connection, nothing complete within the limit, or a body of more
-                than :data:`MAX_BODY_BYTES`.
+            MetadataUnavailable: no connection, nothing complete within the limit, a head that is broken
+                or beyond the limits of :mod:`swansongd.http1`, or a body of more than
+                :data:`MAX_BODY_BYTES`.
         """
-        overdue = threading.Event()
-
-        def give_up() -> None:
-            overdue.set()
-            self._shut()
-
-        # The timeout of requests counts from one received byte to the next; only this one counts all.
-        timer = threading.Timer(self._timeout_s, give_up)
-        timer.daemon = True
-        timer.start()
+        end_mono_s = time.monotonic() + self._timeout_s
+        target = f"{path}?{urlencode(params)}" if params else path
+        fields = {"Host": self._host, "User-Agent": "swansongd", **(headers or {})}
+        if method in ("PUT", "POST"):
+            fields["Content-Length"] = "0"
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {fields[name]}" for name in fields)]
         try:
-            with self._session.request(
-                method,
-                self._url + path,
-                headers=headers,
-                params=params,
-                timeout=self._timeout_s,
-                allow_redirects=False,
-                stream=True,
-            ) as response:
-                return Answer(response.status_code, response.headers, self._body(response))
-        except requests.RequestException as error:
-            if overdue.is_set() or isinstance(error, requests.Timeout):
-                words = f"gives no complete answer within {self._timeout_s:g} s"
-                raise MetadataUnavailable(f"{self._url} {words}", timed_out=True) from error
-            raise MetadataUnavailable(f"{self._url}: {_cause(error)}") from error
-        finally:
-            timer.cancel()
+            return self._exchange(method, request_head(lines), end_mono_s)
+        except TimeoutError as error:
+            words = f"gives no complete answer within {self._timeout_s:g} s"
+            raise MetadataUnavailable(f"{self._url} {words}", timed_out=True) from error
+        except OSError as error:
+            words = os.strerror(error.errno).lower() if error.errno else "the connection broke"
+            raise MetadataUnavailable(f"{self._url}: {words}") from error
+        except Transient as error:
+            raise MetadataUnavailable(f"{self._url}: {error}") from error
 
     def abort(self) -> None:
         """End the exchange under way and refuse all further ones.  May be called from any thread."""
         with self._lock:
             self._aborted = True
-        self._shut()
-
-    def _body(self, response: Any) -> bytes:
-        body = bytearray()
-        for chunk in response.iter_content(8192):
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise MetadataUnavailable(f"{self._url} answers with over {MAX_BODY_BYTES} bytes")
-        return bytes(body)
-
-    def _connected(self, connection: HTTPConnection) -> None:
-        with self._lock:
-            if not self._aborted:
-                self._socket = connection.sock
-                return
-        connection.close()
-        raise ConnectionAbortedError("the client was told to stop")
-
-    def _shut(self) -> None:
-        with self._lock:
             if self._socket is not None:
                 # Wakes a thread that waits in recv, which closing the descriptor would not.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _exchange(self, method: str, head: bytes, end_mono_s: float) -> Answer:
+        keep = False
+        try:
+            sock = self._connected(end_mono_s)
+            sock.settimeout(left_s(end_mono_s))
+            sock.sendall(head)
+            reader = AnswerReader(receive_until(sock, end_mono_s), method)
+            found = reader.head()
+            if found.status == 200 and not found.has_end:
+                raise Transient("the answer does not say where its body ends")
+            body = bytearray()
+            for piece in reader.pieces(found, memoryview(bytearray(_WINDOW_BYTES))):
+                if len(body) + piece.nbytes > MAX_BODY_BYTES:
+                    raise Transient(f"the answer has over {MAX_BODY_BYTES} bytes")
+                body += piece
+            keep = found.keeps_open and reader.is_drained
+            return Answer(found.status, found.headers, bytes(body))
+        finally:
+            if not keep:
+                self._close()
 
-class _Adapter(HTTPAdapter):
-    """Plain HTTP over one kept connection, each new one shown to ``connected``; no retries."""
+    def _connected(self, end_mono_s: float) -> socket.socket:
+        sock = self._socket
+        if sock is not None and _is_idle(sock):
+            return sock
+        self._close()
+        self._expect_no_abort()
+        sock = socket.create_connection(self._address, left_s(end_mono_s))
+        with self._lock:
+            self._socket = sock
+        self._expect_no_abort()  # one that came meanwhile found no connection to end
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
 
-    def __init__(self, connected: Callable[[HTTPConnection], None]) -> None:
-        self._connected = connected
-        super().__init__(pool_connections=1, pool_maxsize=1, max_retries=0)
+    def _expect_no_abort(self) -> None:
+        if self._aborted:
+            raise ConnectionAbortedError("the client was told to stop")
 
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        connected = self._connected
-
-        class Connection(HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                connected(self)
-
-        class Pool(HTTPConnectionPool):
-            ConnectionCls = Connection
-
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {"http": Pool}
+    def _close(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
 
-def _cause(error: BaseException) -> str:
-    """The first operating-system error behind ``error``, in words that do not vary."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.errno is not None:
-            return os.strerror(behind.errno).lower()
-        behind = behind.__cause__ or behind.__context__
-    return f"the connection broke ({type(error).__name__})"
+def _is_idle(sock: socket.socket) -> bool:
+    """Whether nothing came on a kept connection, not even its end."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLRDHUP)
+    return not poll.poll(0)
 
 
 class Backoff:

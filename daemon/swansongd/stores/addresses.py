@@ -2,7 +2,7 @@
 """Remembers where names resolved to, for the minutes in which nobody resolves names any more.
 
 On the way down the resolver is often gone before we are; on Compute Engine it is the metadata server
-itself, which may stop answering once preemption has begun.  boto3, google-cloud-storage and requests all
+itself, which may stop answering once preemption has begun.  boto3, requests and the wire all
 ask ``socket.getaddrinfo``, so that is where the memory sits: the answer is always asked for afresh, and
 only when there is none does the last good one stand in.
 """

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from swansongd.digests import part_count
-from swansongd.errors import ConfigError, NotFound, Permanent
+from swansongd.errors import ConfigError, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 2**20
@@ -39,7 +40,13 @@ CRC32C_UNTOLD = -1
 """In receipts of :meth:`ObjectStore.parts`: this store tells no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
+LISTED_MAX = 1_000_000
+"""Entries of one listing, which is held in memory: 20,000 files of each of 50 VMs."""
+_PAGES_MAX = 20_000
 _SCRATCH_BYTES = 256 * 2**10
+
+Item = TypeVar("Item")
+Token = TypeVar("Token", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,15 @@ class ObjectInfo:
 
     key: str
     size_bytes: int
+
+
+class Page(NamedTuple):
+    """A part of a listing."""
+
+    infos: Sequence[ObjectInfo]
+    """In any order, and some perhaps on other pages as well."""
+    token: str | None
+    """Asks for the next page; None: this is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +165,14 @@ class ObjectStore(Protocol):
         """Size of the object, or None when there is none.  A missing *bucket* raises NotFound."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, in lexicographic order of their keys."""
+        """All objects whose key starts with ``prefix``: each key once, in any order.
+
+        It ends only when the store has said that there are no more.  Raises Permanent beyond
+        :data:`LISTED_MAX`, and when the store's pages go round in a circle.
+        """
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        """One page of that listing; ``token`` is that of the page before, None for the first."""
 
     def delete(self, key: str) -> None:
         """Remove the object.  Removing what is not there is no error."""
@@ -233,6 +256,46 @@ def read_through(body: Body, *, with_sha256: bool = False) -> tuple[int, str]:
     return value, sha256.hexdigest() if with_sha256 else ""
 
 
+def listed(prefix: str, page: Callable[[str | None], Page]) -> Iterator[ObjectInfo]:
+    """A whole listing from its pages, each key once; see :meth:`ObjectStore.list`.
+
+    Args:
+        page: asks for the page of a token.
+    """
+    seen: set[str] = set()
+    for info in all_pages(f"list {prefix}", page):
+        if info.key not in seen:
+            seen.add(info.key)
+            yield info
+
+
+def all_pages(
+    what: str, page: Callable[[Token | None], tuple[Sequence[Item], Token | None]]
+) -> Iterator[Item]:
+    """The items of all pages of a listing, in the store's order, some perhaps several times.
+
+    Args:
+        page: asks for the page of a token; returns its items, and the token of the next page or None.
+
+    Raises:
+        Permanent: the listing does not end, or is larger than any that is wanted.
+    """
+    tokens: set[Token] = set()
+    token: Token | None = None
+    count = 0
+    while True:
+        found, token = page(token)
+        count += len(found)
+        if count > LISTED_MAX:
+            raise Permanent(f"{what}: the store lists more than {LISTED_MAX} entries")
+        yield from found
+        if token is None:
+            return
+        if token in tokens or len(tokens) >= _PAGES_MAX:
+            raise Permanent(f"{what}: the pages of the store's listing do not end")
+        tokens.add(token)
+
+
 def expect_part(upload: Upload, number: int, body: Body) -> None:
     """Raises Permanent when ``body`` cannot be part ``number``: sent on, it would spoil the object."""
     wanted_bytes = upload.part_length_bytes(number)
@@ -257,6 +320,50 @@ def settle_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> 
     info = store.head(upload.key)
     if info is None or info.size_bytes != upload.size_bytes:
         raise unknown
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Errors of the contract say ``what`` it was that failed; all others pass."""
+    try:
+        yield
+    except Transient as error:
+        message = f"{what}: {error}"
+        raise Transient(message, hint=error.hint, retry_after_s=error.retry_after_s) from error
+    except StoreError as error:
+        raise type(error)(f"{what}: {error}", hint=error.hint) from error
+
+
+class BytesBody:
+    """A small body that lies in memory."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self.data = memoryview(data).cast("B")
+        self.size_bytes = self.data.nbytes
+        self._at = 0
+
+    def rewind(self) -> None:
+        self._at = 0
+
+    def read_into(self, window: memoryview) -> None:
+        window[:] = self.data[self._at : self._at + window.nbytes]
+        self._at += window.nbytes
+
+
+class BytesSink:
+    """Keeps a small object; raises Permanent beyond ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.data = bytearray()
+        self._max_bytes = max_bytes
+
+    def rewind(self) -> None:
+        self.data.clear()
+
+    def write(self, window: memoryview) -> None:
+        if len(self.data) + window.nbytes > self._max_bytes:
+            raise Permanent(f"the object has more than {self._max_bytes} bytes")
+        self.data += window
 
 
 def is_certificate_problem(error: BaseException | None) -> bool:

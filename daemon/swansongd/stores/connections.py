@@ -8,6 +8,7 @@ kernel what the other side has acknowledged and sent: a full send buffer is no p
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import statistics
@@ -58,8 +59,9 @@ class Phase(Enum):
     """Not for the network: a body is read, a sink written."""
     SENDING = "sending"
     AWAITING = "awaiting"
-    """All is sent; no byte of the answer is here."""
+    """All is sent; the answer is a short one, or its body has not begun."""
     RECEIVING = "receiving"
+    """The body comes that a sink takes, however long it is."""
 
 
 class Connection:
@@ -80,6 +82,8 @@ class Connection:
         self.total_bytes = 0
         """How much the request is to move, as far as it is known."""
         self.elsewhere_s = 0.0
+        self.limit_mono_s = math.inf
+        """The answer must be here by then, or its head if a sink takes the rest."""
         self.moved_bytes = 0
         self.moved_mono_s = 0.0
         self._seen_mono_s: float | None = None
@@ -91,7 +95,18 @@ class Connection:
         self.request = request
         self.total_bytes = 0
         self.elsewhere_s = 0.0
+        self.limit_mono_s = math.inf
         self._seen_mono_s = None
+
+    def await_answer(self, limit_s: float) -> None:
+        """The request is sent: its answer is due in ``limit_s``, even if it comes byte by byte."""
+        self.phase = Phase.AWAITING
+        self.limit_mono_s = time.monotonic() + limit_s
+
+    def receive_body(self) -> None:
+        """The head of the answer is here, and the body may take its time as long as it moves."""
+        self.phase = Phase.RECEIVING
+        self.limit_mono_s = math.inf
 
     def send(self, data: memoryview | bytes) -> None:
         """All of ``data``; raises Broken."""
@@ -109,7 +124,6 @@ class Connection:
             raise self.broken(error) from error
         if not count and self.cut:
             raise self.broken(None)
-        self.phase = Phase.RECEIVING
         return count
 
     def elsewhere(self, work: Callable[[memoryview], None], window: memoryview) -> None:
@@ -291,7 +305,11 @@ class Pool:
         # Under the lock: a connection that is out cannot be closed meanwhile, and its number given
         # to another socket.
         for connection in self._out:
-            if not connection.cut and connection.hangs(now_mono_s, self._stall_s, self._reply_s):
+            if connection.cut:
+                continue
+            if now_mono_s > connection.limit_mono_s:
+                self._cut(connection, "no whole answer in time")
+            elif connection.hangs(now_mono_s, self._stall_s, self._reply_s):
                 still_s = now_mono_s - connection.moved_mono_s
                 self._cut(connection, f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)

@@ -29,11 +29,13 @@ from swansongd.stores.base import (
     Body,
     ObjectInfo,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
     expect_all_parts,
     expect_part,
+    listed,
     settle_completion,
 )
 from swansongd.stores.file_io import (
@@ -124,8 +126,12 @@ class FileStore:
         return ObjectInfo(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        del token  # all is on the first page
         self._require_root()
-        yield from self._walk(self._root, "", prefix)
+        return Page(list(self._walk(self._root, "", prefix)), None)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Google Cloud Storage: the contract in terms of its requests.
 
-Bytes of shards and multipart uploads go over the wire to the store's XML interface; listing, metadata
-and creating small objects through google-cloud-storage, whose own retries and transfer manager stay
-unused: attempts, waiting and deadlines belong to the caller.  Google numbers the versions of an object
-and calls that a generation too; here that is an *object generation*.
+All of them go over the wire, which tries nothing twice: attempts, waiting and deadlines belong to the
+caller.  Objects and multipart uploads use the XML interface, listings and metadata the JSON one.  Google
+numbers the versions of an object and calls that a generation too; here that is an *object generation*.
 """
 
 from __future__ import annotations
@@ -12,37 +11,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores import answers
 from swansongd.stores.base import (
     CRC32C_UNTOLD,
     GET_BYTES_MAX,
     WINDOW_BYTES,
     Body,
+    BytesBody,
+    BytesSink,
     ObjectInfo,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
+    all_pages,
     bucket_and_prefix,
     expect_all_parts,
     expect_part,
+    listed,
+    named,
     read_through,
 )
 from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
-from swansongd.stores.gcs_access import Forbidden, GcsAccess, errors_of, named
-from swansongd.stores.gcs_answers import (
-    age_of_s,
-    date_of,
-    goes_on,
-    number_of,
-    parsed,
-    quoted,
-    told_crc32c,
-)
+from swansongd.stores.gcs_access import Forbidden, GcsAccess
 from swansongd.stores.wire import Answer
 
 _HASH = "x-goog-hash"
@@ -79,7 +75,6 @@ class GcsStore:
         self._bucket, self._prefix = bucket_and_prefix(url)
         self._local = threading.local()
         self._access = GcsAccess(
-            self._bucket,
             endpoint=endpoint,
             connections=connections,
             ca_bundle=ca_bundle,
@@ -90,37 +85,35 @@ class GcsStore:
     # ------------------------------------------------------------ small objects
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        condition = self._creating(key) if if_absent else nullcontext()
-        with condition, errors_of(f"put {key} in {self.url}"):
-            self._access.channel().bucket.blob(self._prefix + key).upload_from_string(
-                bytes(data),
-                content_type="application/octet-stream",
-                if_generation_match=0 if if_absent else None,
-                checksum="crc32c",
-                **self._access.once,
+        with self._creating(key) if if_absent else nullcontext():
+            self._send(
+                f"put {key}",
+                key,
+                {},
+                BytesBody(data),
+                condition=_ABSENT if if_absent else {},
             )
 
     def get(self, key: str) -> bytes:
-        kept = _Kept()
-        self._xml(f"get {key}", "GET", key, sink=kept)
-        return bytes(kept.data)
+        sink = BytesSink(GET_BYTES_MAX)
+        answer = self._xml(f"get {key}", "GET", key, sink=sink)
+        if answer.status != 200:
+            raise Permanent(f"get {key} in {self.url}: HTTP {answer.status} is no whole object")
+        return bytes(sink.data)
 
     def head(self, key: str) -> ObjectInfo | None:
-        blob = self._metadata(key)
-        return ObjectInfo(key, int(blob.size)) if blob is not None else None
+        found = self._metadata(key)
+        return ObjectInfo(key, found[0]) if found is not None else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        token: str | None = None
-        while True:
-            blobs, token = self._list_page(self._prefix + prefix, page_token=token)
-            for blob in blobs:
-                yield ObjectInfo(blob.name.removeprefix(self._prefix), int(blob.size))
-            if not token:
-                return
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        return self._list_page(prefix, token)
 
     def delete(self, key: str) -> None:
-        with suppress(NotFound), errors_of(f"delete {key} in {self.url}"):
-            self._access.channel().bucket.blob(self._prefix + key).delete(**self._access.once)
+        with suppress(NotFound):
+            self._json(f"delete {key}", "DELETE", key)
 
     # ------------------------------------------------------------ shards
 
@@ -149,33 +142,32 @@ class GcsStore:
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         what = f"begin {key}"
         answer = self._xml(what, "POST", key, {"uploads": ""})
-        upload_id = parsed(what, answer, "InitiateMultipartUploadResult").findtext("{*}UploadId")
-        if not upload_id:
-            raise Transient(f"{what}: the answer names no upload")
-        return Upload(key, upload_id, size_bytes, part_size_bytes)
+        with answers.complete(what):
+            return Upload(key, answers.begun(answer), size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         expect_part(upload, number, body)
         what = f"part {number} of {upload.key}"
         parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
         answer, value = self._send(what, upload.key, parameters, body)
-        return PartReceipt(number, quoted(answer.headers["etag"]), value)
+        return PartReceipt(number, answers.quoted(answer.headers["etag"]), value)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         what = f"parts of {upload.key}"
-        found = []
-        parameters = {"uploadId": upload.upload_id}
-        while True:
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            parameters = {"uploadId": upload.upload_id, **dict(markers or ())}
             answer = self._xml(what, "GET", upload.key, parameters)
-            page = parsed(what, answer, "ListPartsResult")
-            for part in page.findall("{*}Part"):
-                number, size_bytes = number_of(part, "PartNumber"), number_of(part, "Size")
-                if size_bytes == upload.part_length_bytes(number):
-                    etag = quoted(part.findtext("{*}ETag") or "")
-                    found.append(PartReceipt(number, etag, CRC32C_UNTOLD))
-            if not goes_on(page):
-                return found
-            parameters["part-number-marker"] = page.findtext("{*}NextPartNumberMarker") or ""
+            with answers.complete(what):
+                return answers.parts(answer)
+
+        return [
+            PartReceipt(part.number, answers.quoted(part.etag), CRC32C_UNTOLD)
+            for part in all_pages(what, page)
+            if part.size_bytes == upload.part_length_bytes(part.number)
+        ]
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
         """See the contract.  NotFound also when the store put other bytes together than were sent."""
@@ -188,12 +180,13 @@ class GcsStore:
             ET.SubElement(item, "PartNumber").text = str(part.number)
             ET.SubElement(item, "ETag").text = part.etag
         what = f"complete {upload.key}"
-        body = _Bytes(memoryview(ET.tostring(order)))
+        body = BytesBody(ET.tostring(order))
         told: int | None = None
         try:
             answer = self._xml(what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body)
-            parsed(what, answer, "CompleteMultipartUploadResult")
-            told = told_crc32c(answer.headers.get(_HASH, ""))
+            with answers.complete(what):
+                answers.completed(answer)
+            told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
         except NotFound as unknown:
             # Was an earlier completion carried out, unheard?  The checksum tells it.
             told = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
@@ -204,19 +197,16 @@ class GcsStore:
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"uploads of {prefix}"
-        parameters = {"uploads": "", "prefix": self._prefix + prefix}
-        while True:
-            answer = self._xml(what, "GET", None, parameters)
-            page = parsed(what, answer, "ListMultipartUploadsResult")
-            now = date_of(answer)
-            for item in page.findall("{*}Upload"):
-                key = (item.findtext("{*}Key") or "").removeprefix(self._prefix)
-                age_s = age_of_s(item.findtext("{*}Initiated") or "", now)
-                yield OpenUpload(key, item.findtext("{*}UploadId") or "", age_s)
-            if not goes_on(page):
-                return
-            parameters["key-marker"] = page.findtext("{*}NextKeyMarker") or ""
-            parameters["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker") or ""
+        base = {"uploads": "", "prefix": self._prefix + prefix}
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[OpenUpload], answers.Markers | None]:
+            answer = self._xml(what, "GET", None, {**base, **dict(markers or ())})
+            with answers.complete(what):
+                return answers.uploads(answer, self._prefix, prefix)
+
+        return all_pages(what, page)
 
     def abort(self, key: str, upload_id: str) -> None:
         with suppress(NotFound):
@@ -225,7 +215,7 @@ class GcsStore:
     # ------------------------------------------------------------ the bucket
 
     def check(self) -> None:
-        self._list_page(self._prefix, page_size=1)
+        self._list_page("", page_size=1)
 
     def warm(self) -> None:
         self.renew_credentials()
@@ -237,30 +227,43 @@ class GcsStore:
 
     # ------------------------------------------------------------ requests
 
-    def _metadata(self, key: str) -> Any:
-        """What the store tells of the object, in the library's words; None when there is none."""
-        with errors_of(f"head {key} in {self.url}"):
-            blob = self._access.channel().bucket.get_blob(self._prefix + key, **self._access.once)
-        if blob is None:
+    def _metadata(self, key: str) -> tuple[int, int | None] | None:
+        """Size and CRC32C of an object; None when there is none."""
+        try:
+            answer = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
+        except NotFound:
             # The same 404 for object and bucket: ask whether it was the bucket that is missing.
-            self._list_page(self._prefix + key, page_size=1)
-        return blob
+            self._list_page(key, page_size=1)
+            return None
+        with answers.complete(f"head {key}"):
+            return answers.json_metadata(answer, self._prefix + key)
 
     def _list_page(
-        self, prefix: str, *, page_token: str | None = None, page_size: int = 1000
-    ) -> tuple[Sequence[Any], str | None]:
-        with errors_of(f"list {prefix} in {self.url}"):
-            channel = self._access.channel()
-            listing = channel.client.list_blobs(
-                channel.bucket,
-                prefix=prefix,
-                page_size=page_size,
-                page_token=page_token,
-                fields="items(name,size),nextPageToken",
-                **self._access.once,
-            )
-            page = next(listing.pages, ())
-            return list(page), listing.next_page_token
+        self, prefix: str, token: str | None = None, *, page_size: int = answers.PAGE_ITEMS
+    ) -> Page:
+        what = f"list {prefix}"
+        parameters = {
+            "prefix": self._prefix + prefix,
+            "maxResults": str(page_size),
+            "fields": "kind,items(name,size),nextPageToken",
+        }
+        if token is not None:
+            parameters["pageToken"] = token
+        answer = self._json(what, "GET", None, parameters)
+        with answers.complete(what):
+            return answers.json_objects(answer, self._prefix, prefix)
+
+    def _json(
+        self, what: str, method: str, key: str | None, parameters: Mapping[str, str] | None = None
+    ) -> Answer:
+        """One request to the JSON interface, about an object or, with None, the objects of the bucket."""
+        target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
+        if key is not None:
+            target += f"/{quote(self._prefix + key, safe='')}"
+        if parameters:
+            target += "?" + urlencode(parameters, quote_via=quote)
+        with named(f"{what} in {self.url}"):
+            return self._access.exchange(method, target, {})
 
     def _xml(
         self,
@@ -294,17 +297,19 @@ class GcsStore:
     ) -> tuple[Answer, int]:
         """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
 
-        A body of one window is hashed before it goes, and the store refuses it when it is not the same
-        there; of a larger one the store's checksum is compared afterwards, so that it is read only once.
+        A body in memory, or of one window, is hashed before it goes, and the store refuses it when it is
+        not the same there; of a larger one the store's checksum is compared afterwards, so that it is
+        read only once.
         """
         headers = dict(condition or {})
-        if body.size_bytes <= WINDOW_BYTES:
-            body = _Bytes(self._read(body))
+        if not isinstance(body, BytesBody) and body.size_bytes <= WINDOW_BYTES:
+            body = BytesBody(self._read(body))
+        if isinstance(body, BytesBody):
             headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
         answer = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
-        if not answer.headers.get("etag"):
-            raise Transient(f"{what}: the store took it without a word")
-        told = told_crc32c(answer.headers.get(_HASH, ""))
+        with answers.complete(what):
+            answers.etag_of(answer.headers)
+        told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
         if told is None and _HASH not in headers:
             raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
         if told not in (None, answer.crc32c):
@@ -337,10 +342,10 @@ class GcsStore:
 
     def _crc32c_of(self, what: str, key: str, size_bytes: int, absent: StoreError) -> int:
         """What the store says of an object; raises ``absent`` when there is none of that size."""
-        blob = self._metadata(key)
-        if blob is None or int(blob.size) != size_bytes:
+        found = self._metadata(key)
+        if found is None or found[0] != size_bytes:
             raise absent
-        told = told_crc32c(f"crc32c={blob.crc32c}")
+        told = found[1]
         if told is None:
             raise Permanent(f"{what}: nothing to verify it by", hint=_UNVERIFIED)
         return told
@@ -356,34 +361,3 @@ class GcsStore:
         sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
         if told != crc32c_of_parts(sizes):
             raise NotFound(f"{what} in {self.url}: the object has other bytes than were sent")
-
-
-class _Bytes:
-    """A small body that lies in memory."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self.size_bytes = data.nbytes
-        self._at = 0
-
-    def rewind(self) -> None:
-        self._at = 0
-
-    def read_into(self, window: memoryview) -> None:
-        window[:] = self.data[self._at : self._at + window.nbytes]
-        self._at += window.nbytes
-
-
-class _Kept:
-    """A sink that keeps a small object."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def rewind(self) -> None:
-        self.data.clear()
-
-    def write(self, window: memoryview) -> None:
-        if len(self.data) + window.nbytes > GET_BYTES_MAX:
-            raise Permanent(f"the object has more than {GET_BYTES_MAX} bytes")
-        self.data += window

@@ -24,9 +24,11 @@ from swansongd.stores.base import (
     ObjectInfo,
     ObjectStore,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
+    listed,
 )
 
 T = TypeVar("T")
@@ -89,23 +91,11 @@ class Retrying:
         return self._try(f"head {key}", lambda: self._store.head(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # A listing that broke off is begun anew, and what was handed on already is passed over: the
-        # order of the keys makes that safe.
-        last = ""
-        rest: Iterator[ObjectInfo] | None = None
+        # Page by page: a listing that broke off continues with the page that failed.
+        return listed(prefix, lambda token: self.page(prefix, token))
 
-        def following() -> ObjectInfo | None:
-            nonlocal rest
-            listing, rest = rest or self._store.list(prefix), None
-            for info in listing:
-                if info.key > last:
-                    rest = listing
-                    return info
-            return None
-
-        while (info := self._try(f"list {prefix}", following)) is not None:
-            last = info.key
-            yield info
+    def page(self, prefix: str, token: str | None) -> Page:
+        return self._try(f"list {prefix}", lambda: self._store.page(prefix, token))
 
     def delete(self, key: str) -> None:
         self._try(f"delete {key}", lambda: self._store.delete(key))

@@ -1,31 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to get at a bucket of S3: client, credentials, address, and what its refusals mean.
+"""How to get at a bucket of S3: credentials, address, signed requests, and what its refusals mean.
 
-The only module of the stores that imports boto3, when a client is first needed.  Control calls go
-through the client; for the wire botocore tells the address, the region and the credentials, so that
-both always agree.
+The only module of the stores that imports boto3, when a client is first needed: botocore finds the
+address of the bucket, the region and the credentials.  It sends nothing to the store itself.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from urllib3.exceptions import HTTPError
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import is_certificate_problem
-from swansongd.stores.http1 import retry_after_s, xml_text
-from swansongd.stores.sigv4 import Identity
+from swansongd.http1 import retry_after_s
+from swansongd.stores.answers import one_line, xml_text
+from swansongd.stores.base import Body, Sink, is_certificate_problem
+from swansongd.stores.sigv4 import (
+    EMPTY_PAYLOAD,
+    Identity,
+    encoded_path,
+    encoded_query,
+    signed_headers,
+)
 from swansongd.stores.wire import Answer, Wire
 
 Addressing = Literal["auto", "path", "virtual"]
 
 _SAMPLE_KEY = "k"
+_HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+"""A bucket that can stand before a certificate's wildcard: without dots."""
+_REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
+_ERROR = re.compile(rb"\s*(?:<\?[^>]{0,100}\?>\s*)?<Error[\s>]")
 _STALL_S = 3.0
 _HOPELESS_S = 5.0
 
@@ -108,7 +120,11 @@ class S3Access:
         self._connections = connections
         self._profile = profile
         self._ca_bundle = ca_bundle
-        self._addressing = ("path" if endpoint else "auto") if addressing == "auto" else addressing
+        if addressing == "auto":
+            # Given no style, botocore names the global host in addresses, which redirects new buckets.
+            is_host_name = _HOST_NAME.fullmatch(bucket) is not None
+            addressing = "path" if endpoint else "virtual" if is_host_name else "auto"
+        self._addressing = addressing
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
@@ -118,33 +134,52 @@ class S3Access:
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
 
-    # ------------------------------------------------------------ control calls
+    # ------------------------------------------------------------ requests
 
-    def call(self, operation: str, what: str, **arguments: Any) -> Any:
-        """A call of boto3's client on the bucket; raises the errors of the contract."""
-        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
-        from botocore.parsers import ResponseParserError  # noqa: PLC0415
+    def exchange(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, str],
+        headers: Mapping[str, str],
+        *,
+        payload: str,
+        body: Body | None = None,
+        trailer: str | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        """One signed request; the answer is a success.  A redirect to another address is none.
 
-        try:
-            client = self._client()
-            used = self._credentials.get_frozen_credentials()
-            return getattr(client, operation)(Bucket=self._bucket, **arguments)
-        except ClientError as error:
-            answer = error.response
-            facts = answer.get("ResponseMetadata", {})
-            code = str(answer.get("Error", {}).get("Code", ""))
-            if operation.startswith("head_") and code == "400":
-                code = "ExpiredToken"  # the only reason for a refusal of so simple a request
-            raise self._refusal(
-                what,
-                int(facts.get("HTTPStatusCode", 0)),
-                code,
-                str(answer.get("Error", {}).get("Message", "")),
-                wait_s=retry_after_s(facts.get("HTTPHeaders", {})),
-                used=used,
-            ) from error
-        except (BotoCoreError, ResponseParserError, HTTPError, OSError) as error:
-            raise classified(error, what) from error
+        Args:
+            path: of the object below the bucket, with its ``/``, or empty for the bucket itself.
+            payload: see :func:`swansongd.stores.sigv4.signed_headers`.
+        """
+        route, identity = self.route(), self._identity()
+        answer = self._sent(
+            route,
+            identity,
+            method,
+            path,
+            parameters=parameters,
+            headers=headers,
+            payload=payload,
+            body=body,
+            trailer=trailer,
+            sink=sink,
+        )
+        if 200 <= answer.status < 300:
+            return answer
+        code = xml_text(answer.body, "Code") or str(answer.status)
+        if method == "HEAD" and answer.status == 400:
+            code = "ExpiredToken"  # the only reason for a refusal of so simple a request
+        if 300 <= answer.status < 400 or code in _ELSEWHERE_CODES:
+            raise self._moved(answer, code, route, identity)
+        raise self._refusal(answer, code, identity)
+
+    def expect_no_error(self, answer: Answer) -> None:
+        """Raises the error that came under a status of success, as it may when it came up late."""
+        if _ERROR.match(answer.body):
+            raise self._refusal(answer, xml_text(answer.body, "Code"), self._identity())
 
     def renew_credentials(self) -> None:
         """Have credentials that last for a while; raises Permanent where there are none."""
@@ -156,8 +191,6 @@ class S3Access:
         except (BotoCoreError, OSError, RuntimeError) as error:
             raise classified(error, "credentials for S3") from error
 
-    # ------------------------------------------------------------ for the wire
-
     def route(self) -> Route:
         """Where to send; asks nobody once it is known."""
         with self._route_lock:
@@ -165,7 +198,7 @@ class S3Access:
                 self._known_route = self._found_route()
             return self._known_route
 
-    def identity(self) -> Identity:
+    def _identity(self) -> Identity:
         """Who signs now; asks nobody unless the credentials have expired."""
         from botocore.exceptions import BotoCoreError  # noqa: PLC0415
 
@@ -177,28 +210,45 @@ class S3Access:
             raise classified(error, "credentials for S3") from error
         return Identity(frozen.access_key, frozen.secret_key, frozen.token)
 
-    def refusal(self, answer: Answer, what: str, route: Route, identity: Identity) -> StoreError:
-        """The error for an answer of the wire; what it teaches is learned before it returns."""
-        code = xml_text(answer.body, "Code") or str(answer.status)
-        if answer.status in (301, 307, 308) or code in _ELSEWHERE_CODES:
-            return self._moved(answer, what, code, route)
-        return self._refusal(
-            what,
-            answer.status,
-            code,
-            xml_text(answer.body, "Message"),
-            wait_s=retry_after_s(answer.headers),
-            used=identity,
+    def _sent(
+        self,
+        route: Route,
+        identity: Identity,
+        method: str,
+        path: str,
+        *,
+        parameters: Mapping[str, str],
+        headers: Mapping[str, str],
+        payload: str = EMPTY_PAYLOAD,
+        body: Body | None = None,
+        trailer: str | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        encoded = (route.base_path + encoded_path(path)) or "/"
+        query = encoded_query(parameters)
+        signed = signed_headers(
+            method,
+            route.wire.host,
+            encoded,
+            query,
+            headers,
+            payload=payload,
+            identity=identity,
+            region=route.region,
+            now=datetime.now(UTC),
         )
+        target = f"{encoded}?{query}" if query else encoded
+        return route.wire.request(method, target, signed, body=body, trailer=trailer, sink=sink)
 
-    def _moved(self, answer: Answer, what: str, code: str, route: Route) -> StoreError:
-        """The bucket is in another region: once that is known, client and wire are made anew."""
+    def _moved(self, answer: Answer, code: str, route: Route, identity: Identity) -> StoreError:
+        """The bucket is in another region: its name is taken from the answer, and never an address."""
         region = answer.headers.get("x-amz-bucket-region") or xml_text(answer.body, "Region")
         if not region:
-            facts = self.call("head_bucket", what)["ResponseMetadata"]
-            region = facts["HTTPHeaders"].get("x-amz-bucket-region", "")
-        message = f"{what}: {code}: the bucket is not in {route.region}"
-        if region in ("", route.region):
+            # A refusal tells it as well: HeadBucket needs no right of its own.
+            head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
+            region = head.headers.get("x-amz-bucket-region", "")
+        message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
+        if region == route.region or not _REGION_NAME.fullmatch(region):
             return Permanent(message, hint=_REGION)
         with self._route_lock:
             if self._known_route is route:
@@ -250,32 +300,20 @@ class S3Access:
                     self._credentials = held(found, chain.load_credentials)
                 base.register_component("credential_provider", _Holder(self._credentials))
                 session = boto3.Session(botocore_session=base, region_name=self._region)
-                s3: Any = {"addressing_style": self._addressing}
-                if not (self._endpoint or "https:").startswith("http:"):
-                    # TLS and our checksum protect the body; signing it would read it twice.
-                    s3["payload_signing_enabled"] = False
+                addressing: Any = {"addressing_style": self._addressing}
                 self._made_client = session.client(
                     "s3",
                     endpoint_url=self._endpoint,
-                    verify=self._ca_bundle,
-                    config=Config(
-                        signature_version="s3v4",
-                        max_pool_connections=self._connections + 4,
-                        connect_timeout=self._connect_timeout_s,
-                        read_timeout=self._read_timeout_s,
-                        tcp_keepalive=True,
-                        retries={"mode": "standard", "total_max_attempts": 1},
-                        request_checksum_calculation="when_required",
-                        response_checksum_validation="when_required",
-                        s3=s3,
-                    ),
+                    config=Config(signature_version="s3v4", s3=addressing),
                 )
             return self._made_client
 
-    def _refusal(
-        self, what: str, status: int, code: str, text: str, *, wait_s: float | None, used: Any
-    ) -> StoreError:
-        message, hint = f"{what}: {status} {code}: {text:.200}", _HINTS.get(code, "")
+    def _refusal(self, answer: Answer, code: str, used: Identity) -> StoreError:
+        """The error of the contract for an answer that was no success."""
+        status = answer.status
+        reason = one_line(xml_text(answer.body, "Message"), 200)
+        message = f"{status} {one_line(code, 80)}: {reason}"
+        hint = _HINTS.get(code, "")
         if code in _EXPIRED_CODES:
             is_new = self._credentials.replace((used.access_key, used.secret_key, used.token))
             return Transient(message) if is_new else Permanent(message, hint=hint)
@@ -284,7 +322,7 @@ class S3Access:
         if status == 412 or code == "PreconditionFailed":
             return Exists(message)
         if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
-            return Transient(message, hint=hint, retry_after_s=wait_s)
+            return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
         return Permanent(message, hint=hint)
 
 

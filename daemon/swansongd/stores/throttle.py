@@ -17,6 +17,7 @@ from swansongd.stores.base import (
     ObjectInfo,
     ObjectStore,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
@@ -65,6 +66,9 @@ class Throttled:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._store.list(prefix)
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        return self._store.page(prefix, token)
 
     def delete(self, key: str) -> None:
         self._store.delete(key)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
+
+from swansongd.http1 import receive_until
 
 PIECE_BYTES = 2**19
 """Received, or sealed and sent, at once at most.  Smaller ones cost more hand-overs between threads."""
@@ -25,23 +28,34 @@ class Tls:
     Whoever shuts down the socket ends what the thread waits for.
 
     Args:
-        sock: connected, and still the caller's to close; its timeout bounds each step.
+        sock: connected, and still the caller's to close.
         context: what is trusted, and spoken.
         host: whose certificate it must be.
+        handshake_s: limit of the handshake, even if it comes byte by byte.
 
     Raises:
         OSError: the handshake failed; an ``ssl.SSLCertVerificationError`` when nobody trusts the host.
     """
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        host: str,
+        handshake_s: float = 10.0,
+    ) -> None:
         self._sock = sock
+        self._receive_into = receive_until(sock, time.monotonic() + handshake_s)
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_hostname=host)
         # What is typed as reading into a bytearray only takes any buffer, and tells the length.
         self._read = cast("Callable[[int, memoryview], int]", self._tls.read)
         self._ciphertext = memoryview(bytearray(_FIRST_BYTES))
+        timeout_s = sock.gettimeout()
         self._shake_hands()
+        sock.settimeout(timeout_s)
+        self._receive_into = sock.recv_into
 
     @property
     def has_more(self) -> bool:
@@ -88,7 +102,7 @@ class Tls:
     def _fetch(self) -> bool:
         """Wait for ciphertext; False at its end."""
         self._flush()  # an answer to a change of keys, for one
-        count = self._sock.recv_into(self._ciphertext)
+        count = self._receive_into(self._ciphertext)
         self._arrived.write(self._ciphertext[:count])
         if (
             count == self._ciphertext.nbytes < PIECE_BYTES

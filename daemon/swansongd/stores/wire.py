@@ -14,6 +14,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -21,14 +22,16 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from requests.utils import get_environ_proxies, select_proxy
 
 from swansongd.errors import Permanent, Transient
+from swansongd.http1 import AnswerReader, Head, receive_until, request_head
 from swansongd.stores.base import WINDOW_BYTES, Body, Sink
 from swansongd.stores.checksums import crc32c, crc32c_base64
-from swansongd.stores.connections import HEAD_ROOM_BYTES, Broken, Connection, Phase, Pool
-from swansongd.stores.http1 import AnswerReader, Head
+from swansongd.stores.connections import HEAD_ROOM_BYTES, Broken, Connection, Pool
 from swansongd.stores.tls import Tls
 
-ANSWER_BYTES_MAX = 8 * 2**20
-"""The longest body of an answer that goes to no sink."""
+ANSWER_BYTES_MAX = 4 * 2**20
+"""The longest body of an answer that goes to no sink: a listing of a thousand keys."""
+REFUSAL_BYTES_MAX = 64 * 2**10
+"""So much of the body of a refusal is read."""
 _CHUNK_HEAD_BYTES_MAX = 16
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
@@ -85,9 +88,11 @@ class Wire:
         endpoint: ``https://host[:port]`` or ``http://host[:port]``.
         connections: how many requests may be under way at once; as many connections are kept.
         ca_bundle: file of the certificates to trust instead of the system's.
-        connect_timeout_s: limit of making a connection, and of each step of its TLS handshake.
+        connect_timeout_s: limit of making a connection, and of its TLS handshake.
         stall_s: a request on which nothing moves for so long is ended.
         reply_s: the same while only the answer is awaited.
+        answer_s: limit of a whole answer, or of its head where a sink takes the body.
+        is_proxied: whether the proxy of the environment is used.
     """
 
     def __init__(
@@ -99,6 +104,8 @@ class Wire:
         connect_timeout_s: float = 3.0,
         stall_s: float = 3.0,
         reply_s: float = 10.0,
+        answer_s: float = 60.0,
+        is_proxied: bool = True,
     ) -> None:
         parts = urlsplit(endpoint)
         self._scheme = parts.scheme
@@ -107,7 +114,8 @@ class Wire:
         """As it stands in the Host header; who signs requests signs it."""
         self._ca_bundle = ca_bundle
         self._connect_timeout_s = connect_timeout_s
-        proxy = select_proxy(endpoint, get_environ_proxies(endpoint))
+        self._answer_s = answer_s
+        proxy = select_proxy(endpoint, get_environ_proxies(endpoint)) if is_proxied else None
         self._proxy = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
         is_forwarded = self._proxy is not None and parts.scheme == "http"
         self._prefix = endpoint.rstrip("/") if is_forwarded else ""
@@ -155,7 +163,7 @@ class Wire:
                 crc = self._send(connection, head, request)
             except Broken:
                 return self._early_answer(connection, reader, request)
-            connection.phase = Phase.AWAITING
+            connection.await_answer(self._answer_s)
             answer_head = reader.head()
             answer, is_whole = self._receive(connection, reader, answer_head, request, crc)
             keep = is_whole and answer_head.keeps_open and reader.is_drained
@@ -195,9 +203,7 @@ class Wire:
             lines += self._proxy_lines
         if request.body is not None or request.method in ("PUT", "POST"):
             lines.append(f"Content-Length: {size_bytes}")
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
-            raise ValueError("a line break within a header")
+        head = request_head(lines)
         if len(head) > HEAD_ROOM_BYTES - _CHUNK_HEAD_BYTES_MAX:
             raise Permanent(f"a request head of {len(head)} bytes")
         return head
@@ -242,7 +248,7 @@ class Wire:
 
         Called while sending has just failed; raises that failure when there is no refusal.
         """
-        connection.phase = Phase.AWAITING
+        connection.await_answer(self._answer_s)
         try:
             head = reader.head()
             if head.status < 300:
@@ -265,8 +271,12 @@ class Wire:
         window = connection.buffer[HEAD_ROOM_BYTES : HEAD_ROOM_BYTES + WINDOW_BYTES]
         body = bytearray()
         is_whole = True
+        is_refusal = head.status >= 300
+        if not (is_refusal or head.has_end) and request.method in ("GET", "POST"):
+            raise Transient("the answer does not say where its body ends")
         if request.sink is not None and head.status in (200, 206):
             if is_whole := _is_wanted(head, request.range):
+                connection.receive_body()
                 connection.total_bytes = head.size_bytes or 0
                 request.sink.rewind()
                 wanted_bytes = _span_bytes(request.range)
@@ -278,10 +288,14 @@ class Wire:
                 if wanted_bytes not in (None, request.received_bytes):
                     raise Transient("the answer is shorter than its range")
         else:
-            for piece in reader.pieces(head, window):
-                if len(body) + piece.nbytes > ANSWER_BYTES_MAX:
-                    raise Transient(f"an answer of more than {ANSWER_BYTES_MAX} bytes")
+            limit_bytes = REFUSAL_BYTES_MAX if is_refusal else ANSWER_BYTES_MAX
+            for piece in reader.pieces(head, window[:REFUSAL_BYTES_MAX]):
                 body += piece
+                if len(body) > limit_bytes:
+                    if not is_refusal:
+                        raise Transient(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
+                    is_whole = False  # enough to say why it refuses
+                    break
         return Answer(head.status, head.headers, bytes(body), sent_crc), is_whole
 
     # ------------------------------------------------------------ connections
@@ -297,7 +311,7 @@ class Wire:
             if self._scheme == "https":
                 if self._proxy is not None:
                     self._tunnel(sock)
-                tls = Tls(sock, self._tls(), self._address[0])
+                tls = Tls(sock, self._tls(), self._address[0], self._connect_timeout_s)
         except ssl.SSLCertVerificationError as error:
             sock.close()
             raise Permanent(
@@ -322,8 +336,9 @@ class Wire:
         """Have the proxy connect ``sock`` to the store."""
         where = f"{self._address[0]}:{self._address[1]}"
         lines = [f"CONNECT {where} HTTP/1.1", f"Host: {where}", *self._proxy_lines]
-        sock.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        status = AnswerReader(sock.recv_into, "HEAD").head().status
+        sock.sendall(request_head(lines))
+        end_mono_s = time.monotonic() + self._connect_timeout_s
+        status = AnswerReader(receive_until(sock, end_mono_s), "HEAD").head().status
         if status != 200:
             raise Transient(f"the proxy does not connect to {where}: {status}")
 

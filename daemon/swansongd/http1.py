@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads HTTP/1.1 answers, strictly: what is not plainly right is Transient, and the connection is lost.
+"""Reads HTTP/1.1 answers of stores and metadata servers strictly, in bounded memory.
 
-Only what stores send: a length or chunks, interim answers, no compression, no upgrade.
+An answer that is not plainly right is Transient, and its connection is lost.  The module knows what those
+servers send: a length or chunks, interim answers, no compression, no upgrade.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import unescape
 
 from swansongd.errors import Transient
 
-HEAD_BYTES_MAX = 64 * 2**10
+HEAD_BYTES_MAX = 16 * 2**10
+HEADERS_MAX = 64
+"""Fields of a head, and lines of trailers."""
 _LINE_BYTES_MAX = 4096
 _INTERIM_MAX = 16
 _RECEIVE_BYTES = 16 * 2**10
@@ -33,10 +37,37 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return float(text) if _SECONDS.fullmatch(text) else None
 
 
-def xml_text(body: bytes, tag: str) -> str:
-    """The text of the first ``tag`` in the body of a refusal; empty where there is none."""
-    match = re.search(rb"<%b>([^<]{0,1000})</%b>" % (tag.encode(), tag.encode()), body)
-    return unescape(match[1].decode("utf-8", "replace")) if match else ""
+def request_head(lines: Sequence[str]) -> bytes:
+    """The head of a request, from its request line and fields.
+
+    Raises:
+        ValueError: a line contains a line break, or a character beyond Latin-1.
+    """
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
+        raise ValueError("a line break within a header")
+    return head
+
+
+def receive_until(sock: socket.socket, end_mono_s: float) -> Callable[[memoryview], int]:
+    """A ``recv_into`` of ``sock`` that raises TimeoutError from ``end_mono_s`` on.
+
+    A timeout of the socket alone counts from one byte to the next: a byte now and then would go on for ever.
+    """
+
+    def receive_into(window: memoryview) -> int:
+        sock.settimeout(left_s(end_mono_s))
+        return sock.recv_into(window)
+
+    return receive_into
+
+
+def left_s(end_mono_s: float) -> float:
+    """Seconds until ``end_mono_s``; raises TimeoutError when there are none."""
+    seconds = end_mono_s - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("nothing whole came in time")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +82,11 @@ class Head:
     is_chunked: bool
     keeps_open: bool
     """The connection may be used again once the body is read."""
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a body that was cut can be told from a whole one."""
+        return self.is_chunked or self.size_bytes is not None
 
 
 class AnswerReader:
@@ -89,13 +125,18 @@ class AnswerReader:
                 yield from self._exactly(size_bytes, window)
                 if self._until(b"\r\n", 2):
                     raise Transient("a chunk of the answer does not end where it should")
-            while self._until(b"\r\n", _LINE_BYTES_MAX):
-                pass  # trailers
+            self._pass_trailers()
         elif head.size_bytes is not None:
             yield from self._exactly(head.size_bytes, window)
         else:
             while count := self._some(window):
                 yield window[:count]
+
+    def _pass_trailers(self) -> None:
+        for _ in range(HEADERS_MAX):
+            if not self._until(b"\r\n", _LINE_BYTES_MAX):
+                return
+        raise Transient(f"the answer has more than {HEADERS_MAX} trailers")
 
     def _exactly(self, size_bytes: int, window: memoryview) -> Iterator[memoryview]:
         left_bytes = size_bytes
@@ -128,7 +169,9 @@ class AnswerReader:
         """What comes before ``mark``, which is taken as well."""
         while (end := self._held.find(mark)) < 0 or end > size_bytes_max:
             if len(self._held) > size_bytes_max:
-                raise Transient("the answer is not HTTP, or far too long")
+                raise Transient(
+                    f"the answer is not HTTP, or a head has over {size_bytes_max} bytes"
+                )
             window = memoryview(bytearray(_RECEIVE_BYTES))
             count = self._receive_into(window)
             if not count:
@@ -141,9 +184,13 @@ class AnswerReader:
     def _parsed(self, text: bytes) -> Head:
         found = _HEAD.fullmatch(text.decode("latin-1"))
         if not found:
-            raise Transient(f"the answer is not HTTP, or has a broken header: {text!r:.200}")
+            line = text.partition(b"\r\n")[0]
+            raise Transient(f"the answer is not HTTP, or has a broken header: {line!r:.80}")
+        fields = _FIELD.findall(found[3])
+        if len(fields) > HEADERS_MAX:
+            raise Transient(f"the answer has {len(fields)} headers; the limit is {HEADERS_MAX}")
         headers: dict[str, str] = {}
-        for spelled, padded in _FIELD.findall(found[3]):
+        for spelled, padded in fields:
             name, value = spelled.lower(), padded.strip(" \t")
             if name == "content-length" and headers.get(name, value) != value:
                 raise Transient("the answer has two lengths")

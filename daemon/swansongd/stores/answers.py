@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the answers of S3 and GCS, and demands every field that they must have.
+
+A proxy, a crash or a foreign server may cut an answer, empty it, or put another page in its place, under
+status 200.  Such an answer is Transient.  It never means that there is no object, no part and no upload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from html import unescape
+from typing import Any
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree as ET
+
+from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object, mapping, text
+
+from swansongd.errors import Transient
+from swansongd.stores.base import ObjectInfo, OpenUpload, Page
+from swansongd.stores.checksums import crc32c_from_base64
+from swansongd.stores.wire import ANSWER_BYTES_MAX, Answer
+
+PAGE_ITEMS = 1000
+"""Asked for; both stores give no more."""
+_PAGE_ITEMS_MAX = 10 * PAGE_ITEMS
+_ELEMENTS_MAX = 20 * PAGE_ITEMS
+_DEPTH_MAX = 16
+_PIECE_CHARS = 16 * 2**10
+_KEY_CHARS_MAX = 4096
+"""Four times what the stores allow, for those that count differently."""
+_TOKEN_CHARS_MAX = 4096
+_UPLOAD_ID_CHARS_MAX = 1024
+_ETAG_CHARS_MAX = 256
+_PARTS_MAX = 10_000
+_LAST = "false"
+"""rclone leaves IsTruncated out of the last page of parts and of uploads.  A part that is not listed is sent
+again, and an upload that is not listed is not swept: nothing is lost.  Listings of objects must have it."""
+_DECIMAL = re.compile(r"[0-9]{1,19}")
+
+Markers = tuple[tuple[str, str], ...]
+"""Query parameters that ask for the next page of a listing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPart:
+    """A part as a listing names it."""
+
+    number: int
+    etag: str
+    size_bytes: int | None
+    crc32c: int | None
+
+
+@contextmanager
+def complete(what: str) -> Iterator[None]:
+    """A field that is missing or out of bounds makes the answer to ``what`` Transient."""
+    try:
+        yield
+    except BoundsError as error:
+        raise Transient(f"{what}: the answer is cut, or not that of a store: {error}") from error
+
+
+# ---------------------------------------------------------------- XML
+
+
+def xml_text(body: bytes, tag: str) -> str:
+    """The text of the first ``tag`` in the body of a refusal; empty where there is none."""
+    match = re.search(rb"<%b>([^<]{0,1000})</%b>" % (tag.encode(), tag.encode()), body)
+    return unescape(match[1].decode("utf-8", "replace")) if match else ""
+
+
+def one_line(found: str, max_chars: int) -> str:
+    """What a store said, fit for a log."""
+    words = "".join(char if char.isprintable() else " " for char in found[: 2 * max_chars]).split()
+    return " ".join(words)[:max_chars]
+
+
+def document(answer: Answer, *wanted: str) -> ET.Element:
+    """The answer's document, its tags without their namespaces.
+
+    Raises:
+        BoundsError: it is no such document, or has more elements than any answer that is wanted.
+    """
+    parser = ET.XMLParser(target=_Builder())  # noqa: S314 - it builds no entities, see there
+    try:
+        whole = answer.body.decode()
+        # In pieces: the parser reads a piece to its end, whatever the builder refuses of it.
+        for start in range(0, len(whole), _PIECE_CHARS):
+            parser.feed(whole[start : start + _PIECE_CHARS])
+        root: ET.Element = parser.close()
+    except (ET.ParseError, UnicodeDecodeError) as error:
+        raise BoundsError(f"{len(answer.body)} bytes that are no XML document: {error}") from None
+    if root.tag not in wanted:
+        # An error may come under status 200, when it came up late.
+        code = xml_text(answer.body, "Code")
+        raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{wanted[0]}>")
+    return root
+
+
+class _Builder(ET.TreeBuilder):
+    """Builds small documents only, and none with a document type, which could hold entities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._elements = 0
+        self._depth = 0
+
+    def doctype(self, name: str, *_: Any) -> None:
+        raise BoundsError(f"the XML document declares a document type: {name:.40}")
+
+    def start(self, tag: Any, attrs: dict[Any, Any], /) -> ET.Element:
+        self._elements += 1
+        self._depth += 1
+        if self._elements > _ELEMENTS_MAX or self._depth > _DEPTH_MAX:
+            raise BoundsError("the XML document has too many elements")
+        return super().start(tag.rpartition("}")[2], attrs)
+
+    def end(self, tag: str, /) -> ET.Element:
+        self._depth -= 1
+        return super().end(tag.rpartition("}")[2])
+
+
+def field(element: ET.Element, tag: str, max_chars: int) -> str:
+    """The text of the element of this name, which must be there and hold something."""
+    found = text(element.findtext(tag), tag, max_chars)
+    if not found:
+        raise BoundsError(f"{tag} is empty")
+    return found
+
+
+def is_truncated(page: ET.Element, default: str = "") -> bool:
+    """Whether the listing has more pages.
+
+    Args:
+        default: stands in for a field that is missing; without it the field must be there.
+    """
+    found = page.findtext("IsTruncated", default).strip().lower()
+    if found not in ("true", "false"):
+        raise BoundsError(f"IsTruncated is {found!r:.40}, not true or false")
+    return found == "true"
+
+
+def decimal(value: Any, name: str, low: int, high: int) -> int:
+    """A whole number that is written in decimal."""
+    if not _DECIMAL.fullmatch(text(value, name, 20)):
+        raise BoundsError(f"{name} is {value!r:.40}, not a number")
+    return integer(int(value), name, low, high)
+
+
+def objects(answer: Answer, base: str, prefix: str) -> Page:
+    """One page of a listing of S3, version 2.
+
+    Args:
+        base: prefix of the store's URL, which the keys lose.
+        prefix: what all of them must begin with behind it.
+    """
+    page = document(answer, "ListBucketResult")
+    decoded = _decoder(page)
+    found = [
+        ObjectInfo(
+            _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
+            decimal(item.findtext("Size"), "Size", 0, BYTES_MAX),
+        )
+        for item in page.findall("Contents")
+    ]
+    count = page.findtext("KeyCount")
+    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > len(found):
+        raise BoundsError(f"KeyCount is {count}, and there are {len(found)} keys")
+    is_last = not is_truncated(page)
+    return Page(found, None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX))
+
+
+def uploads(answer: Answer, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
+    """One page of the multipart uploads under way, and how to ask for the next one."""
+    page = document(answer, "ListMultipartUploadsResult")
+    decoded = _decoder(page)
+    now = _date_of(answer)
+    found = [
+        OpenUpload(
+            _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
+            field(item, "UploadId", _UPLOAD_ID_CHARS_MAX),
+            _age_of_s(item.findtext("Initiated") or "", now),
+        )
+        for item in page.findall("Upload")
+    ]
+    if not is_truncated(page, _LAST):
+        return found, None
+    key = decoded(field(page, "NextKeyMarker", 3 * _KEY_CHARS_MAX))
+    upload_id = text(page.findtext("NextUploadIdMarker") or "", "marker", _UPLOAD_ID_CHARS_MAX)
+    return found, (("key-marker", key), ("upload-id-marker", upload_id))
+
+
+def parts(answer: Answer) -> tuple[list[ListedPart], Markers | None]:
+    """One page of the parts of an upload, and how to ask for the next one."""
+    page = document(answer, "ListPartsResult", "ListPartsResponse")  # the latter: moto
+    found = []
+    for item in page.findall("Part"):
+        size = item.findtext("Size")
+        found.append(
+            ListedPart(
+                decimal(item.findtext("PartNumber"), "PartNumber", 1, _PARTS_MAX),
+                field(item, "ETag", _ETAG_CHARS_MAX),
+                None if size is None else decimal(size, "Size", 0, BYTES_MAX),
+                _crc32c(item.findtext("ChecksumCRC32C") or ""),
+            )
+        )
+    if not is_truncated(page, _LAST):
+        return found, None
+    marker = decimal(page.findtext("NextPartNumberMarker"), "NextPartNumberMarker", 0, _PARTS_MAX)
+    return found, (("part-number-marker", str(marker)),)
+
+
+def begun(answer: Answer) -> str:
+    """The id of the multipart upload that was begun."""
+    # rclone calls it by the name of the request.
+    named = ("InitiateMultipartUploadResult", "InitiateMultipartUpload")
+    return field(document(answer, *named), "UploadId", _UPLOAD_ID_CHARS_MAX)
+
+
+def completed(answer: Answer) -> ET.Element:
+    """The document of a completion that took effect; an ETag says that it did."""
+    result = document(answer, "CompleteMultipartUploadResult")
+    field(result, "ETag", _ETAG_CHARS_MAX)
+    return result
+
+
+def _decoder(page: ET.Element) -> Any:
+    return unquote_plus if page.findtext("EncodingType") == "url" else str
+
+
+def _below(key: str, base: str, prefix: str) -> str:
+    if not key.startswith(base + prefix) or len(key) > _KEY_CHARS_MAX:
+        raise BoundsError(f"the key {key!r:.80} is not one below {base + prefix!r:.80}")
+    return key.removeprefix(base)
+
+
+def _age_of_s(begun: str, now: datetime) -> float:
+    """Since ``begun``; nothing where that is no time, for what is young is left alone."""
+    try:
+        return max(0.0, (now - datetime.fromisoformat(begun)).total_seconds())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _date_of(answer: Answer) -> datetime:
+    """The store's own time."""
+    try:
+        told = parsedate_to_datetime(answer.headers.get("date", ""))
+    except (ValueError, OverflowError):
+        return datetime.now(UTC)
+    return told.replace(tzinfo=told.tzinfo or UTC)
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def json_objects(answer: Answer, base: str, prefix: str) -> Page:
+    """One page of a listing of GCS; see :func:`objects`."""
+    body = json_object(answer.body, "the listing", ANSWER_BYTES_MAX)
+    _expect_kind(body, "storage#objects")
+    found = []
+    for each in items(body.get("items", []), "items", _PAGE_ITEMS_MAX):
+        item = mapping(each, "an item", 100)
+        key = _below(text(item.get("name"), "name", _KEY_CHARS_MAX), base, prefix)
+        found.append(ObjectInfo(key, decimal(item.get("size"), "size", 0, BYTES_MAX)))
+    token = body.get("nextPageToken")
+    return Page(found, None if token is None else _token(token))
+
+
+def _token(value: Any) -> str:
+    token = text(value, "nextPageToken", _TOKEN_CHARS_MAX)
+    if not token:
+        raise BoundsError("nextPageToken is empty")
+    return token
+
+
+def json_metadata(answer: Answer, key: str) -> tuple[int, int | None]:
+    """Size and CRC32C of an object of GCS; None where the store tells no checksum."""
+    body = json_object(answer.body, "the metadata", ANSWER_BYTES_MAX)
+    _expect_kind(body, "storage#object")
+    if body.get("name") != key:
+        raise BoundsError(f"name is {body.get('name')!r:.80}, not {key!r:.80}")
+    size_bytes = decimal(body.get("size"), "size", 0, BYTES_MAX)
+    return size_bytes, _crc32c(str(body.get("crc32c", "")))
+
+
+def _expect_kind(body: Mapping[str, Any], kind: str) -> None:
+    if body.get("kind") != kind:
+        raise BoundsError(f"kind is {body.get('kind')!r:.40}, not {kind!r}")
+
+
+# ---------------------------------------------------------------- headers
+
+
+def etag_of(headers: Mapping[str, str]) -> str:
+    """The ETag with which a store acknowledges what it took."""
+    found = headers.get("etag", "")
+    if not found or len(found) > _ETAG_CHARS_MAX or not found.isprintable():
+        raise BoundsError(f"ETag is {found!r:.40}")
+    return found
+
+
+def length_of(headers: Mapping[str, str]) -> int:
+    """The length that the answer to a HEAD tells."""
+    return decimal(headers.get("content-length"), "Content-Length", 0, BYTES_MAX)
+
+
+def quoted(etag: str) -> str:
+    """One form for headers and documents: ETags of both are compared, and sent back."""
+    return '"' + etag.strip('"') + '"'
+
+
+def hashed_crc32c(hashes: str) -> int | None:
+    """The CRC32C among what ``x-goog-hash`` tells; None where there is none."""
+    for item in hashes.split(","):
+        kind, _, value = item.strip().partition("=")
+        if kind == "crc32c":
+            return _crc32c(value)
+    return None
+
+
+def _crc32c(encoded: str) -> int | None:
+    with suppress(ValueError):
+        return crc32c_from_base64(encoded)
+    return None

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However an answer is made, it costs little memory and bounded time: metadata servers, stores, tokens."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.raw_server import Peer, RawServer, Script
+from swansongd.errors import NotFound, StoreError, Transient
+from swansongd.sources.aws import Imds
+from swansongd.sources.gcp import KeyWatch
+from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
+from swansongd.stores.gcs import GcsStore
+from swansongd.stores.s3 import S3Store
+from swansongd.stores.wire import Wire
+
+MIB = 2**20
+LINE = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = LINE + b"Metadata-Flavor: Google\r\nTransfer-Encoding: chunked\r\n\r\n"
+HOSTILE: dict[str, tuple[bytes, bytes]] = {
+    "90 headers of 60 KB": (LINE, b"".join(b"X-%d: %b\r\n" % (n, b"y" * 60_000) for n in range(90))),
+    "100,000 headers": (LINE, b"X: y\r\n" * 100_000),
+    "one header without an end": (LINE + b"X: ", b"y" * 8 * MIB),
+    "a status line without an end": (b"HTTP/1.1 200 ", b"O" * 8 * MIB),
+    "one name without an end": (LINE, b"x" * 8 * MIB),
+    "interim answers": (b"", (b"HTTP/1.1 100 Continue\r\nX: " + b"y" * 15_000 + b"\r\n\r\n") * 500),
+    "a chunk's size without an end": (CHUNKED, b"0" * 8 * MIB),
+    "a chunk's extension without an end": (CHUNKED + b"1;", b"x" * 8 * MIB),
+    "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X: y\r\n" * 100_000),
+    "a huge chunk": (CHUNKED + b"ffffffffff\r\n", b"x" * 8 * MIB),
+    "many chunks": (CHUNKED, b"400\r\n%b\r\n" % (b"x" * 1024) * 8192),
+    "a huge length": (LINE + b"Metadata-Flavor: Google\r\nContent-Length: 99999999\r\n\r\n", b"x" * 8 * MIB),
+    "no length": (LINE + b"Metadata-Flavor: Google\r\n\r\n", b"x" * 8 * MIB),
+    "nothing of HTTP": (b"", b"SSH-2.0-OpenSSH_9.2\r\n" * 400_000),
+}  # fmt: skip
+
+
+def sending(head: bytes, rest: bytes) -> Script:
+    """Answers each request so; the client hangs up when it has had enough."""
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            with suppress(OSError):
+                peer.send(head)
+                peer.send(rest)
+                # A client that waits for more than there is sees the end.
+                peer.sock.shutdown(socket.SHUT_WR)
+            peer.wait_for_end()
+            return
+
+    return script
+
+
+class Asker:
+    """One way to ask, and the error that says that nothing could be learnt."""
+
+    def __init__(
+        self, ask: Callable[[str], object], error: type[Exception], body_bytes: int
+    ) -> None:
+        self.ask = ask
+        self.error = error
+        self.body_bytes = body_bytes
+        """The longest body that is read."""
+
+
+def metadata(url: str) -> object:
+    with MetadataClient(url, timeout_s=20) as client:
+        return client.request("GET", "/latest/meta-data/spot/instance-action")
+
+
+def token(url: str) -> object:
+    with MetadataClient(url, timeout_s=20) as client:
+        return Imds(client, monotonic=time.monotonic).get("/latest/meta-data/")
+
+
+def hanging(url: str) -> object:
+    with MetadataClient(url, timeout_s=20) as client:
+        return KeyWatch(client, "instance/preempted", hang_s=10).next()
+
+
+def wire(url: str) -> object:
+    return Wire(url, connections=1).request("GET", "/bucket?list-type=2", {})
+
+
+ASKERS = {
+    "metadata": Asker(metadata, MetadataUnavailable, 65536),
+    "token": Asker(token, MetadataUnavailable, 65536),
+    "hanging get": Asker(hanging, MetadataUnavailable, 65536),
+    "wire": Asker(wire, Transient, 4 * MIB),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most memory in bytes that ``work`` held at once, beyond what was held before."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.fault("S18", "H07")
+@pytest.mark.parametrize("asker", ASKERS)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_answer_costs_little_memory(asker: str, case: str) -> None:
+    """Unavailable, or Transient, at less than 2 MB beside the body; 90 headers of 60 KB cost 255 once."""
+    chosen = ASKERS[asker]
+    with RawServer(sending(*HOSTILE[case])) as server:
+
+        def ask() -> None:
+            with pytest.raises(chosen.error):
+                chosen.ask(server.url)
+
+        ask()  # what is imported and compiled at first does not count
+        limit_bytes = 2 * MIB + (2 * chosen.body_bytes if chosen.body_bytes > MIB else 0)
+        assert peak_of(ask) < limit_bytes
+
+
+def test_what_is_within_the_limits_is_read() -> None:
+    """64 headers, 16 KiB of head, 64 KiB of body: as much as ever is needed."""
+    fields = [f"X-{n}: {'y' * 200}" for n in range(62)]
+    body = b"x" * 65536
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            peer.answer(200, body, "Metadata-Flavor: Google", *fields)
+
+    with RawServer(script) as server:
+        answer: Any = metadata(server.url)
+        assert (answer.status, answer.body, len(answer.headers)) == (200, body, 64)
+        found: Any = wire(server.url)
+        assert (found.status, found.body) == (200, body)
+
+
+# ---------------------------------------------------------------- byte by byte
+
+
+@pytest.fixture
+def dripping() -> Iterator[Callable[..., RawServer]]:
+    """Starts servers that send a beginning, and then for ever one byte after the other."""
+    over = threading.Event()
+
+    with ExitStack() as stack:
+
+        def start(head: bytes, piece: bytes, *, asks: bool = True) -> RawServer:
+            def script(peer: Peer) -> None:
+                if asks and peer.head() is None:
+                    return
+                with suppress(OSError):
+                    peer.send(head)
+                    while not over.wait(0.02):
+                        peer.send(piece)
+
+            return stack.enter_context(RawServer(script))
+
+        yield start
+        over.set()
+
+
+DRIPS = {
+    "the head": (LINE + b"X: ", b"y"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a body": (LINE + b"Metadata-Flavor: Google\r\nContent-Length: 60000\r\n\r\n", b"x"),
+    "chunks": (CHUNKED, b"1\r\nx\r\n"),
+    "trailers": (CHUNKED + b"0\r\n", b"X"),
+}
+
+
+@pytest.mark.fault("N07", "S18")
+@pytest.mark.parametrize("drip", DRIPS)
+def test_a_metadata_answer_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
+    """Each byte comes in time, the answer does not: the limit counts the whole exchange."""
+    server = dripping(*DRIPS[drip])
+    began = time.monotonic()
+    with MetadataClient(server.url, timeout_s=0.5) as client:
+        with pytest.raises(MetadataUnavailable) as caught:
+            client.request("GET", "/")
+        # Sixteen interim answers are too many before the time is up.
+        assert caught.value.timed_out or drip == "interim answers"
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.fault("O02")
+@pytest.mark.parametrize("drip", DRIPS)
+def test_an_answer_of_a_store_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
+    """The same for the wire: what moves all the time is ended all the same."""
+    server = dripping(*DRIPS[drip])
+    began = time.monotonic()
+    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    with pytest.raises(Transient):
+        drawn.request("GET", "/", {})
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.fault("O02")
+def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> None:
+    """A shard may take its time, its head may not; a body that comes slowly is not cut."""
+
+    class Counted:
+        size_bytes = 0
+
+        def rewind(self) -> None:
+            pass
+
+        def write(self, window: memoryview) -> None:
+            self.size_bytes += window.nbytes
+
+    head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-99/100\r\n"
+    span = {"range": "bytes=0-99"}
+    server = dripping(head + b"X: ", b"y")
+    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    with pytest.raises(Transient, match="in time"):
+        drawn.request("GET", "/", span, sink=Counted())
+    sink = Counted()
+    server = dripping(head + b"Content-Length: 100\r\n\r\n", b"x")
+    slow = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    assert slow.request("GET", "/", span, sink=sink).status == 206
+    assert sink.size_bytes == 100
+
+
+@pytest.mark.fault("O02")
+def test_a_handshake_that_drips(dripping: Callable[..., RawServer]) -> None:
+    """Whoever answers to TLS byte by byte holds a connection no longer than the limit of connecting."""
+    record = b"\x16\x03\x03\x40\x00\x02\x00\x40\x00\x03\x03"
+    server = dripping(record, b"\x00", asks=False)
+    began = time.monotonic()
+    drawn = Wire(server.url.replace("http:", "https:"), connections=1, connect_timeout_s=0.5)
+    with pytest.raises(Transient):
+        drawn.request("GET", "/", {})
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.fault("O02", "O22")
+def test_a_proxy_that_drips(
+    dripping: Callable[..., RawServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same while a proxy answers to CONNECT."""
+    server = dripping(LINE + b"X: ", b"y")
+    monkeypatch.setenv("HTTPS_PROXY", server.url)
+    monkeypatch.setenv("NO_PROXY", "")
+    began = time.monotonic()
+    drawn = Wire("https://store.example", connections=1, connect_timeout_s=0.5)
+    with pytest.raises(Transient):
+        drawn.request("GET", "/", {})
+    assert time.monotonic() - began < 10
+
+
+# ---------------------------------------------------------------- refusals and pages
+
+
+@pytest.mark.fault("H07", "O07")
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_refusal_is_read_as_far_as_it_matters(kind: str, cloud_environment: None) -> None:
+    """Behind the code of a 404 come 8 MB: it is NotFound all the same, and costs little."""
+    body = b"<Error><Code>NoSuchKey</Code></Error>" + b" " * 8 * MIB
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            with suppress(OSError):
+                peer.send(b"HTTP/1.1 404 No\r\nContent-Length: %d\r\n\r\n" % len(body))
+                peer.send(body)
+
+    with RawServer(script) as server:
+        store: Any = (
+            S3Store("s3://bucket", server.url, "us-east-1")
+            if kind == "s3"
+            else GcsStore("gs://bucket", server.url)
+        )
+
+        def ask() -> None:
+            with pytest.raises(NotFound):
+                store.get("key")
+
+        ask()
+        assert peak_of(ask) < 2 * MIB
+
+
+@pytest.mark.fault("H07", "O15")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<ListBucketResult>" + b"<a>" * 500_000,
+        b"<ListBucketResult>" + b"<a/>" * 500_000 + b"</ListBucketResult>",
+        b'<!DOCTYPE x [<!ENTITY a "%b">]><ListBucketResult>&a;</ListBucketResult>' % (b"y" * 1000),
+        b"<ListBucketResult>" + b" " * 5 * MIB + b"</ListBucketResult>",
+        "<?xml version='1.0' encoding='utf-16'?><ListBucketResult/>".encode("utf-16"),
+        b"\xff\xfe\x00",
+    ],
+    ids=["deep", "wide", "entities", "large", "another encoding", "no text"],
+)
+def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> None:
+    """Deep, wide, with entities, too large, in another encoding: no listing, and 20 MB at most."""
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            with suppress(OSError):
+                peer.answer(200, body)
+
+    with RawServer(script) as server:
+        store = S3Store("s3://bucket", server.url, "us-east-1")
+
+        def ask() -> None:
+            with pytest.raises(Transient):
+                list(store.list(""))
+
+        ask()
+        assert peak_of(ask) < 20 * MIB
+
+
+def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: None) -> None:
+    """What a store answers reaches the log in one line of bounded length."""
+    body = (
+        b"<Error><Code>" + b"A" * 900 + b"</Code><Message>" + b"m\r\n" * 300 + b"</Message></Error>"
+    )
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            peer.answer(500, body)
+
+    with RawServer(script) as server:
+        for store in (
+            S3Store("s3://bucket", server.url, "us-east-1"),
+            GcsStore("gs://bucket", server.url),
+        ):
+            with pytest.raises(StoreError) as caught:
+                store.get("key")
+            assert len(str(caught.value)) < 600
+            assert "\n" not in str(caught.value)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An answer that is cut, empty or foreign never means that there is nothing, and never that all is well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from bodies import BytesBody
+from contract.store_backends import (
+    ONE_EACH,
+    PART,
+    Cloud,
+    get_range,
+    retrying,
+    send_part,
+    staged_upload,
+)
+from emulators.store_control import SPOILS
+from memory_store import MemoryStore
+from swansongd.errors import NotFound, Permanent, StoreError, Transient
+from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
+
+CONTENT = os.urandom(200_000)
+KEYS = [f"run/commits/00000001/{step:012d}" for step in range(7)]
+
+
+def query(cloud: Cloud) -> str:
+    """What the target of a listing contains."""
+    return "list-type=2" if cloud.is_s3 else "/o?prefix"
+
+
+# ---------------------------------------------------------------- listings in any order
+
+
+class Odd:
+    """A store whose listings come in an order of their own, in small pages, with keys named again.
+
+    Args:
+        loops: its pages go round in a circle.
+    """
+
+    def __init__(self, store: ObjectStore, *, loops: bool = False) -> None:
+        self._store = store
+        self._loops = loops
+        self.broken: set[str | None] = set()
+        """Tokens whose page fails once."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        if token in self.broken:
+            self.broken.remove(token)
+            raise Transient("the connection broke")
+        infos = sorted(self._store.list(prefix), key=lambda info: info.key[::-1], reverse=True)
+        start = int(token or 0)
+        end = start + 2
+        if end >= len(infos) and not self._loops:
+            return Page([*infos[start:], *infos[:3]], None)
+        return Page([*infos[max(0, start - 1) : end], *infos[:1]], str(end % len(infos)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+@pytest.mark.fault("O15")
+def test_a_listing_in_any_order_is_whole(store: ObjectStore) -> None:
+    """Each key comes once, though the store sorts as it likes and names keys on several pages."""
+    for key in KEYS:
+        store.put(key, b"1")
+    odd = Odd(store)
+    assert sorted(info.key for info in odd.list("run/")) == KEYS
+    odd.broken = {None, "2", "6"}
+    found = [info.key for info in retrying(odd, budget_s=10.0).list("run/")]
+    assert sorted(found) == KEYS
+
+
+@pytest.mark.fault("O15")
+def test_a_listing_that_goes_round_in_a_circle_ends(store: ObjectStore) -> None:
+    """Pages that lead back to themselves are an error, neither an end nor an endless loop."""
+    for key in KEYS:
+        store.put(key, b"1")
+    with pytest.raises(Permanent, match="do not end"):
+        list(Odd(store, loops=True).list("run/"))
+    with pytest.raises(Permanent, match="do not end"):
+        list(retrying(Odd(store, loops=True)).list("run/"))
+
+
+def test_a_listing_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket with more keys than anybody can want is an error, not all of the memory."""
+    monkeypatch.setattr("swansongd.stores.base.LISTED_MAX", 1000)
+    store = MemoryStore()
+    store.objects = {f"key-{number}": b"" for number in range(1001)}
+    with pytest.raises(Permanent, match="more than 1000"):
+        list(store.list(""))
+
+
+@ONE_EACH
+@pytest.mark.fault("O15")
+def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
+    """The same from servers: over pages, in another order than that of bytes, with duplicates."""
+    store = cloud.open()
+    names = ["rank-00000.json", "rank-00000/model", "rank-00000/optimizer", "z", "a", "é/ +%"]
+    for name in names:
+        store.put(name, name.encode())
+    cloud.order("page", size=2)
+    cloud.order("listing", reversed=1, duplicates=1)
+    for each in (store, retrying(store)):
+        found = list(each.list(""))
+        assert sorted(info.key for info in found) == sorted(names)
+        assert {info.size_bytes for info in found} == {len(name.encode()) for name in names}
+        assert sorted(info.key for info in each.list("rank-")) == sorted(names[:3])
+
+
+@ONE_EACH
+@pytest.mark.fault("O15")
+def test_a_page_that_fails_is_asked_for_again(cloud: Cloud) -> None:
+    """The pages before it are not: a long listing gets through a bad network."""
+    store = cloud.open()
+    for key in KEYS:
+        store.put(key, b"1")
+    cloud.order("page", size=2)
+    for _ in range(2):
+        list(store.list(""))
+    cloud.order("clear")
+    cloud.order("page", size=2)
+    cloud.order("listing", reversed=1, duplicates=1)
+    listing = retrying(store).list("")
+    found = [next(listing).key]
+    cloud.order("answer", status=503, match=query(cloud), times=2)
+    found += [info.key for info in listing]
+    assert sorted(found) == KEYS
+    asked = [target for _, target in cloud.requests() if query(cloud) in target]
+    assert len(asked) == 4 + 2
+
+
+@ONE_EACH
+@pytest.mark.fault("O15")
+def test_a_server_whose_pages_go_round(cloud: Cloud) -> None:
+    """Its continuation tokens come again: the listing is an error after one round."""
+    store = cloud.open()
+    for key in KEYS[:3]:
+        store.put(key, b"1")
+    cloud.order("page", size=1)
+    cloud.order("listing", loop=1)
+    with pytest.raises(Permanent, match="do not end"):
+        list(store.list(""))
+    assert len(cloud.requests()) < 10
+
+
+# ---------------------------------------------------------------- answers that are cut
+
+MISSING = {
+    "s3": ("IsTruncated", "Key", "Size", "NextContinuationToken"),
+    "gcs": ("kind", "name", "size"),
+}
+"""Without such a field a listing proves nothing."""
+
+
+@ONE_EACH
+@pytest.mark.fault("O15")
+@pytest.mark.parametrize("how", SPOILS)
+def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
+    """Cut after its headers or in the middle, empty, or somebody else's page: Transient, then whole."""
+    store = cloud.open()
+    for key in KEYS:
+        store.put(key, b"1")
+    cloud.order("page", size=5)
+    questions: list[Callable[[ObjectStore], object]] = [
+        lambda each: sorted(info.key for info in each.list("run/")) == KEYS,
+        lambda each: each.check() is None,
+        lambda each: each.head("absent") is None,
+    ]
+    for question in questions:
+        cloud.order("spoil", how=how, match=query(cloud))
+        with pytest.raises(Transient):
+            question(store)
+        cloud.order("spoil", how=how, match=query(cloud))
+        assert question(retrying(store))
+
+
+@ONE_EACH
+@pytest.mark.fault("O15")
+def test_a_listing_that_lacks_a_field(cloud: Cloud) -> None:
+    """No name, no size, or no word on whether there is more: the page is asked for again."""
+    store = cloud.open()
+    for key in KEYS:
+        store.put(key, b"1")
+    cloud.order("page", size=5)
+    for field in MISSING["s3" if cloud.is_s3 else "gcs"]:
+        cloud.order("spoil", how="without", field=field, match=query(cloud))
+        with pytest.raises(Transient, match=r"cut, or not that of a store"):
+            list(store.list("run/"))
+        cloud.order("spoil", how="without", field=field, match=query(cloud))
+        assert len(list(retrying(store).list("run/"))) == len(KEYS)
+
+
+@pytest.mark.fault("O15")
+def test_keys_that_nobody_asked_for(open_cloud: Callable[[str], Cloud]) -> None:
+    """A server that lists keys beyond the prefix does not know what was asked."""
+    cloud = open_cloud("s3")
+    store = cloud.open()
+    store.put("other/key", b"1")
+    cloud.order("spoil", how="without", field="EncodingType", match=query(cloud))
+    assert [info.key for info in store.list("other/")] == ["other/key"]
+    document = (
+        "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>etc/passwd</Key>"
+        "<Size>1</Size></Contents></ListBucketResult>"
+    )
+    cloud.order("say", body=document, match=query(cloud))
+    with pytest.raises(Transient, match="not one below"):
+        list(store.list("other/"))
+
+
+@ONE_EACH
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("how", ["cut", "half a body"])
+def test_an_object_that_ends_with_the_connection(cloud: Cloud, how: str) -> None:
+    """Without a length nobody can tell half of a manifest from the whole: it is read again."""
+    store = cloud.open()
+    store.put("manifest", CONTENT)
+    for read in (store.get, lambda key: get_range(store, key, 0, len(CONTENT))):
+        cloud.order("spoil", how=how, match="manifest", method="GET")
+        with pytest.raises(Transient):
+            read("manifest")
+    cloud.order("spoil", how=how, match="manifest", method="GET")
+    assert retrying(store).get("manifest") == CONTENT
+
+
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("how", [*SPOILS, "without kind", "without name", "without size"])
+def test_spoilt_metadata(open_cloud: Callable[[str], Cloud], how: str) -> None:
+    """What GCS tells of an object must name it, and its size."""
+    cloud = open_cloud("gcs")
+    store = cloud.open()
+    store.put("key", CONTENT)
+    how, _, field = how.partition(" ") if how.startswith("without") else (how, "", "")
+    cloud.order("spoil", how=how, field=field, match="fields=kind,name")
+    with pytest.raises(Transient):
+        store.head("key")
+    assert store.head("key") == ObjectInfo("key", len(CONTENT))
+
+
+@pytest.mark.fault("O12")
+def test_a_head_without_a_length(open_cloud: Callable[[str], Cloud]) -> None:
+    """S3's answer to a HEAD tells the size of the object, or nothing."""
+    cloud = open_cloud("s3")
+    store = cloud.open()
+    store.put("key", CONTENT)
+    cloud.order("spoil", how="cut", method="HEAD")
+    with pytest.raises(Transient):
+        store.head("key")
+    assert store.head("key") == ObjectInfo("key", len(CONTENT))
+
+
+# ---------------------------------------------------------------- uploads
+
+
+@ONE_EACH
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("how", SPOILS)
+def test_a_spoilt_answer_about_an_upload(cloud: Cloud, how: str) -> None:
+    """Begin names no upload, the parts are not all named, the uploads neither: Transient each time."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    questions: dict[tuple[str, str], Callable[[ObjectStore], object]] = {
+        ("POST", "?uploads"): lambda each: each.begin("other", 10, PART).upload_id,
+        ("GET", "uploadId"): lambda each: list(each.parts(upload)) == receipts,
+        ("GET", "uploads"): lambda each: (
+            upload.upload_id in {found.upload_id for found in each.uploads("")}
+        ),
+    }
+    for (method, match), question in questions.items():
+        cloud.order("spoil", how=how, method=method, match=match)
+        with pytest.raises(Transient):
+            question(store)
+        cloud.order("spoil", how=how, method=method, match=match)
+        assert question(retrying(store))
+
+
+@ONE_EACH
+@pytest.mark.fault("O12")
+def test_answers_about_an_upload_that_lack_a_field(cloud: Cloud) -> None:
+    """An upload without an id, a part without number or ETag, a page without the next one's marker."""
+    store = cloud.open()
+    upload, _ = staged_upload(store, CONTENT)
+    store.begin("another", 10, PART)
+    cases: list[tuple[str, str, str, Callable[[], object]]] = [
+        ("UploadId", "POST", "?uploads", lambda: store.begin("other", 10, PART)),
+        ("PartNumber", "GET", "uploadId", lambda: store.parts(upload)),
+        ("ETag", "GET", "uploadId", lambda: store.parts(upload)),
+        ("Key", "GET", "uploads", lambda: list(store.uploads(""))),
+        ("UploadId", "GET", "uploads", lambda: list(store.uploads(""))),
+    ]
+    for field, method, match, call in cases:
+        cloud.order("spoil", how="without", field=field, method=method, match=match)
+        with pytest.raises(Transient):
+            call()
+    cloud.order("page", size=1)
+    cloud.order("spoil", how="without", field="NextKeyMarker", method="GET", match="uploads")
+    with pytest.raises(Transient):
+        list(store.uploads(""))
+
+
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("call", ["put", "put_shard", "put_part"])
+def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
+    """200 without an ETag is no receipt: the write is repeated, and then whole."""
+    store = cloud.open()
+    upload = store.begin("shard", len(CONTENT), PART)
+    calls: dict[str, Callable[[ObjectStore], object]] = {
+        "put": lambda each: each.put("key", CONTENT),
+        "put_shard": lambda each: each.put_shard("key", BytesBody(CONTENT)),
+        "put_part": lambda each: each.complete(upload, [send_part(each, upload, 1, CONTENT)]),
+    }
+    cloud.order("spoil", how="without", field="ETag", method="PUT")
+    with pytest.raises(Transient):
+        calls[call](store)
+    cloud.order("spoil", how="without", field="ETag", method="PUT")
+    calls[call](retrying(store))
+    assert store.get("shard" if call == "put_part" else "key") == CONTENT
+
+
+@pytest.mark.fault("O11", "O12")
+@pytest.mark.parametrize("how", [*SPOILS, "without"])
+def test_a_completion_that_took_effect_and_is_not_acknowledged(cloud: Cloud, how: str) -> None:
+    """200 with nothing that says so: the store is asked for the object, which is there."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("spoil", how=how, field="ETag", method="POST", match="uploadId")
+    retrying(store).complete(upload, receipts)
+    assert store.get("shard") == CONTENT
+
+
+@pytest.mark.fault("O11", "O12")
+@pytest.mark.parametrize("body", ["", "<html><body>welcome</body></html>", "<x/>", "ok"])
+def test_a_completion_that_never_took_effect(cloud: Cloud, body: str) -> None:
+    """200 with an empty or foreign body, and no object: never success.  It is completed again."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("say", body=body, method="POST", match="uploadId")
+    with pytest.raises((Transient, NotFound)):
+        store.complete(upload, receipts)
+    assert store.head("shard") is None
+    cloud.order("say", body=body, method="POST", match="uploadId", times=3)
+    retrying(store).complete(upload, receipts)
+    assert store.get("shard") == CONTENT
+
+
+@pytest.mark.fault("O12")
+@pytest.mark.parametrize("status", [404, 200])
+def test_a_store_that_denies_each_object(cloud: Cloud, status: int) -> None:
+    """Each completion is answered with an empty 200, each look with 404: the shard is never stored."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    cloud.order("say", body="", method="POST", match="uploadId", times=99)
+    cloud.order("answer", status=404, method="HEAD", times=99)
+    cloud.order("answer", status=404, method="GET", match="shard", times=99)
+    with pytest.raises(StoreError):
+        retrying(store, budget_s=0.5).complete(upload, receipts)
+    if status == 200:  # the same when the object is there, and another one
+        cloud.order("clear")
+        store.put("shard", CONTENT[::-1])
+        cloud.order("say", body="", method="POST", match="uploadId", times=99)
+        with pytest.raises(StoreError):
+            retrying(store, budget_s=0.5).complete(upload, receipts)
+    with suppress(NotFound):
+        store.abort(upload.key, upload.upload_id)

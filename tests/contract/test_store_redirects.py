@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No request to a store follows a redirect: whoever answers cannot send our bytes or tokens elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bodies import BytesBody, BytesSink
+from contract.raw_server import Peer, RawServer, Request
+from contract.store_backends import PART
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from swansongd.errors import Permanent, StoreError
+from swansongd.stores.base import ObjectStore, PartReceipt, Upload
+from swansongd.stores.gcs import GcsStore
+from swansongd.stores.s3 import S3Store
+
+STATUSES = (301, 302, 303, 307, 308)
+
+
+class Places:
+    """A trusted TLS server that redirects all requests, and plain ones that note what they get."""
+
+    def __init__(self, stack: ExitStack, ca: Path, pem: Path) -> None:
+        self.got: list[Request] = []
+        self.redirected: list[Request] = []
+        self.status = 307
+        self.headers: tuple[str, ...] = ()
+        self.elsewhere = stack.enter_context(RawServer(self._note))
+        self.store = stack.enter_context(RawServer(self._redirect, pem))
+        self.ca = str(ca)
+
+    def _note(self, peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            self.got.append(request)
+            peer.answer(200, b"{}", 'ETag: "x"')
+
+    def _redirect(self, peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            self.redirected.append(request)
+            location = f"Location: {self.elsewhere.url}{request.line.split()[1]}"
+            code = b"<Error><Code>TemporaryRedirect</Code></Error>"
+            peer.answer(self.status, code, location, *self.headers)
+
+
+@pytest.fixture
+def places(certificates: tuple[Path, Path], cloud_environment: None) -> Iterator[Places]:
+    with ExitStack() as stack:
+        yield Places(stack, *certificates)
+
+
+@pytest.fixture(scope="module")
+def account_key() -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+@pytest.fixture
+def token_desk(
+    account_key: str,
+    tmp_path: Path,
+    certificates: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    cloud_environment: None,
+) -> Iterator[Callable[[str], None]]:
+    """Makes the credentials those of a service account whose tokens are handed out at an address."""
+
+    def at(url: str) -> None:
+        account = {
+            "type": "service_account",
+            "project_id": "project",
+            "client_email": "trainer@project.iam.gserviceaccount.com",
+            "private_key_id": "1",
+            "private_key": account_key,
+            "token_uri": f"{url}/token",
+        }
+        (tmp_path / "account.json").write_text(json.dumps(account))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificates[0]))
+
+    def script(peer: Peer) -> None:
+        token = {"access_token": "secret-token", "expires_in": 3600, "token_type": "Bearer"}
+        while peer.request() is not None:
+            peer.answer(200, json.dumps(token).encode(), "Content-Type: application/json")
+
+    with RawServer(script, certificates[1]) as desk:
+        at(desk.url)
+        yield at
+
+
+def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
+    """Each method of the contract once."""
+    upload = Upload("key", "upload-id", 3, PART)
+    return {
+        "put": lambda: store.put("key", b"1"),
+        "put if absent": lambda: store.put("key", b"1", if_absent=True),
+        "get": lambda: store.get("key"),
+        "get_range": lambda: store.get_range("key", 0, 3, BytesSink()),
+        "head": lambda: store.head("key"),
+        "list": lambda: list(store.list("")),
+        "delete": lambda: store.delete("key"),
+        "put_shard": lambda: store.put_shard("key", BytesBody(b"abc")),
+        "begin": lambda: store.begin("key", 3, PART),
+        "put_part": lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        "parts": lambda: store.parts(upload),
+        "complete": lambda: store.complete(upload, [PartReceipt(1, '"x"', 0)]),
+        "uploads": lambda: list(store.uploads("")),
+        "abort": lambda: store.abort("key", "upload-id"),
+        "check": store.check,
+        "warm": store.warm,
+    }
+
+
+@pytest.mark.fault("S17", "O07")
+@pytest.mark.parametrize("status", STATUSES)
+def test_gcs_goes_nowhere_else(
+    places: Places, token_desk: Callable[[str], None], status: int
+) -> None:
+    """From https to http on another host: no call follows, no token and no byte of a shard arrives."""
+    places.status = status
+    store = GcsStore("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
+    for name, call in calls(store).items():
+        with pytest.raises(Permanent) as caught:
+            call()
+        assert "store.endpoint" in caught.value.hint
+        assert places.redirected, f"{name} asked nobody"
+        assert all(request.header("authorization") for request in places.redirected)
+        places.redirected.clear()
+    assert places.elsewhere.accepted == 0
+    assert places.got == []
+
+
+@pytest.mark.fault("S17", "O07")
+@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize(
+    "region", [None, "us-east-1", "eu-west-1", "evil.example/", "x" * 100, "a@evil.example#"]
+)
+def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -> None:
+    """A redirect may name another region of the same store, and nothing else: no address, no host."""
+    places.status = status
+    places.headers = () if region is None else (f"x-amz-bucket-region: {region}",)
+    store = S3Store("s3://bucket/prefix", places.store.url, "us-east-1", ca_bundle=places.ca)
+    for name, call in calls(store).items():
+        with pytest.raises(StoreError) as caught:
+            call()
+        if region != "eu-west-1":
+            assert isinstance(caught.value, Permanent)
+            assert "store.region" in caught.value.hint
+        assert places.redirected, f"{name} asked nobody"
+        places.redirected.clear()
+    assert places.elsewhere.accepted == 0
+    assert places.got == []
+
+
+@pytest.mark.fault("S17", "O05")
+def test_a_token_is_fetched_nowhere_else(places: Places, token_desk: Callable[[str], None]) -> None:
+    """Whoever hands out tokens may not pass our signed request on to another host."""
+    token_desk(places.store.url)
+    store = GcsStore("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
+    for status in STATUSES:
+        places.status = status
+        for call in (store.warm, lambda: store.put("key", b"1"), lambda: list(store.list(""))):
+            with pytest.raises(StoreError, match="credentials"):
+                call()
+    assert {request.line.split()[1] for request in places.redirected} == {"/token"}
+    assert places.elsewhere.accepted == 0
+
+
+@pytest.mark.fault("S17")
+def test_the_address_of_a_bucket_is_that_of_its_region(
+    monkeypatch: pytest.MonkeyPatch, cloud_environment: None
+) -> None:
+    """Without an endpoint of one's own the region names the host: always below amazonaws.com, over TLS."""
+    for region, host in (
+        ("us-east-1", "s3.amazonaws.com"),
+        ("eu-west-1", "s3.eu-west-1.amazonaws.com"),
+        ("no-such-region-7", "s3.no-such-region-7.amazonaws.com"),
+    ):
+        store: Any = S3Store("s3://bucket/prefix", region=region)
+        assert store._access.route().endpoint == f"https://bucket.{host}"
