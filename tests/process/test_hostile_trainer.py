@@ -133,7 +133,7 @@ def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
     while sent < 2000:
         with Liar(vm) as liar:
             for _ in range(20):
-                liar.say(type="restore_query", query_id=f"q{sent}")
+                liar.say(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
                 sent += 1
         assert len(os.listdir(tasks)) <= before + CONNECTIONS_PER_USER + 10
     bucket.order("clear")
