@@ -89,7 +89,8 @@ def test_send_reaches_whom_it_is_for(running: RunningChannel) -> None:
         (protocol.Hello(run="other"), ["'other'", "'r1'"]),
         (protocol.Hello(run="r1", version=99), ["version 99", "matching versions"]),
         (protocol.Hello(run="r1", rank=2, world_size=2), ["rank 2 of 2"]),
-        (protocol.Hello(run="r1", local_world_size=0), ["LOCAL_WORLD_SIZE"]),
+        (protocol.Hello(run="r1", local_world_size=2), ["LOCAL_WORLD_SIZE"]),
+        (protocol.Hello(run="r1", local_world_size=0), ["hello: local_world_size is 0"]),
     ],
 )
 def test_an_impossible_hello_is_refused(

@@ -26,6 +26,8 @@ from swansong.protocol import (
     RestoreQuery,
     Sealed,
     Withdrawn,
+    decode,
+    encode,
 )
 from waiting import until
 
@@ -108,6 +110,25 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
     facts = [(p.step, p.loss, p.loss_is_finite) for p in said if isinstance(p, Progress)]
     assert facts == [(1, 0.5, True), (2, None, False), (3, None, None), (3, None, None)]
     assert tensor.reads == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "sent", "is_finite"),
+    [(10**400, None, False), (-(10**400), None, False), (1e305, 1e300, True), (True, 1.0, True)],
+    ids=["huge", "huge-negative", "large", "bool"],
+)
+def test_an_odd_loss_does_not_cost_the_connection(
+    monkeypatch: pytest.MonkeyPatch, loss: float, sent: float | None, is_finite: bool
+) -> None:
+    """Whatever plain number is given as the loss, the daemon understands the report."""
+    monkeypatch.setattr(_progress, "INTERVAL_S", 0.0)
+    said: list[Message] = []
+    odd = Measured(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
+    Reporter(said.append).tick(1, loss, odd)
+    (report,) = said
+    assert decode(encode(report)) == Progress(
+        1, sent, is_finite, save_s=None, save_bytes=0, snapshot_s=0.0
+    )
 
 
 # ---------------------------------------------------------------- the way back

@@ -5,26 +5,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong import protocol
+from swansong import bounds, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest, decode, encode
 
-TEXT = st.text(max_size=40)
-INT = st.integers(-(2**63), 2**63 - 1)
-FLOAT = st.floats(allow_nan=False, allow_infinity=False)
-BY_ANNOTATION: dict[str, st.SearchStrategy[Any]] = {
-    "int": INT,
-    "float": FLOAT,
-    "str": TEXT,
-    "bool": st.booleans(),
-    "list[str]": st.lists(TEXT, max_size=4),
-    "dict[str, Any]": st.dictionaries(TEXT, st.none() | INT | TEXT, max_size=4),
-    "dict[str, float]": st.dictionaries(TEXT, FLOAT, max_size=4),
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+ID = st.from_regex(r"\A[A-Za-z0-9_.:/~@+-]{0,128}\Z")
+BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
+    "Step": st.integers(-1, bounds.STEP_MAX),
+    "Generation": st.integers(-1, bounds.GENERATION_MAX),
+    "Rank": st.integers(0, bounds.RANKS_MAX),
+    "Ranks": st.integers(1, bounds.RANKS_MAX),
+    "Node": st.integers(0, bounds.NODES_MAX),
+    "Nodes": st.integers(1, bounds.NODES_MAX),
+    "Count": st.integers(0, 2**31 - 1),
+    "Version": st.integers(0, 2**31 - 1),
+    "Bytes": st.integers(0, bounds.BYTES_MAX),
+    "Seconds": st.floats(0, bounds.SECONDS_MAX),
+    "Metric": st.floats(-bounds.METRIC_MAX, bounds.METRIC_MAX),
+    "Flag": st.booleans(),
+    "Id": ID,
+    "Text": TEXT,
+    "PathText": TEXT,
+    "Capabilities": st.lists(ID, max_size=16),
+    "Report": st.dictionaries(TEXT, st.none() | st.integers(-(2**63), 2**63) | TEXT, max_size=4),
 }
+"""What the alias of each field allows."""
 KINDS = (*protocol.FROM_TRAINER, *protocol.FROM_DAEMON)
 
 
@@ -33,7 +44,7 @@ def messages() -> st.SearchStrategy[protocol.Message]:
         fields = {}
         for item in dataclasses.fields(kind):
             annotation = str(item.type)
-            strategy = BY_ANNOTATION[annotation.removesuffix(" | None")]
+            strategy = BY_TYPE[annotation.removesuffix(" | None")]
             fields[item.name] = st.none() | strategy if annotation.endswith("None") else strategy
         return st.builds(kind, **fields)
 
@@ -74,6 +85,146 @@ def test_wrong_fields_are_refused_and_nothing_else(
         decode(json.dumps({"type": kind.TYPE, **body}).encode())
     except ProtocolError:
         pass
+
+
+OUT_OF_RANGE = [
+    (protocol.Progress(1), "step", [-2, 10**12, 1.0, "1", None, True]),
+    (protocol.Progress(1), "snapshot_s", [-5, -1e-300, 1.1e9, 10**400, "1"]),
+    (protocol.Progress(1), "step_s", [-1]),
+    (protocol.Progress(1), "save_s", [-0.1]),
+    (protocol.Progress(1), "save_bytes", [-1, 2**60 + 1, 1.5]),
+    (protocol.Progress(1), "loss", [1e301, 10**400, "nan"]),
+    (protocol.Progress(1), "loss_is_finite", [1, "true"]),
+    (protocol.Hello("r"), "rank", [-1, 100_000]),
+    (protocol.Hello("r"), "world_size", [0, -1, 100_000]),
+    (protocol.Hello("r"), "local_world_size", [0]),
+    (protocol.Hello("r"), "nodes", [0, 10**6]),
+    (protocol.Hello("r"), "version", [-1, 2**31]),
+    (protocol.Hello("r"), "attempt", ["x" * 4097, "\ud800"]),
+    (protocol.Hello("r"), "capabilities", [["a"] * 17, ["a b"], [1], "periodic"]),
+    (protocol.Accepted("q", 1), "request_id", ["x" * 129, "a b", "a\nb", "\u00e4", 1]),
+    (protocol.RestoreQuery("q"), "query_id", ["x" * 129]),
+    (protocol.RestoreQuery("q"), "rollback", [-1, 2**31]),
+    (protocol.RestoreQuery("q"), "before_step", [-2]),
+    (protocol.RestoreQuery("q"), "generation", [-2, 10**8]),
+    (protocol.RestoreQuery("q"), "incarnation", ["x" * 129]),
+    (protocol.Incarnation("i"), "id", ["x" * 129, "a;b"]),
+    (protocol.PeerRequest("q", "r", 1.0), "seconds_left", [-1.0, 1e10]),
+    (protocol.Sealed(1, "d", 1.0, 1), "size_bytes", [-1]),
+    (protocol.Failed("q", 1, "r"), "reason", ["x" * 4097]),
+    (protocol.Notify("n", 1.0), "nonce", ["x" * 129]),
+    (protocol.Committed(1, 1), "generation", [10**8]),
+    (protocol.Restoring("q", 1, 1), "bytes_total", [-1]),
+    (protocol.Status({}), "report", [{str(n): n for n in range(1001)}]),
+]
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize(
+    ("message", "name", "value"),
+    [(message, name, value) for message, name, values in OUT_OF_RANGE for value in values],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_value_out_of_range_is_refused_with_its_field(
+    message: protocol.Message, name: str, value: Any
+) -> None:
+    """The error names the message and the field, and is one short line."""
+    body = {"type": message.TYPE, **dataclasses.asdict(message), name: value}
+    with pytest.raises(ProtocolError) as caught:
+        decode(json.dumps(body).encode())
+    assert str(caught.value).startswith(f"{message.TYPE}: {name}")
+    assert len(str(caught.value)) < 250
+
+
+def test_every_field_has_a_declared_range() -> None:
+    """No field of a message or a manifest has a bare type, whose range nobody has declared."""
+    for kind in (*KINDS, FileEntry, RankManifest):
+        for item in dataclasses.fields(kind):
+            assert str(item.type).removesuffix(" | None") in protocol._FIELD_TYPES, (kind, item)
+
+
+ODD_NUMBER = st.floats() | st.integers(-(2**70), 2**70) | st.sampled_from([10**400, -(10**400)])
+ODD_TEXT = st.text(max_size=50) | st.just("\ud800")
+
+
+@given(ODD_NUMBER, st.integers(-(2**70), 2**70), ODD_TEXT)
+def test_measurements_of_the_sender_are_moved_into_their_range(
+    number: Any, integer: int, text: str
+) -> None:
+    """No duration, loss, size, step or reason makes the other side refuse a message of ours."""
+    text *= 5000
+    for message in (
+        protocol.Progress(integer, number, None, number, number, integer, number),
+        protocol.Sealed(integer, text, number, integer, "q"),
+        protocol.Failed("q", integer, text),
+        protocol.Hello(text, step=integer, attempt=text),
+        protocol.PeerRequest("q", text, number),
+        protocol.Request("q", text, number),
+        protocol.Target("q", integer),
+        protocol.Restored("q", text, integer, error=text),
+        protocol.Welcome(text, text, grace_s=number),
+    ):
+        heard = decode(encode(message))
+        assert type(heard) is type(message)
+    manifest = RankManifest("r", integer, "final", [FileEntry("a", integer)], health={text: number})
+    RankManifest.decode(manifest.encode())
+
+
+def test_a_report_that_is_not_json_is_refused_before_it_is_sent() -> None:
+    for value in (math.inf, math.nan, b"bytes"):
+        with pytest.raises(ProtocolError, match="message status is not JSON"):
+            encode(protocol.Status({"x": value}))
+    assert decode(encode(protocol.Status({"x": "\udc80"}))) == protocol.Status({"x": "\udc80"})
+
+
+def test_what_is_in_range_is_sent_as_it_is() -> None:
+    """An odd value becomes the nearest one that is allowed; a NaN that may be left out is left out."""
+    odd = protocol.Progress(-7, loss=math.nan, step_s=-1.0, save_s=math.inf, save_bytes=-1)
+    assert decode(encode(odd)) == protocol.Progress(
+        -1, loss=None, step_s=0.0, save_s=bounds.SECONDS_MAX, save_bytes=0
+    )
+    assert decode(encode(protocol.Request("q", "r", math.nan))) == protocol.Request("q", "r", 0.0)
+
+
+def test_a_rank_manifest_keeps_the_loss_among_too_many_metrics() -> None:
+    """A thousand metrics do not cost the checkpoint; loss and health survive, whatever their place."""
+    health = {f"m{number}": 1.0 for number in range(1000)} | {"loss": 2.0, "loss_is_finite": 1.0}
+    manifest = RankManifest("r", 3, "final", [], health=health | {"nan": math.nan})
+    found = RankManifest.decode(manifest.encode()).health
+    assert len(found) == bounds.METRICS_MAX
+    assert (found["loss"], found["loss_is_finite"]) == (2.0, 1.0)
+
+
+def test_a_rank_manifest_that_readers_would_refuse_is_not_written() -> None:
+    """The save fails with the reason, rather than the seal later."""
+    files = [FileEntry(f"f{number}", 1) for number in range(bounds.FILES_MAX + 1)]
+    with pytest.raises(ProtocolError, match="files has 20001 items; the limit is 20000"):
+        RankManifest("r", 3, "final", files).encode()
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("health", {"loss": 10**400}),
+        ("health", {"loss": "1"}),
+        ("health", {str(n): 1.0 for n in range(101)}),
+        ("health", {"x" * 129: 1.0}),
+        ("step", 10**12),
+        ("world_size", 0),
+        ("request_id", "x" * 129),
+        ("files", [{"path": "a", "size_bytes": -1}]),
+        ("files", [{"path": "a"}]),
+        ("files", ["a"]),
+        ("files", [{"path": "a", "size_bytes": 1}] * 20_001),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_rank_manifest_out_of_range_is_refused_with_its_field(name: str, value: Any) -> None:
+    """Counts, sizes and metrics have ranges as well; ``1e999`` and huge integers are no metrics."""
+    body = {"run": "r", "step": 3, "kind": "final", "files": [], name: value}
+    with pytest.raises(ProtocolError, match=f"^rank manifest: .*{name}"):
+        RankManifest.decode(json.dumps(body).encode())
 
 
 @pytest.mark.fault("S12", "S13")
@@ -117,14 +268,18 @@ def test_unknown_fields_are_ignored() -> None:
 def test_what_is_too_large_is_not_sent() -> None:
     """A message that the other side would refuse is refused before it is sent."""
     with pytest.raises(ProtocolError, match="limit"):
-        encode(protocol.Bye("x" * protocol.MAX_MESSAGE_BYTES))
+        encode(protocol.Status({"x": "x" * protocol.MAX_MESSAGE_BYTES}))
 
 
 @given(
     st.lists(
-        st.builds(FileEntry, path=st.from_regex(r"\A[a-z0-9]{1,9}(/[a-z]{1,5})?\Z"), size_bytes=INT)
+        st.builds(
+            FileEntry,
+            path=st.from_regex(r"\A[a-z0-9]{1,9}(/[a-z]{1,5})?\Z"),
+            size_bytes=BY_TYPE["Bytes"],
+        )
     ),
-    st.dictionaries(TEXT, FLOAT, max_size=3),
+    st.dictionaries(TEXT, BY_TYPE["Metric"], max_size=3),
 )
 def test_a_rank_manifest_comes_back_as_it_was(
     files: list[FileEntry], health: dict[str, float]
@@ -140,7 +295,7 @@ def test_a_rank_manifest_comes_back_as_it_was(
 def test_a_rank_manifest_with_an_unsafe_path_is_refused(path: str) -> None:
     """Nobody follows a path out of the set."""
     manifest = RankManifest(run="r", step=3, kind="final", files=[FileEntry(path, 1)])
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match="path"):
         RankManifest.decode(manifest.encode())
 
 

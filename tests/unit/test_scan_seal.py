@@ -243,7 +243,7 @@ def test_a_torn_set_is_rejected_with_its_reason(
         ({"run": "other"}, "belongs to run 'other'"),
         ({"kind": "weird"}, "unknown kind 'weird'"),
         ({"world_size": 3}, "makes no sense"),
-        ({"local_world_size": 0}, "2 of 0 rank manifests"),
+        ({"local_world_size": 0}, "local_world_size is 0"),
         ({"node": 1}, "makes no sense"),
         ({"version": 9}, "version 9"),
         ({"files": [FileEntry("../../etc/shadow", 1)]}, "names the path"),

@@ -7,6 +7,7 @@ Knows nothing of checkpoints.  The training loop never waits here: sending does 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ RESTART_PATIENCE_S = 30.0
 """How long a restore waits for a daemon that was there a moment ago."""
 CONNECT_TIMEOUT_S = 2.0
 TICK_S = 1.0
+SAY_EVERY_S = 60.0
+"""Least time between two log lines of one kind."""
 
 log = logging.getLogger("swansong")
 
@@ -58,7 +61,8 @@ class Channel:
         self._connected = connected
         self._handle = handle
         self._tick = tick
-        self._said: set[str] = set()
+        self._said: dict[str, tuple[str, float]] = {}
+        """By the kind of log line: the last one, and when it was written."""
         self._closing = threading.Event()
         self._tried = threading.Event()
         self._lock = threading.Lock()  # over the life of the socket, not over reads from it
@@ -89,7 +93,9 @@ class Channel:
         try:
             data = protocol.encode(message)
         except ValueError as error:
-            self._say(logging.WARNING, f"a {message.TYPE} message cannot be sent: {error}")
+            self._say(
+                "unsent", logging.WARNING, f"a {message.TYPE} message cannot be sent: {error}"
+            )
             return False
         with self._lock:
             if self._socket is None:
@@ -153,9 +159,10 @@ class Channel:
             self.trusted_uids |= {check_listener(connection, self.path)}
             connection.send(protocol.encode(self._hello()))  # before anybody else can say a word
         except StrangerError as error:
-            self._say(logging.WARNING, str(error))
+            self._say("stranger", logging.WARNING, str(error))
         except PermissionError:
             self._say(
+                "permission",
                 logging.WARNING,
                 f"no permission to use {self.path}: add this user to the group that owns it (see"
                 f" ls -l {self.path}) and log in again; training goes on without checkpoints",
@@ -163,7 +170,11 @@ class Channel:
         except (OSError, ProtocolError) as error:
             self._was_refused |= isinstance(error, ConnectionRefusedError)
             why = getattr(error, "strerror", None) or str(error)
-            self._say(self._absence, f"no swansongd at {self.path} ({why}); the hooks do nothing")
+            self._say(
+                "absence",
+                self._absence,
+                f"no swansongd at {self.path} ({why}); the hooks do nothing",
+            )
         else:
             with self._lock:
                 self._socket, self._opening = connection, None
@@ -199,7 +210,9 @@ class Channel:
         try:
             message = protocol.decode(data)
         except ProtocolError as error:
-            self._say(logging.WARNING, f"a message of the daemon is not understood: {error}")
+            self._say(
+                "unread", logging.WARNING, f"a message of the daemon is not understood: {error}"
+            )
             return
         self._guarded(lambda: self._handle(message))
 
@@ -207,8 +220,9 @@ class Channel:
         # The thread must outlive every surprise, for without it no request is ever heard.
         try:
             call()
-        except Exception:
-            log.exception("an error in the hooks of Swansong; training goes on")
+        except Exception as error:
+            text = f"an error in the hooks of Swansong; training goes on: {error!r:.300}"
+            self._say("fault", logging.ERROR, text, trace=True)
 
     def _let_go(self) -> None:
         with self._lock:
@@ -216,11 +230,13 @@ class Channel:
                 self._socket.close()
                 self._socket = None
 
-    def _say(self, level: int, text: str) -> None:
-        """Log a line once."""
-        if text not in self._said and len(self._said) < 100:
-            self._said.add(text)
-            log.log(level, "%s", text)
+    def _say(self, kind: str, level: int, text: str, *, trace: bool = False) -> None:
+        """Log a line when it differs from the last one of its kind, once a minute at most."""
+        now = time.monotonic()
+        said, said_mono_s = self._said.get(kind, ("", -math.inf))
+        if text != said and now - said_mono_s >= SAY_EVERY_S:
+            self._said[kind] = text, now
+            log.log(level, "%s", text, exc_info=trace)
 
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:

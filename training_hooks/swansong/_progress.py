@@ -53,12 +53,13 @@ class Reporter:
         if step > last.step >= 0:
             stepping_s = elapsed_s - (measured.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
-        is_finite = math.isfinite(loss) if isinstance(loss, (int, float)) else None
+        number = _plain(loss)
+        is_finite = None if number is None else math.isfinite(number)
         self._last_mono_s, self._last_blocked_s = now, measured.blocked_s
         self._last_polls = polls
         self._last = Progress(
             step=step,
-            loss=float(loss) if is_finite else None,
+            loss=number if is_finite else None,
             loss_is_finite=is_finite,
             step_s=step_s,
             save_s=measured.save_s,
@@ -66,6 +67,16 @@ class Reporter:
             snapshot_s=measured.snapshot_s,
         )
         self._send(self._last)
+
+
+def _plain(loss: Any) -> float | None:
+    """A loss that is a plain number; None for a tensor and whatever else would have to be waited for."""
+    if not isinstance(loss, (int, float)):
+        return None
+    try:
+        return float(loss)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf
 
 
 class PauseWatch:

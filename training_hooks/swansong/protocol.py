@@ -6,8 +6,13 @@ library only, Python 3.10 and later.
 
 The channel is a Unix socket of type ``SOCK_SEQPACKET``: one JSON object per message, at most
 :data:`MAX_MESSAGE_BYTES`, ``{"type": "hello", ...}``.  Unknown *fields* are ignored, so that either
-side may be upgraded first; an unknown type, a missing field or a wrong type is a
+side may be upgraded first; an unknown type, a missing field, a wrong type or a value out of range is a
 :class:`ProtocolError`.  Every message is idempotent: after a reconnect both sides may say all again.
+
+The type of each field is one of the aliases below, and :data:`_FIELD_TYPES` has the range of each alias.
+:func:`decode` checks the range.  :func:`encode` moves a measurement or a text of the sender into the range,
+so that an odd value, such as a loss of NaN or an error message of a megabyte, does not cost the sender its
+connection.
 """
 
 from __future__ import annotations
@@ -15,15 +20,49 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from swansong import bounds
+from swansong.bounds import BoundsError
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 65536
 DEFAULT_SOCKET = "/run/swansong/trainer.sock"
 SOCKET_ENV = "SWANSONG_SOCKET"
 """Environment variable that names another socket for the hooks."""
+
+
+Step = int
+"""Completed optimizer steps; -1 for none."""
+Generation = int
+"""-1 for none."""
+Rank = int
+Ranks = int
+"""A number of ranks."""
+Node = int
+Nodes = int
+"""A number of VMs."""
+Count = int
+Version = int
+Bytes = int
+Seconds = float
+Metric = float
+Flag = bool
+Id = str
+"""At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
+Text = str
+"""For people; at most 4,096 characters."""
+PathText = str
+"""A path on this VM."""
+ShardPath = str
+"""See :func:`is_safe_path`."""
+Capabilities = list[str]
+Metrics = dict[str, float]
+Report = dict[str, Any]
 
 
 class ProtocolError(ValueError):
@@ -45,20 +84,20 @@ class Hello(Message):
     """First message of a rank, again after each reconnect."""
 
     TYPE: ClassVar[str] = "hello"
-    run: str
+    run: Text
     """Name of the run, or empty to take the daemon's."""
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node: int = 0
-    nodes: int = 1
-    attempt: str = ""
+    rank: Rank = 0
+    local_rank: Rank = 0
+    world_size: Ranks = 1
+    local_world_size: Ranks = 1
+    node: Node = 0
+    nodes: Nodes = 1
+    attempt: Text = ""
     """Identity of this incarnation of the trainer, for example ``run-id/restart-count``."""
-    capabilities: list[str] = field(default_factory=list)
+    capabilities: Capabilities = field(default_factory=list)
     """``periodic``: takes periodic checkpoints when the daemon asks, and plans none itself."""
-    step: int = -1
-    version: int = VERSION
+    step: Step = -1
+    version: Version = VERSION
 
 
 @dataclass(frozen=True)
@@ -66,14 +105,14 @@ class Progress(Message):
     """What the trainer measured; sent at most about once a second, while it steps or polls."""
 
     TYPE: ClassVar[str] = "progress"
-    step: int
-    loss: float | None = None
-    loss_is_finite: bool | None = None
+    step: Step
+    loss: Metric | None = None
+    loss_is_finite: Flag | None = None
     """None when the loss is not known."""
-    step_s: float | None = None
-    save_s: float | None = None
-    save_bytes: int | None = None
-    snapshot_s: float | None = None
+    step_s: Seconds | None = None
+    save_s: Seconds | None = None
+    save_bytes: Bytes | None = None
+    snapshot_s: Seconds | None = None
     """The part of ``save_s`` for which the training loop stood still."""
 
 
@@ -85,8 +124,8 @@ class Accepted(Message):
     """
 
     TYPE: ClassVar[str] = "accepted"
-    request_id: str
-    step: int
+    request_id: Id
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -94,8 +133,8 @@ class Agreed(Message):
     """The ranks of all VMs have agreed: they save as soon as they have completed a step ``>= step``."""
 
     TYPE: ClassVar[str] = "agreed"
-    request_id: str
-    step: int
+    request_id: Id
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -103,9 +142,9 @@ class PeerRequest(Message):
     """The daemon of another VM of the job wants a checkpoint at once, because that VM goes away."""
 
     TYPE: ClassVar[str] = "peer_request"
-    request_id: str
-    reason: str
-    seconds_left: float
+    request_id: Id
+    reason: Text
+    seconds_left: Seconds
     """Until the power of that VM goes, counted from the sending."""
 
 
@@ -114,7 +153,7 @@ class Incarnation(Message):
     """What all ranks of this start of a job over several VMs, and no others, have in common."""
 
     TYPE: ClassVar[str] = "incarnation"
-    id: str
+    id: Id
 
 
 @dataclass(frozen=True)
@@ -122,12 +161,12 @@ class Sealed(Message):
     """A checkpoint has its sealed name.  ``request_id`` is empty for a periodic one."""
 
     TYPE: ClassVar[str] = "sealed"
-    step: int
-    directory: str
+    step: Step
+    directory: PathText
     """Relative to the staging directory of the run."""
-    save_s: float
-    size_bytes: int
-    request_id: str = ""
+    save_s: Seconds
+    size_bytes: Bytes
+    request_id: Id = ""
 
 
 @dataclass(frozen=True)
@@ -135,9 +174,9 @@ class Failed(Message):
     """The requested checkpoint could not be taken."""
 
     TYPE: ClassVar[str] = "failed"
-    request_id: str
-    step: int
-    reason: str
+    request_id: Id
+    step: Step
+    reason: Text
 
 
 @dataclass(frozen=True)
@@ -145,8 +184,8 @@ class Declined(Message):
     """The trainer will not take the requested checkpoint."""
 
     TYPE: ClassVar[str] = "declined"
-    request_id: str
-    reason: str
+    request_id: Id
+    reason: Text
 
 
 @dataclass(frozen=True)
@@ -154,16 +193,16 @@ class RestoreQuery(Message):
     """Asks for the newest whole checkpoint as a local directory."""
 
     TYPE: ClassVar[str] = "restore_query"
-    query_id: str
-    rollback: int = 0
+    query_id: Id
+    rollback: Count = 0
     """0: to start from.  Else the running trainer goes back, for the so many-th time, to the newest
     checkpoint that is healthy; every rank asks."""
-    before_step: int = -1
+    before_step: Step = -1
     """In a rollback: only a checkpoint of an earlier step will do."""
-    generation: int = -1
-    step: int = -1
+    generation: Generation = -1
+    step: Step = -1
     """With ``generation``: this commit and no other, for so the job's first rank has decided."""
-    incarnation: str = ""
+    incarnation: Id = ""
     """Answer only when this :class:`Incarnation` has begun at the daemon as well."""
 
 
@@ -172,7 +211,7 @@ class Bye(Message):
     """The trainer ends by itself."""
 
     TYPE: ClassVar[str] = "bye"
-    reason: str = "finished"
+    reason: Text = "finished"
 
 
 # ---------------------------------------------------------------- daemon -> trainer
@@ -183,14 +222,14 @@ class Welcome(Message):
     """Answer to Hello."""
 
     TYPE: ClassVar[str] = "welcome"
-    run: str
-    staging: str
+    run: Text
+    staging: PathText
     """Absolute path of the staging directory of the run, where the hooks write."""
-    generation: int | None = None
+    generation: Generation | None = None
     """None until the store has been reached and a generation claimed."""
-    grace_s: float = 0.0
+    grace_s: Seconds = 0.0
     """Shortest notice that is to be expected here; 0 when nobody knows."""
-    version: int = VERSION
+    version: Version = VERSION
 
 
 @dataclass(frozen=True)
@@ -198,7 +237,7 @@ class Refused(Message):
     """The daemon will not talk with this peer; it closes the connection after this."""
 
     TYPE: ClassVar[str] = "refused"
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True)
@@ -206,11 +245,11 @@ class Request(Message):
     """Take a checkpoint at the next step boundary, please."""
 
     TYPE: ClassVar[str] = "request"
-    id: str
-    reason: str
-    seconds_left: float
+    id: Id
+    reason: Text
+    seconds_left: Seconds
     """Until the power goes, counted from the sending."""
-    urgency: str = "emergency"
+    urgency: Id = "emergency"
 
 
 @dataclass(frozen=True)
@@ -218,8 +257,8 @@ class Target(Message):
     """All ranks save as soon as they have completed a step ``>= step``."""
 
     TYPE: ClassVar[str] = "target"
-    request_id: str
-    step: int
+    request_id: Id
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -227,8 +266,8 @@ class Withdrawn(Message):
     """The request no longer stands; go on training."""
 
     TYPE: ClassVar[str] = "withdrawn"
-    request_id: str
-    reason: str
+    request_id: Id
+    reason: Text
 
 
 @dataclass(frozen=True)
@@ -236,8 +275,8 @@ class Committed(Message):
     """A checkpoint of this run is committed in the object store."""
 
     TYPE: ClassVar[str] = "committed"
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -245,7 +284,7 @@ class Fenced(Message):
     """Another VM has taken the run over; nothing from here will be committed any more."""
 
     TYPE: ClassVar[str] = "fenced"
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -253,9 +292,9 @@ class Restoring(Message):
     """The answer to RestoreQuery is on its way."""
 
     TYPE: ClassVar[str] = "restoring"
-    query_id: str
-    bytes_done: int
-    bytes_total: int
+    query_id: Id
+    bytes_done: Bytes
+    bytes_total: Bytes
 
 
 @dataclass(frozen=True)
@@ -263,11 +302,11 @@ class Restored(Message):
     """Answer to RestoreQuery.  An empty ``path`` with an empty ``error`` means a fresh run."""
 
     TYPE: ClassVar[str] = "restored"
-    query_id: str
-    path: str = ""
-    step: int = -1
-    generation: int = -1
-    error: str = ""
+    query_id: Id
+    path: PathText = ""
+    step: Step = -1
+    generation: Generation = -1
+    error: Text = ""
 
 
 # ---------------------------------------------------------------- operator <-> daemon
@@ -285,7 +324,7 @@ class Status(Message):
     """The daemon's state; docs/operations.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
-    report: dict[str, Any]
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -293,12 +332,12 @@ class Notify(Message):
     """``swansong notify``: the VM will go away.  Only root and the daemon's own user may say so."""
 
     TYPE: ClassVar[str] = "notify"
-    nonce: str
+    nonce: Id
     """Made anew for each notice; the same one said twice is one notice."""
-    seconds_left: float
+    seconds_left: Seconds
     """Until the power goes, counted from the sending."""
-    reason: str = ""
-    drill: bool = False
+    reason: Text = ""
+    drill: Flag = False
     """A rehearsal."""
 
 
@@ -307,7 +346,7 @@ class NotifyWithdrawn(Message):
     """``swansong notify --withdraw``: what was said by Notify does not stand any more."""
 
     TYPE: ClassVar[str] = "notify_withdrawn"
-    reason: str = ""
+    reason: Text = ""
 
 
 @dataclass(frozen=True)
@@ -327,27 +366,24 @@ FROM_DAEMON: tuple[type[Message], ...] = (
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 
-# What the annotation of a field (a string, see the __future__ import) allows.
-_CHECKS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "float": ((int, float), "a number"),
-    "str": ((str,), "a string"),
-    "bool": ((bool,), "true or false"),
-    "list[str]": ((list,), "a list of strings"),
-    "dict[str, Any]": ((dict,), "an object"),
-    "dict[str, float]": ((dict,), "an object of numbers"),
-    "list[FileEntry]": ((list,), "a list of files"),
-}
+_CAPABILITIES_MAX = 16
+_KEYS_MAX = 1000
+"""Of a JSON object, fields that are not known included."""
 
 
 def encode(message: Message) -> bytes:
-    """The message as one datagram.
+    """The message as one datagram, with measurements and texts moved into their ranges.
 
     Raises:
-        ProtocolError: it would be larger than :data:`MAX_MESSAGE_BYTES`.
+        ProtocolError: it would be larger than :data:`MAX_MESSAGE_BYTES`, or a field has the wrong type.
     """
-    body = {"type": message.TYPE, **dataclasses.asdict(message)}
-    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    body = {"type": message.TYPE, **_fitted(message)}
+    try:
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"message {message.TYPE} is not JSON: {error}") from None
+    # UTF-8 and not ASCII: two texts of the greatest length fit, whatever their characters are.
+    data = text.encode(errors="backslashreplace")
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"message {message.TYPE} has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}"
@@ -359,77 +395,23 @@ def decode(data: bytes) -> Message:
     """Parse one datagram.
 
     Raises:
-        ProtocolError: it is too large, no JSON object, of unknown type, or a field is missing or wrong.
+        ProtocolError: it is too large, no JSON object, of unknown type, or a field is missing, has the wrong
+            type or is out of its range.
     """
     body = _parse_object(data, MAX_MESSAGE_BYTES, "message")
     name = body.get("type")
     kind = _BY_TYPE.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ProtocolError(f"unknown message type {name!r:.60}")
-    message: Message = _build(kind, body)
+        raise ProtocolError(f"unknown message type {bounds.shown(name)}")
+    message: Message = _build(kind, body, kind.TYPE)
     return message
 
 
 def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
-    if len(data) > limit_bytes:
-        raise ProtocolError(f"{what} has over {limit_bytes} bytes")
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ProtocolError(f"{what} names a key twice")
-        return result
-
-    def no_constant(name: str) -> None:
-        raise ProtocolError(f"{what} holds {name}, which is no JSON number")
-
     try:
-        body = json.loads(data, object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except ProtocolError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what} is not JSON: {error!s:.120}") from None
-    if not isinstance(body, dict):
-        raise ProtocolError(f"{what} is not a JSON object")
-    return body
-
-
-def _build(kind: type[Any], body: dict[str, Any]) -> Any:
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):
-        if item.name not in body:
-            no_default = item.default is dataclasses.MISSING
-            if no_default and item.default_factory is dataclasses.MISSING:
-                raise ProtocolError(f"{kind.__name__}: field {item.name!r} is missing")
-            continue
-        values[item.name] = _checked(kind, item.name, str(item.type), body[item.name])
-    return kind(**values)
-
-
-def _checked(kind: type[Any], name: str, annotation: str, value: Any) -> Any:
-    optional = annotation.endswith(" | None")
-    if optional and value is None:
-        return None
-    base = annotation.removesuffix(" | None")
-    allowed, wanted = _CHECKS[base]
-    wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
-    if base == "list[str]" and not wrong:
-        wrong = not all(isinstance(item, str) for item in value)
-    if base == "dict[str, float]" and not wrong:
-        wrong = not all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) for item in value.values()
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        wrong = True
-    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
-        wrong = True
-    if wrong:
-        raise ProtocolError(f"{kind.__name__}: field {name!r} is {value!r:.60}, not {wanted}")
-    if base == "list[FileEntry]":
-        if not all(isinstance(item, dict) for item in value):
-            raise ProtocolError(f"{kind.__name__}: field {name!r} holds what is no object")
-        return [_build(FileEntry, item) for item in value]
-    return value
+        return bounds.json_object(data, what, limit_bytes)
+    except BoundsError as error:
+        raise ProtocolError(str(error)) from None
 
 
 # ---------------------------------------------------------------- staging
@@ -449,10 +431,12 @@ BEGUN_SUFFIX = ".begun"
 """Of the file in which a rank says what it is about to write."""
 RESTORED_DIRECTORY = "restored"
 """Where the daemon puts what a trainer asked to restore, below the staging directory of the run."""
-RANK_MANIFEST_MAX_BYTES = 16 * 2**20
+RANK_MANIFEST_MAX_BYTES = 4 * 2**20
+"""20,000 files with paths of 150 characters."""
 
 _SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
 _SAFE_PART = re.compile(r"[A-Za-z0-9_+=@,. -]{1,200}")
+_SHARD_PATH_CHARS_MAX = 1024
 
 
 def sealed_name(step: int, nonce: str) -> str:
@@ -484,7 +468,7 @@ def is_safe_path(path: str) -> bool:
     """
     parts = path.split("/")
     return (
-        len(path) <= 1024
+        len(path) <= _SHARD_PATH_CHARS_MAX
         and len(parts) <= 16
         and all(_SAFE_PART.fullmatch(part) and part not in (".", "..") for part in parts)
     )
@@ -494,31 +478,36 @@ def is_safe_path(path: str) -> bool:
 class FileEntry:
     """One file in a rank manifest."""
 
-    path: str
-    size_bytes: int
+    path: ShardPath
+    size_bytes: Bytes
 
 
 @dataclass(frozen=True)
 class RankManifest:
     """The last file that a rank writes into a checkpoint."""
 
-    run: str
-    step: int
-    kind: str
+    run: Text
+    step: Step
+    kind: Id
     """``periodic``, ``emergency`` or ``final``."""
     files: list[FileEntry]
-    rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node: int = 0
-    nodes: int = 1
-    request_id: str = ""
-    framework: str = "swansong"
-    health: dict[str, float] = field(default_factory=dict)
-    version: int = VERSION
+    rank: Rank = 0
+    world_size: Ranks = 1
+    local_world_size: Ranks = 1
+    node: Node = 0
+    nodes: Nodes = 1
+    request_id: Id = ""
+    framework: Id = "swansong"
+    health: Metrics = field(default_factory=dict)
+    version: Version = VERSION
 
     def encode(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False).encode()
+        """The content of a ``rank-*.json``.
+
+        Raises:
+            ProtocolError: it lists too many files, or a field has the wrong type.
+        """
+        return json.dumps(_fitted(self), indent=1, allow_nan=False).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> RankManifest:
@@ -527,10 +516,164 @@ class RankManifest:
         Raises:
             ProtocolError: it cannot be understood, or names a path that is not safe.
         """
-        manifest: RankManifest = _build(
-            cls, _parse_object(data, RANK_MANIFEST_MAX_BYTES, "rank manifest")
-        )
-        for entry in manifest.files:
-            if not is_safe_path(entry.path):
-                raise ProtocolError(f"rank manifest names the path {entry.path!r:.100}")
+        body = _parse_object(data, RANK_MANIFEST_MAX_BYTES, "rank manifest")
+        manifest: RankManifest = _build(cls, body, "rank manifest")
         return manifest
+
+
+# ---------------------------------------------------------------- ranges of the fields
+
+
+@dataclass(frozen=True)
+class _FieldType:
+    check: Callable[[Any, str], Any]
+    """Returns the value of the field with that name, or raises BoundsError."""
+    fit: Callable[[Any], Any] = lambda value: value
+    """Moves a value of our own into the range; None if that is impossible."""
+
+
+def _integer(low: int, high: int) -> _FieldType:
+    return _FieldType(lambda value, name: bounds.integer(value, name, low, high))
+
+
+def _clamped_integer(low: int, high: int) -> _FieldType:
+    return _FieldType(
+        lambda value, name: bounds.integer(value, name, low, high),
+        lambda value: min(max(operator.index(value), low), high),
+    )
+
+
+def _clamped_number(low: float, high: float) -> _FieldType:
+    return _FieldType(
+        lambda value, name: bounds.number(value, name, low, high),
+        lambda value: _clamp(value, low, high),
+    )
+
+
+def _clamp(value: Any, low: float, high: float) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf if value > 0 else -math.inf
+    return None if math.isnan(number) else min(max(number, low), high)
+
+
+def _clamped_text(max_chars: int) -> _FieldType:
+    return _FieldType(
+        lambda value, name: bounds.text(value, name, max_chars),
+        lambda value: _cut(value, max_chars),
+    )
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """At most so many characters, without lone surrogates, as names of files may contain."""
+    return text[:max_chars].encode(errors="replace").decode()
+
+
+def _check_shard_path(value: Any, name: str) -> str:
+    path = bounds.text(value, name, _SHARD_PATH_CHARS_MAX)
+    if not is_safe_path(path):
+        raise BoundsError(f"{name} names the path {bounds.shown(path)}, which is not safe")
+    return path
+
+
+def _check_capabilities(value: Any, name: str) -> list[str]:
+    found = bounds.items(value, name, _CAPABILITIES_MAX)
+    return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
+
+
+def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    # What the daemon itself reads comes first, should there be too many.
+    names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
+    limit = bounds.METRIC_MAX
+    fitted = {
+        _cut(name, bounds.ID_CHARS_MAX): number
+        for name in names
+        if (number := _clamp(metrics[name], -limit, limit)) is not None
+    }
+    return dict(list(fitted.items())[: bounds.METRICS_MAX])
+
+
+def _fit_files(files: list[FileEntry]) -> list[dict[str, Any]]:
+    return [_fitted(each) for each in bounds.items(files, "files", bounds.FILES_MAX)]
+
+
+def _check_files(value: Any, name: str) -> list[FileEntry]:
+    return [
+        _build(FileEntry, bounds.mapping(each, f"{name}[{number}]", _KEYS_MAX), f"{name}[{number}]")
+        for number, each in enumerate(bounds.items(value, name, bounds.FILES_MAX))
+    ]
+
+
+_FIELD_TYPES = {
+    "Step": _clamped_integer(-1, bounds.STEP_MAX),
+    "Generation": _integer(-1, bounds.GENERATION_MAX),
+    "Rank": _integer(0, bounds.RANKS_MAX),
+    "Ranks": _integer(1, bounds.RANKS_MAX),
+    "Node": _integer(0, bounds.NODES_MAX),
+    "Nodes": _integer(1, bounds.NODES_MAX),
+    "Count": _integer(0, 2**31 - 1),
+    "Version": _integer(0, 2**31 - 1),
+    "Bytes": _clamped_integer(0, bounds.BYTES_MAX),
+    "Seconds": _clamped_number(0.0, bounds.SECONDS_MAX),
+    "Metric": _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX),
+    "Flag": _FieldType(bounds.boolean),
+    "Id": _FieldType(bounds.identifier),
+    "Text": _clamped_text(bounds.TEXT_CHARS_MAX),
+    "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
+    "ShardPath": _FieldType(_check_shard_path),
+    "Capabilities": _FieldType(_check_capabilities),
+    "Metrics": _FieldType(bounds.metrics, _fit_metrics),
+    "Report": _FieldType(lambda value, name: bounds.mapping(value, name, _KEYS_MAX)),
+    "list[FileEntry]": _FieldType(_check_files, _fit_files),
+}
+"""By the name of the alias in the annotation of a field, which is a string: see the __future__ import."""
+
+
+def _field_type(item: dataclasses.Field[Any]) -> tuple[_FieldType, bool]:
+    """The type of a field, and whether the field may be None."""
+    annotation = str(item.type)
+    name = annotation.removesuffix(" | None")
+    return _FIELD_TYPES[name], name != annotation
+
+
+def _build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
+    """The message or manifest with these values.
+
+    Raises:
+        ProtocolError: a field is missing, has the wrong type, or is out of its range.
+    """
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(kind):
+        if item.name in body:
+            field_type, is_optional = _field_type(item)
+            value = body[item.name]
+            try:
+                is_none = is_optional and value is None
+                values[item.name] = None if is_none else field_type.check(value, item.name)
+            except (BoundsError, ProtocolError) as error:
+                raise ProtocolError(f"{what}: {error}") from None
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ProtocolError(f"{what}: {item.name} is missing")
+    return kind(**values)
+
+
+def _fitted(sent: Any) -> dict[str, Any]:
+    """The fields of a message or manifest, with measurements and texts moved into their ranges.
+
+    Raises:
+        ProtocolError: a field has the wrong type.
+    """
+    body: dict[str, Any] = {}
+    for item in dataclasses.fields(sent):
+        field_type, is_optional = _field_type(item)
+        value = getattr(sent, item.name)
+        try:
+            value = value if value is None else field_type.fit(value)
+        except BoundsError as error:
+            raise ProtocolError(str(error)) from None
+        except (TypeError, AttributeError) as error:
+            raise ProtocolError(f"{item.name} is {bounds.shown(value)}: {error}") from None
+        # Seconds of NaN are the only value that has no place in its range.
+        body[item.name] = 0.0 if value is None and not is_optional else value
+    return body

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks' connection writes to the trainer's log: each kind of line once a minute at most."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from swansong import _channel, protocol
+from swansong._channel import Channel
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(_channel, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def channel() -> Channel:
+    def nothing(*_: object) -> None:
+        return None
+
+    return Channel(
+        "/nonexistent/socket",
+        expected=True,
+        hello=lambda: protocol.Hello(""),
+        connected=nothing,
+        handle=nothing,
+        tick=nothing,
+    )
+
+
+def test_after_any_number_of_lines_the_next_minute_has_one_again(
+    channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon whose every answer is broken in another way fills no log, and is never silenced for good."""
+    for minute in range(1, 4):
+        for number in range(1000):
+            channel._received(b'{"type": "%d"}' % (1000 * minute + number))
+        assert len(caplog.records) == minute
+        clock.now += 61
+    assert len(channel._said) == 1
+
+
+def test_the_same_line_is_written_once(
+    channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon that stays away for an hour is one line."""
+    for _ in range(60):
+        channel._connect()
+        clock.now += 61
+    assert len(caplog.records) == 1
+    assert "no swansongd" in caplog.text
+
+
+def test_an_error_that_repeats_has_one_trace(
+    channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The background thread survives an error in each of its turns, and reports it once."""
+
+    def fails() -> None:
+        raise RuntimeError("broken")
+
+    for _ in range(1000):
+        channel._guarded(fails)
+        clock.now += 1
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    assert "broken" in record.getMessage()
