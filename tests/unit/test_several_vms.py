@@ -29,6 +29,7 @@ from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
 from swansongd.rejoin import Rejoin
 from swansongd.sources.base import HealthTracker
+from swansongd.staging.prepare import prepare
 from swansongd.stores.files import FileStore
 from swansongd.trainers.translate import problem_with
 
@@ -156,22 +157,21 @@ def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
 
 class Vm:
     def __init__(self, directory: Path, store: FileStore) -> None:
-        self.staging = directory
-        self.staging.mkdir()
+        directory.mkdir()
+        run = prepare(directory, "r")
         story = Story()
         story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
         self.state: State = replace(story.state, settings=settings)
-        self.rejoin = Rejoin(store, KEYS, self.staging, lambda: self.state, threading.Event())
+        self.rejoin = Rejoin(store, KEYS, run, lambda: self.state, threading.Event())
         self.answers: queue.Queue[Message] = queue.Queue()
 
     def ask(self, wanted: CommitRef | None = None) -> Restored:
-        if wanted is None:
-            self.rejoin.start("q", self.answers.put)
-        else:
+        query = RestoreQuery("q")
+        if wanted is not None:
             query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
-            self.rejoin.start_from(query, self.answers.put)
+        self.rejoin.ask(query, self.answers.put, lambda _: None)
         while not isinstance(answer := self.answers.get(timeout=20), Restored):
             pass
         return answer
