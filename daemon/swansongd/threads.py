@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the same function over many tasks in a few threads of our own.
+"""Threads of our own: one that takes tasks one after another, or a few over many tasks.
 
 Not an executor: the interpreter waits for the threads of an executor when it exits, and these are
 daemon threads.
@@ -7,15 +7,54 @@ daemon threads.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import structlog
 
 from swansongd.errors import Stopped
 
 Task = TypeVar("Task")
 
 _POLL_S = 0.2
+
+_log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """One thread for tasks that the decision loop must not wait for, with a bounded queue.
+
+    Args:
+        name: of the thread.
+        tasks_max: tasks that wait at most.
+    """
+
+    def __init__(self, name: str, *, tasks_max: int) -> None:
+        self._name = name
+        self._tasks: queue.Queue[Callable[[], object]] = queue.Queue(tasks_max)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin with the tasks."""
+        self._thread.start()
+
+    def submit(self, task: Callable[[], object]) -> bool:
+        """Have the task done after those that wait; False when the queue is full.  Returns at once."""
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                task()
+            except Exception:  # the next task may be sound
+                _log.exception("worker_fault", worker=self._name)
 
 
 def parallel(
@@ -35,7 +74,7 @@ def parallel(
         Stopped: ``stop`` was set before all tasks were done.
         BaseException: the first one that ``function`` raised.
     """
-    queue = iter(list(tasks))
+    left = iter(list(tasks))
     lock = threading.Lock()
     halt = threading.Event()
     errors: list[BaseException] = []
@@ -48,7 +87,7 @@ def parallel(
                     halt.set()
                     return
                 try:
-                    task = next(queue)
+                    task = next(left)
                 except StopIteration:
                     return
             try:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import CapturingLogger
+from swansongd import threads as module
 from swansongd.errors import Stopped
-from swansongd.threads import parallel
+from swansongd.threads import Worker, parallel
+from waiting import until
 
 
 def test_every_task_is_done_once() -> None:
@@ -80,3 +83,37 @@ def test_a_stop_after_the_last_task_is_none() -> None:
     stop = threading.Event()
     parallel([1], lambda _task: stop.set(), threads=1, stop=threading.Event())
     assert stop.is_set()
+
+
+@pytest.mark.fault("H07")
+def test_a_worker_does_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and whatever one of them raises; each fault is logged."""
+    log = CapturingLogger()
+    monkeypatch.setattr(module, "_log", log)
+    worker = Worker("test", tasks_max=1000)
+    done: list[tuple[int, int]] = []
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    for number in range(500):
+        assert worker.submit(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]
+        assert worker.submit(fail)
+    before = threading.active_count()
+    worker.start()
+    until(lambda: len(done) == 500, what="all tasks")
+    assert [number for number, _ in done] == list(range(500))
+    assert len({thread for _, thread in done}) == 1
+    assert threading.active_count() == before + 1
+    until(lambda: len(log.calls) == 500, what="all faults")
+
+
+@pytest.mark.fault("H07")
+def test_a_worker_with_a_full_queue_refuses_at_once() -> None:
+    """Who submits never waits, and nothing grows without bound."""
+    worker = Worker("test", tasks_max=2)
+    held = threading.Event()
+    assert [worker.submit(held.wait) for _ in range(4)] == [True, True, False, False]
+    worker.start()
+    held.set()
+    until(lambda: worker.submit(held.wait), what="room")

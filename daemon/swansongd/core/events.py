@@ -272,6 +272,12 @@ Event = (
     | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
+CAUSED_BY_TRAINERS = (
+    TrainerJoined, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed, TrainerSealed,
+    TrainerFailed, PeerRequested, IncarnationBegun,
+)  # fmt: skip
+"""Messages of trainers, and the ends of their connections: as many as a trainer likes, and untrusted."""
+
 
 # ---------------------------------------------------------------- actions
 
@@ -311,6 +317,8 @@ class WithdrawRequest:
 @dataclass(frozen=True, slots=True)
 class TellCommitted:
     ref: CommitRef
+    connections: tuple[int, ...] | None = None
+    """None: all."""
 
 
 @dataclass(frozen=True, slots=True)
