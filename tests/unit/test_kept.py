@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -119,7 +121,30 @@ def test_live_notices_come_back_with_their_deadlines(
     assert start_anew().notices(now_mono_s=10.0) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[{", b'[{"source": 1}]', b"7"])
+def as_kept(**changes: object) -> bytes:
+    facts = {**asdict(a_notice(deadline_mono_s=50.0)), **changes}
+    return json.dumps([facts]).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[{",
+        b'[{"source": 1}]',
+        b"7",
+        b"[7]",
+        b"[" * 60_000,
+        as_kept(deadline_mono_s=float("nan")),
+        as_kept(deadline_mono_s=10**400),
+        as_kept(deadline_mono_s="soon"),
+        as_kept(severity=17),
+        as_kept(source=["aws.spot"]),
+        as_kept(detail="x" * 5000),
+        as_kept()[:-1] + (b", " + as_kept()[1:-1]) * 64 + b"]",
+    ],
+    ids=lambda content: repr(content[:20]),
+)
 def test_what_cannot_be_read_is_no_notice(
     systemd: Systemd, start_anew: Callable[[], Kept], content: bytes
 ) -> None:
@@ -129,6 +154,17 @@ def test_what_cannot_be_read_is_no_notice(
     systemd.notifier.keep(kept.NOTICES, fd)
     os.close(fd)
     assert start_anew().notices(now_mono_s=0.0) == []
+
+
+@pytest.mark.parametrize("count", ["", "-1", "many", "99"])
+def test_a_number_of_descriptors_that_is_wrong_keeps_nobody_from_starting(
+    systemd: Systemd, count: str
+) -> None:
+    """Nothing is taken over then."""
+    facts = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": "a:b"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "_FIRST_FD", 1_000_000)  # not open
+        assert Kept(systemd.notifier, facts).lock_fd() is None
 
 
 def test_the_listener_comes_back_only_at_its_path(

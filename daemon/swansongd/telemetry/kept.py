@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from swansong import bounds
+
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.telemetry.sdnotify import SystemdNotifier
 
@@ -25,6 +27,8 @@ LOCK = "delay-lock"
 NOTICES = "notices"
 _FIRST_FD = 3
 _NOTICES_MAX_BYTES = 2**16
+_NOTICES_MAX = 64
+_FACTS_MAX = 64
 
 
 class Kept:
@@ -64,9 +68,10 @@ class Kept:
         """Those that were live, and have not run out since."""
         if self._notices_fd is None:
             return []
-        with suppress(OSError, ValueError, TypeError, KeyError):  # cut off, or of another version
+        # Cut off, or of another version; BoundsError is a ValueError.
+        with suppress(OSError, ValueError, KeyError, RecursionError):
             found = json.loads(os.pread(self._notices_fd, _NOTICES_MAX_BYTES, 0))
-            notices = [_notice(facts) for facts in found]
+            notices = [_notice(facts) for facts in bounds.items(found, NOTICES, _NOTICES_MAX)]
             return [notice for notice in notices if notice.deadline_mono_s > now_mono_s]
         return []
 
@@ -101,15 +106,28 @@ def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
         return {}
     found: dict[str, int] = {}
     names = environment.get("LISTEN_FDNAMES", "").split(":")
-    for fd, name in enumerate(names[: int(environment.get("LISTEN_FDS", "0"))], _FIRST_FD):
-        os.set_inheritable(fd, False)
+    count = environment.get("LISTEN_FDS", "0")
+    for fd, name in enumerate(names[: int(count) if count.isdecimal() else 0], _FIRST_FD):
+        try:
+            os.set_inheritable(fd, False)
+        except OSError:  # promised, and not there
+            continue
         if name in found:
             os.close(found[name])
         found[name] = fd
     return found
 
 
-def _notice(facts: dict[str, Any]) -> Notice:
-    severity = Severity(facts.pop("severity"))
-    quality = DeadlineQuality(facts.pop("deadline_quality"))
-    return Notice(severity=severity, deadline_quality=quality, **facts)
+def _notice(value: Any) -> Notice:
+    facts = bounds.mapping(value, "a notice", _FACTS_MAX)
+    return Notice(
+        source=bounds.text(facts["source"], "source"),
+        kind=bounds.text(facts["kind"], "kind"),
+        identity=bounds.text(facts["identity"], "identity"),
+        severity=Severity(facts["severity"]),
+        deadline_mono_s=bounds.number(
+            facts["deadline_mono_s"], "deadline_mono_s", -bounds.SECONDS_MAX, bounds.SECONDS_MAX
+        ),
+        deadline_quality=DeadlineQuality(facts["deadline_quality"]),
+        detail=bounds.text(facts["detail"], "detail"),
+    )
