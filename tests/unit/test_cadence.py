@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong.bounds import SECONDS_MAX
 from swansongd.core.cadence import (
     INTERVAL_MIN_S,
     History,
@@ -53,3 +54,21 @@ def test_never_more_often_than_the_store_can_follow() -> None:
     assert interval_s(save_cost_s=2.0, store_s=5.0, mtbf_s=14_400) == optimum_interval_s(
         2.0, 14_400
     )
+
+
+@pytest.mark.fault("S13")
+@given(
+    st.none() | st.floats(-1e9, 1e9),
+    st.floats(0, 1e9),
+    st.floats(1e-3, 1e9),
+    st.floats(-1e300, 1e300),
+    st.integers(-5, 10**9),
+)
+def test_no_measurement_makes_the_interval_fail(
+    save_cost_s: float | None, store_s: float, prior_s: float, observed_s: float, uncovered: int
+) -> None:
+    """A negative or huge cost, from a clock that jumps or a trainer that lies, still gives an interval."""
+    mtbf_s = expected_mtbf_s(prior_s, History(observed_s, uncovered))
+    assert 0 < mtbf_s < math.inf
+    found_s = interval_s(save_cost_s=save_cost_s, store_s=store_s, mtbf_s=mtbf_s)
+    assert INTERVAL_MIN_S <= found_s <= SECONDS_MAX

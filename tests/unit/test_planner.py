@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swansong.bounds import SECONDS_MAX
 from swansongd.core.planner import (
     Candidate,
     Measured,
@@ -181,3 +182,10 @@ def test_more_bandwidth_never_takes_longer(measured: Measured) -> None:
     """The formula is monotonic, and what is not measured counts as nothing."""
     assert take_s(measured) >= (measured.save_s or 0)
     assert take_s(Measured()) == 0
+
+
+@given(st.integers(0, 2**70), st.none() | st.floats(0, 1e300))
+def test_no_time_to_store_is_infinite(size_bytes: int, bandwidth: float | None) -> None:
+    """A wire that has stood still for minutes has next to no bandwidth; the numbers stay numbers."""
+    assert 0 <= seconds_to_store(size_bytes, bandwidth) <= SECONDS_MAX
+    assert seconds_to_store(2**60, 5e-324) == SECONDS_MAX

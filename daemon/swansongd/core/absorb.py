@@ -89,7 +89,7 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 turn.set(joined_mono_s=turn.now)
             turn.set(trainers=(*others, trainer))
             if state.last_complete is not None:  # made while it was away, perhaps
-                turn.do(TellCommitted(state.last_complete))
+                turn.do(TellCommitted(state.last_complete, (trainer.connection,)))
             nodes.joined(turn, trainer)
             _ask_late(turn, trainer.connection, trainer.rank)
             periodic.joined(turn, trainer.connection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 
-from swansongd.core import advance_wire, nodes, periodic, planner, stall
+from swansongd.core import advance_wire, claims, nodes, periodic, planner, stall
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -58,6 +58,7 @@ def advance(turn: Turn) -> None:
     _steer_evacuation(turn)
     _steer_request(turn)
     nodes.steer(turn)
+    claims.steer(turn)
     periodic.steer(turn)
     stall.steer(turn)
     advance_wire.steer_flush(turn)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swansong import bounds
+
 INTERVAL_MIN_S = 60.0
 """Never more often than this by the formula: a save costs more than the time that it holds up the loop."""
 
@@ -47,7 +49,8 @@ def optimum_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 def expected_mtbf_s(prior_s: float, history: History) -> float:
     """Mean time between uncovered interruptions; the prior counts like one seen after ``prior_s``."""
-    return (prior_s + max(0.0, history.observed_s)) / (1 + history.uncovered)
+    observed_s = min(max(0.0, history.observed_s), bounds.SECONDS_MAX)
+    return (prior_s + observed_s) / (1 + max(0, history.uncovered))
 
 
 def interval_s(*, save_cost_s: float | None, store_s: float, mtbf_s: float) -> float:
@@ -59,5 +62,5 @@ def interval_s(*, save_cost_s: float | None, store_s: float, mtbf_s: float) -> f
             before it is safe.
         mtbf_s: see :func:`expected_mtbf_s`.
     """
-    optimum_s = 0.0 if save_cost_s is None else optimum_interval_s(save_cost_s, mtbf_s)
-    return max(INTERVAL_MIN_S, store_s, optimum_s)
+    optimum_s = 0.0 if save_cost_s is None else optimum_interval_s(max(0.0, save_cost_s), mtbf_s)
+    return min(max(INTERVAL_MIN_S, store_s, optimum_s), bounds.SECONDS_MAX)

@@ -11,11 +11,14 @@ Pure: no clock, disk, socket, thread or environment.  Bad luck arrives as an eve
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swansongd.core.absorb import absorb
 from swansongd.core.advance import advance
 from swansongd.core.events import Action, Event
 from swansongd.core.state import State
 from swansongd.core.turn import Turn
+from swansongd.model import TrainerView
 
 
 def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
@@ -25,3 +28,46 @@ def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Ac
         absorb(turn, event)
         advance(turn)
     return turn.state, tuple(turn.actions)
+
+
+def rebuilt(state: State) -> State:
+    """The state without what trainers and staging have told, as a restart of the daemon leaves it.
+
+    For a state that :func:`step` cannot work with: only what came from outside can have spoiled it.  Notices,
+    the generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
+    """
+    return replace(
+        state,
+        trainers=tuple(_without_reports(trainer) for trainer in state.trainers),
+        staged=(),
+        pending=(),
+        growing=(),
+        kept={},
+        rejected=frozenset(),
+        flight=None,
+        stored=(),
+        incomplete=None,
+        retry_mono_s=0.0,
+        failures=0,
+        bandwidth_bytes_per_s=None,
+        signal_save_s=None,
+        periodic=None,
+        saved_mono_s=None,
+        stalled=frozenset(),
+        evacuation=None,
+        opened=(),
+    )
+
+
+def _without_reports(trainer: TrainerView) -> TrainerView:
+    return TrainerView(
+        connection=trainer.connection,
+        pid=trainer.pid,
+        rank=trainer.rank,
+        world_size=trainer.world_size,
+        local_world_size=trainer.local_world_size,
+        nodes=trainer.nodes,
+        step=trainer.step,
+        takes_periodic=trainer.takes_periodic,
+        is_connected=trainer.is_connected,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swansongd.core import claims
 from swansongd.core.events import (
     CancelFlush,
     CheckComplete,
@@ -24,6 +25,11 @@ from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged
 PEER_SOURCE = "peer"
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
+PEER_LONGEST_S = 3600.0
+"""The longest notice that a cloud gives: host maintenance."""
+PEER_REQUESTS_MAX = 3
+PEER_WINDOW_S = 60.0
+"""No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
 _ALONE = "alone"
 
 
@@ -42,7 +48,7 @@ def incarnation(turn: Turn, name: str) -> None:
         return
     _drop_all(turn)
     turn.set(incarnation=name)
-    turn.do(JoinGeneration(name))
+    claims.order(turn, JoinGeneration(name))
 
 
 def fenced(turn: Turn, generation: int) -> None:
@@ -78,15 +84,27 @@ def _drop_all(turn: Turn) -> None:
 
 
 def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -> Notice | None:
-    """The notice that another VM's request is for this one; None when the request is our own."""
-    if request_id in turn.state.opened:
+    """The notice that another VM's request is for this one.
+
+    None when the request is known or our own, when no trainer of this VM belongs to a job over several VMs,
+    or when there were too many requests: a trainer that makes requests up costs a few checkpoints.
+    """
+    state = turn.state
+    known = state.notices.get(PEER_SOURCE)
+    is_known = request_id in state.opened or (known is not None and known.identity == request_id)
+    if is_known or not state.spans_vms:
         return None
+    recent = tuple(taken for taken in state.peers_mono_s if turn.now - taken < PEER_WINDOW_S)
+    if len(recent) >= PEER_REQUESTS_MAX:
+        turn.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
+        return None
+    turn.set(peers_mono_s=(*recent, turn.now))
     return Notice(
         source=PEER_SOURCE,
         kind="reclaim",
         identity=request_id,
         severity=Severity.IMMINENT,
-        deadline_mono_s=turn.now + max(0.0, seconds_left),
+        deadline_mono_s=turn.now + min(max(0.0, seconds_left), PEER_LONGEST_S),
         deadline_quality=DeadlineQuality.DERIVED,
         detail=reason,
     )
@@ -95,7 +113,7 @@ def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -
 def agreed(turn: Turn, request_id: str, step: int) -> None:
     """The ranks of all VMs will save at ``step``."""
     ask = turn.ask_if_waiting(request_id)
-    if ask is not None and ask.target is None:
+    if ask is not None and ask.target is None and turn.state.spans_vms:
         turn.set_ask(target=step)
         turn.mark("target", step=step)
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swansong import bounds
+
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
@@ -65,8 +67,10 @@ class Candidate:
 
 
 def seconds_to_store(size_bytes: int, bandwidth_bytes_per_s: float | None) -> float:
-    """Expected time to store so many bytes; 0 when the bandwidth is unknown."""
-    return size_bytes / bandwidth_bytes_per_s if bandwidth_bytes_per_s else 0.0
+    """Expected time to store so many bytes; 0 when the bandwidth is unknown, and never infinite."""
+    if not bandwidth_bytes_per_s:
+        return 0.0
+    return min(size_bytes / bandwidth_bytes_per_s, bounds.SECONDS_MAX)
 
 
 def take_s(measured: Measured) -> float:

@@ -7,6 +7,7 @@ whatever their steps.
 
 from __future__ import annotations
 
+from swansongd.core import claims
 from swansongd.core.events import CancelFlush, ClaimGeneration, Prune
 from swansongd.core.turn import Turn
 from swansongd.model import is_healthy
@@ -34,4 +35,4 @@ def rolled_back(turn: Turn, step: int) -> None:
     if directories:
         turn.do(Prune(directories))
     if state.generation is not None:  # else a claim is under way already
-        turn.do(ClaimGeneration(state.generation))
+        claims.order(turn, ClaimGeneration(state.generation))

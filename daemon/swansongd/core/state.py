@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swansongd.core.cadence import History
+from swansongd.core.events import ClaimGeneration, JoinGeneration
 from swansongd.core.planner import Candidate, Measured, Plan, take_s
 from swansongd.model import (
     CheckpointId,
@@ -232,6 +233,12 @@ class State:
     healthy_commit: CommitRef | None = None
     """Newest commit of this generation whose loss is finite."""
     evacuation: Evacuation | None = None
+    claim_due: ClaimGeneration | JoinGeneration | None = None
+    """A claim that is to be made as soon as the rate of claims allows."""
+    claims_mono_s: tuple[float, ...] = ()
+    """When the last claims were ordered."""
+    peers_mono_s: tuple[float, ...] = ()
+    """When the last requests of other VMs were taken for notices."""
     opened: tuple[str, ...] = ()
     """Notices, by the id that they give, for which evacuations were opened so far."""
     is_leaving: bool = False

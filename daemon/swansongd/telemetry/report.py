@@ -9,6 +9,8 @@ from swansongd.model import TrainerView, Verdict
 
 STORE_HEALTH = "store"
 """Under this name the health of the store goes beside that of the sources."""
+TRAINERS_MAX = 100
+"""Trainers in one report, which must fit into a message."""
 
 
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
@@ -52,8 +54,9 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
                 "step_s": trainer.step_s,
                 "stalled_s": _stalled_s(state, trainer, now_mono_s),
             }
-            for trainer in state.trainers
+            for trainer in state.trainers[:TRAINERS_MAX]
         ],
+        "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
         "replication_lag": _lag(state, now_mono_s),
