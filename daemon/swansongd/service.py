@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pwd
 import queue
 import signal
 import threading
@@ -54,7 +53,7 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.state import Settings, State
-from swansongd.errors import ConfigError, StagingError
+from swansongd.errors import StagingError
 from swansongd.model import Severity, Verdict
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
@@ -72,6 +71,7 @@ from swansongd.telemetry.kept import Kept
 from swansongd.telemetry.report import status_line, status_report
 from swansongd.telemetry.sdnotify import SystemdNotifier
 from swansongd.telemetry.timeline import Timeline
+from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import SignalSender
 
@@ -111,7 +111,8 @@ class Service:
         self._kept = Kept(self._notifier, os.environ)
         run = config.run.name
         boot_id = _BOOT_ID.read_text().strip()
-        uids = _uids(config.trainer.users)
+        trainers = users.uids_of(config.trainer.users)
+        speakers = users.may_speak(trainers)
         self._staging = prepare(config.staging.path, run)
         self._storage = Storage(
             config,
@@ -137,7 +138,7 @@ class Service:
         self._state = State(settings=settings, incarnation=self._clerk.incarnation)
         scanner = Scanner(
             self._staging.path,
-            allowed_uids=uids,
+            allowed_uids=speakers,
             settle_s=config.trainer.settle_s,
             monotonic=time.monotonic,
         )
@@ -153,7 +154,7 @@ class Service:
             config.trainer.socket,
             run=run,
             staging=self._staging.path,
-            allowed_uids=uids,
+            allowed_uids=speakers,
             post=self._post,
             answer=self._answer,
             log=_log,
@@ -166,7 +167,7 @@ class Service:
                 signal_name=config.trainer.signal,
                 pid_file=config.trainer.pid_file,
                 unit=config.trainer.unit,
-                allowed_uids=uids,
+                allowed_uids=users.may_be_signalled(trainers, os.geteuid()),
                 post=self._post,
             )
         self._logind = logind.LogindSource(
@@ -216,6 +217,8 @@ class Service:
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         for notice in self._kept.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
+        if self._signal_sender is not None:
+            self._signal_sender.start()
         self._channel.start()
         if self._notifier.has_systemd:
             self._kept.keep_listener(self._channel.share_listener())
@@ -455,22 +458,6 @@ class Service:
         self._clerk.close()
         self._channel.close()
         return order.code
-
-
-def _uids(users: tuple[str | int, ...]) -> frozenset[int]:
-    """Who may speak on the socket and own staged files, root and ourselves included."""
-    uids = {0, os.geteuid()}
-    problems = []
-    for user in users:
-        try:
-            uids.add(user if isinstance(user, int) else pwd.getpwnam(user).pw_uid)
-        except KeyError:
-            problems.append(
-                f"trainer.users: there is no user {user!r}; create it, or remove it here"
-            )
-    if problems:
-        raise ConfigError(problems)
-    return frozenset(uids)
 
 
 def _short_digest(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -14,8 +15,8 @@ from typing import Self
 import pytest
 from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
-from swansongd.trainers import peers
-from swansongd.trainers.signals import SignalSender, _program
+from swansongd.trainers import peers, users
+from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, _program
 from waiting import until
 
 CATCHES = """
@@ -73,15 +74,22 @@ def events() -> list[Event]:
 
 
 def sender(
-    events: list[Event], pid_file: Path | None = None, *, unit: str | None = None, uid: int = 0
+    events: list[Event],
+    pid_file: Path | None = None,
+    *,
+    unit: str | None = None,
+    uid: int = 0,
+    allowed: frozenset[int] | None = None,
 ) -> SignalSender:
-    return SignalSender(
+    signals = SignalSender(
         signal_name="SIGUSR1",
         pid_file=pid_file,
         unit=unit,
-        allowed_uids=frozenset({os.geteuid(), uid}),
+        allowed_uids=frozenset({os.geteuid(), uid}) if allowed is None else allowed,
         post=events.append,
     )
+    signals.start()
+    return signals
 
 
 def pid_file(tmp_path: Path, content: object) -> Path:
@@ -195,6 +203,86 @@ def test_a_stranger_is_not_signalled(events: list[Event], tmp_path: Path) -> Non
     until(lambda: len(events) == 2)
 
 
+TRAINER_UID = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+
+
+@as_root
+@pytest.mark.fault("S11")
+def test_a_process_of_root_is_spared_unless_root_trains(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """A trainer's pid file that names a process of root, with a handler even, sends nothing there."""
+    path = pid_file(tmp_path, trainer.pid)
+    os.chown(path, TRAINER_UID, TRAINER_UID)
+    sender(events, path, allowed=users.may_be_signalled(frozenset({TRAINER_UID}), 0)).send("q")
+    reason = refusal(events)
+    assert "user id 0" in reason
+    assert "trainer.users" in reason
+    events.clear()
+    named = users.may_be_signalled(users.uids_of(("root", TRAINER_UID)), 12345)
+    sender(events, path, allowed=named).send(
+        "q"
+    )  # by the same pipe: the first "caught" is this one
+    assert trainer.line() == "caught"
+    until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
+
+
+@as_root
+@pytest.mark.fault("S11")
+def test_a_program_with_the_rights_of_another_user_is_spared(
+    events: list[Event], tmp_path: Path
+) -> None:
+    """A process that a trainer started, and that has root's rights by a setuid bit, is not a trainer."""
+    script = f"import os; os.setresuid({TRAINER_UID}, 0, 0)\n{CATCHES}"
+    with Trainer(script) as trainer:
+        path = pid_file(tmp_path, trainer.pid)
+        sender(events, path, allowed=frozenset({TRAINER_UID})).send("q")
+        assert "user id 0" in refusal(events)
+
+
+@pytest.mark.fault("S11")
+@pytest.mark.parametrize("pid", [os.getpid(), os.getppid(), 1], ids=["itself", "parent", "first"])
+def test_neither_the_daemon_nor_its_parents_are_signalled(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """Whatever the pid file says, and even if they belong to the right user and catch the signal."""
+    monkeypatch.setattr(peers, "catches_signal", lambda *_: True)
+    monkeypatch.setattr(peers, "uids_of", lambda _: frozenset({os.geteuid()}))
+    sent: list[object] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *facts: sent.append(facts))
+    sender(events, pid_file(tmp_path, pid)).send("q")
+    assert "the daemon itself, one of its parents or the first process" in refusal(events)
+    assert not sent
+
+
+@pytest.mark.fault("S11")
+def test_a_thread_of_the_daemon_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+    """The number of a thread names no process, and has an answer all the same."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    assert thread.native_id is not None
+    sender(events, pid_file(tmp_path, thread.native_id)).send("q")
+    assert "cannot be examined" in refusal(events)
+    over.set()
+
+
+@pytest.mark.fault("H07")
+def test_no_thread_is_started_for_a_request(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """A thousand requests are a thousand signals from one thread, and a bounded number of descriptors."""
+    signals = sender(events, pid_file(tmp_path, trainer.pid))
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for number in range(1000):
+        signals.send(str(number))
+        until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX
+    assert all(isinstance(event, SignalSent) for event in events)
+
+
 @pytest.mark.parametrize("content", ["", "abc", "-5", "0", "12 13", "99999999999999", "1\n2"])
 def test_a_pid_file_holds_one_number(content: str, events: list[Event], tmp_path: Path) -> None:
     """Whatever is not exactly one number (-5 would be a process group) is refused."""
@@ -202,14 +290,17 @@ def test_a_pid_file_holds_one_number(content: str, events: list[Event], tmp_path
     assert "does not hold one number" in refusal(events)
 
 
-def test_a_pid_file_that_anybody_could_write_is_not_believed(
-    trainer: Trainer, events: list[Event], tmp_path: Path
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+def test_a_pid_file_that_others_could_write_is_not_believed(
+    trainer: Trainer, events: list[Event], tmp_path: Path, mode: int
 ) -> None:
-    """It must be a regular file that only its owner, who may train, and the group can write."""
+    """It must be a regular file that only its owner can write: not everybody, and not its group."""
     path = pid_file(tmp_path, trainer.pid)
-    path.chmod(0o666)
+    path.chmod(mode)
     sender(events, path).send("q")
-    assert "writable by nobody else" in refusal(events)
+    reason = refusal(events)
+    assert "writable by nobody else" in reason
+    assert f"chmod 644 {path}" in reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away: needs root")
@@ -306,7 +397,7 @@ def test_a_process_that_cannot_be_examined_is_spared(
     def hidden(_: int) -> int:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(peers, "real_uid", hidden)
+    monkeypatch.setattr(peers, "uids_of", hidden)
     sender(events, pid_file(tmp_path, trainer.pid)).send("q")
     assert "cannot be examined" in refusal(events)
 

@@ -15,6 +15,7 @@ from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
 from swansongd.errors import Unreachable
 from swansongd.trainers.signals import SignalRefusal, SignalSender
+from swansongd.trainers.users import may_be_signalled
 
 FAMILY = "trainers"
 
@@ -129,15 +130,13 @@ def _signal(config: Config, daemon: Account) -> Judgement:
             f"{trainer.pid_file} is not there: no trainer runs that could be signalled",
             f"ls -l {shlex.quote(str(trainer.pid_file))}",
         )
-    uids = {0, os.geteuid(), daemon.uid}
-    for user in trainer.users:
-        found = account(user)
-        uids.add(found.uid if found else int(user) if isinstance(user, int) else 0)
+    known = frozenset(found.uid for user in trainer.users if (found := account(user)) is not None)
+    numbers = frozenset(user for user in trainer.users if isinstance(user, int))
     sender = SignalSender(
         signal_name=trainer.signal,
         pid_file=trainer.pid_file,
         unit=trainer.unit,
-        allowed_uids=frozenset(uids),
+        allowed_uids=may_be_signalled(known | numbers, daemon.uid),
         post=lambda _event: None,
     )
     try:

@@ -104,13 +104,26 @@ def catches_signal(pid: int, signum: int) -> bool:
     return bool(int(_status_field(pid, b"SigCgt"), 16) >> (signum - 1) & 1)
 
 
-def real_uid(pid: int) -> int:
-    """User id that the process belongs to.
+def uids_of(pid: int) -> frozenset[int]:
+    """Real, effective and saved user id of the process.
 
     Raises:
         OSError: its status cannot be read.
     """
-    return int(_status_field(pid, b"Uid").split()[0])
+    return frozenset(map(int, _status_field(pid, b"Uid").split()[:3]))
+
+
+def lineage(pid: int) -> frozenset[int]:
+    """The process, its parent, and so on up to the first process.
+
+    Raises:
+        OSError: a status cannot be read.
+    """
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        pid = int(_status_field(pid, b"PPid"))
+    return frozenset(found)
 
 
 def command_line(pid: int) -> list[str]:

@@ -3,16 +3,20 @@
 
 The default action of most signals ends the process, so the target must catch the signal, belong to a
 user who may train, and be the training script itself: launchers die of it and leave their workers.
+The number of the process comes from a file that the trainer writes, and the daemon may signal any process
+of the VM: so it is never a process of another user, the daemon itself or one of the daemon's parents.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import stat
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -20,9 +24,13 @@ from pathlib import Path, PurePath
 from swansongd.config_values import signal_number
 from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
-from swansongd.trainers import peers
+from swansongd.trainers import peers, users
 
 SYSTEMCTL_TIMEOUT_S = 2.0
+REQUESTS_MAX = 64
+"""Requests that are remembered, and processes that are watched after they were signalled."""
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FIRST_PID = 1
 _PID_FILE = re.compile(rb"\s*([1-9][0-9]{0,9})\s*")
 _LAUNCHERS = re.compile(
     r"(torchrun|deepspeed|accelerate(-launch)?|torch\.distributed\.(run|launch)"
@@ -35,13 +43,14 @@ class SignalRefusal(Exception):
 
 
 class SignalSender:
-    """Signals the one configured process, in a thread of its own for each request.
+    """Signals the one configured process, in a thread of its own.
 
     Args:
         signal_name: for example ``SIGUSR1``.
         pid_file: file that holds the number of the process; it comes before ``unit``.
         unit: systemd unit whose main process is meant.
-        allowed_uids: users that the process and its pid file may belong to.
+        allowed_uids: users that the process may belong to, see :func:`users.may_be_signalled`; its pid
+            file may also be root's.
         post: takes SignalSent or SignalRefused, and SignalledExited once the process is gone.
 
     Raises:
@@ -66,18 +75,24 @@ class SignalSender:
         self._unit = unit
         self._allowed_uids = allowed_uids
         self._post = post
-        self._lock = threading.Lock()
-        self._known: set[str] = set()
+        self._known: deque[str] = deque(maxlen=REQUESTS_MAX)
+        self._waiting: deque[str] = deque(maxlen=REQUESTS_MAX)
+        self._signalled: dict[int, tuple[str, int]] = {}  # by pidfd: the request and the process
+        self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = select.poll()
+        self._poller.register(self._wakefd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
 
     def send(self, request_id: str) -> None:
-        """Signal the trainer, once per request; returns at once."""
-        with self._lock:
-            if request_id in self._known:
-                return
-            self._known.add(request_id)
-        threading.Thread(
-            target=self._send, args=(request_id,), name=f"signal-{request_id}", daemon=True
-        ).start()
+        """Signal the trainer, once per request; returns at once.  For one thread."""
+        if request_id not in self._known:
+            self._known.append(request_id)
+            self._waiting.append(request_id)
+            os.eventfd_write(self._wakefd, 1)
 
     def examine(self) -> int:
         """Number of the process that would be signalled now; sends nothing.
@@ -88,6 +103,16 @@ class SignalSender:
         pid, pidfd = self._target()
         os.close(pidfd)
         return pid
+
+    def _run(self) -> None:
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd == self._wakefd:
+                    os.eventfd_read(fd)
+                else:
+                    self._post(SignalledExited(*self._forget(fd)))
+            while self._waiting:
+                self._send(self._waiting.popleft())
 
     def _send(self, request_id: str) -> None:
         try:
@@ -105,12 +130,16 @@ class SignalSender:
             os.close(pidfd)
             self._post(SignalRefused(request_id, _not_sent(pid, error)))
             return
-        try:
-            self._post(SignalSent(request_id, pid))
-            peers.wait_exit(pidfd, None)
-            self._post(SignalledExited(request_id, pid))
-        finally:
-            os.close(pidfd)
+        self._post(SignalSent(request_id, pid))
+        if len(self._signalled) >= REQUESTS_MAX:
+            self._forget(next(iter(self._signalled)))
+        self._signalled[pidfd] = request_id, pid
+        self._poller.register(pidfd, select.POLLIN)
+
+    def _forget(self, pidfd: int) -> tuple[str, int]:
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        return self._signalled.pop(pidfd)
 
     def _target(self) -> tuple[int, int]:
         pid = self._resolve()
@@ -126,11 +155,17 @@ class SignalSender:
         return pid, pidfd
 
     def _check(self, pid: int) -> None:
-        uid = peers.real_uid(pid)
-        if uid not in self._allowed_uids:
+        if pid == _FIRST_PID or pid in peers.lineage(os.getpid()):
             raise SignalRefusal(
-                f"process {pid} belongs to user id {uid}: add that user to trainer.users "
-                "if it is the trainer"
+                f"process {pid} is the daemon itself, one of its parents or the first process: "
+                "let the training script write its own pid to trainer.pid_file"
+            )
+        strangers = peers.uids_of(pid) - self._allowed_uids
+        if strangers:
+            named = ", ".join(map(str, sorted(strangers)))
+            raise SignalRefusal(
+                f"process {pid} belongs to user id {named}, which is not in trainer.users: "
+                "add that user if the process is the trainer"
             )
         program = _program(peers.command_line(pid))
         if _LAUNCHERS.fullmatch(program):
@@ -164,10 +199,12 @@ class SignalSender:
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode):
                 raise SignalRefusal(f"the pid file {path} is not a regular file")
-            if facts.st_uid not in self._allowed_uids or facts.st_mode & stat.S_IWOTH:
+            owners = self._allowed_uids | {users.ROOT}
+            if facts.st_uid not in owners or facts.st_mode & _WRITABLE_BY_OTHERS:
                 raise SignalRefusal(
                     f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
-                    "must belong to one of trainer.users and be writable by nobody else"
+                    "must belong to root or one of trainer.users and be writable by nobody else: "
+                    f"chown it, or chmod 644 {path}"
                 )
             match = _PID_FILE.fullmatch(os.read(fd, 64))
         finally:
