@@ -115,7 +115,11 @@ class Client:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(20)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
 
     def say(self, message: Message | bytes) -> None:
         self.socket.send(message if isinstance(message, bytes) else protocol.encode(message))

@@ -127,7 +127,7 @@ def test_a_bucket_that_does_not_exist_is_said_once_with_the_way_out(
     [
         (b"x" * 1_000_000, "65536 bytes"),
         (b'{"type": "hello", ', "not JSON"),
-        (b'{"type": "hello", "rank": "first"}', "Hello"),
+        (b'{"type": "hello", "rank": "first"}', "hello: run is missing"),
         (b"[" * 60_000, "not JSON"),
         (b'{"type": "abracadabra"}', "abracadabra"),
     ],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from swansong.protocol import (
 from swansongd.errors import Unreachable
 
 TIMEOUT_S = 5.0
+_RETRY_S = 0.05
 _NOT_RUNNING = "Start it, or see why it ended: systemctl status swansongd"
 _NOT_ALLOWED = "Ask as root, or as one of trainer.users"
 
@@ -44,19 +46,39 @@ class Daemon:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(TIMEOUT_S)
         with self._in_words():
-            self._channel.connect(str(path))
+            self._connect()
+
+    def _connect(self) -> None:
+        give_up_mono_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self._channel.connect(str(self._path))
+                return
+            except BlockingIOError:  # others who connect have filled the kernel's queue
+                if time.monotonic() > give_up_mono_s:
+                    raise
+                time.sleep(_RETRY_S)
 
     def ask(self, question: Message, answered_by: type[Answer]) -> Answer:
-        """Send, and wait at most :data:`TIMEOUT_S` for each message until the answer comes."""
+        """Send, and wait at most :data:`TIMEOUT_S` for the answer, whatever else comes."""
+        give_up_mono_s = time.monotonic() + TIMEOUT_S
+        self._channel.settimeout(TIMEOUT_S)
         with self._in_words():
             self._channel.send(encode(question))
-            while data := self._channel.recv(MAX_MESSAGE_BYTES + 1):
+            while data := self._received(give_up_mono_s):
                 answer = decode(data)
                 if isinstance(answer, answered_by):
                     return answer
                 if isinstance(answer, Refused):
                     raise Unreachable(f"the daemon refused: {answer.reason}", hint=_NOT_ALLOWED)
         raise Unreachable(f"the daemon at {self._path} closed the connection", hint=_NOT_ALLOWED)
+
+    def _received(self, give_up_mono_s: float) -> bytes:
+        left_s = give_up_mono_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left_s)
+        return self._channel.recv(MAX_MESSAGE_BYTES + 1)
 
     def report(self) -> dict[str, Any]:
         """Its state; docs/operations.md describes it."""

@@ -3,6 +3,7 @@
 
 Turns messages into events and decides nothing beyond who may speak.  No peer can make it wait: sockets
 do not block, messages, rates, queues and connections are bounded, and whoever exceeds a bound is dropped.
+:mod:`swansongd.trainers.admission` has the bounds for each user.
 
 For one connection that said hello: one TrainerJoined (again if it repeats its hello), then at most one
 TrainerLeft with ``exited=False`` (the connection ended and the process lives), then at most one with
@@ -31,7 +32,16 @@ from swansong.protocol import Message, ProtocolError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft
 from swansongd.errors import ConfigError
+from swansongd.rates import LogLimit
 from swansongd.trainers import peers, translate
+from swansongd.trainers.admission import (
+    CONNECTIONS_PER_USER,
+    HELLO_LIMIT_S,
+    QUERIES_MAX,
+    STATUS_COST,
+    Admission,
+    Refusal,
+)
 from swansongd.trainers.connection import (
     MESSAGES_PER_S_MAX,
     Connection,
@@ -40,11 +50,12 @@ from swansongd.trainers.connection import (
     listen,
 )
 
-CONNECTIONS_MAX = 64
 ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 _MESSAGES_PER_TURN = 16
-_COMPLAINTS_MAX = 1000
+_SWEEP_S = 1.0
+_COMPLAINT_EVERY_S = 60.0
+_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Incarnation)
 _SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -58,7 +69,7 @@ class TrainerChannel:
         allowed_uids: users that may speak here; the caller adds root and the daemon's own.
         post: takes the events.
         answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
-            the reply, now or later, from whatever thread.
+            the reply, now or later, from whatever thread.  Each RestoreQuery gets a Restored in the end.
         log: a structlog logger.
         listener_fd: the listening socket when there is one already; ``path`` is then not touched.
         several_vms: whether trainers may have ranks on other VMs.
@@ -93,7 +104,9 @@ class TrainerChannel:
         self._numbers = itertools.count(1)
         self._connections: dict[int, Connection] = {}
         self._lingering: dict[int, Connection] = {}  # by pid: closed, and the process still watched
-        self._complaints: set[tuple[object, ...]] = set()
+        self._admission = Admission(frozenset({0, os.geteuid()}))
+        self._complaints = LogLimit(burst=1, interval_s=_COMPLAINT_EVERY_S)
+        self._swept_mono_s = 0.0
         self._accept_again_mono_s: float | None = None
         self._commands: deque[tuple[frozenset[int] | None, bytes]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -163,14 +176,9 @@ class TrainerChannel:
 
     def _serve(self) -> None:
         while not self._is_closing:
-            pause_s = None
-            if self._accept_again_mono_s is not None:
-                pause_s = max(0.0, self._accept_again_mono_s - time.monotonic())
-                if pause_s == 0.0:
-                    self._accept_again_mono_s = pause_s = None
-                    self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            for key, mask in self._selector.select(pause_s):
+            for key, mask in self._selector.select(self._pause_s()):
                 key.data(mask)
+            self._drop_silent()
         self._run_commands()
         for connection in [*self._connections.values(), *self._lingering.values()]:
             connection.close()
@@ -184,6 +192,31 @@ class TrainerChannel:
         with self._lock:
             os.close(self._wakefd)
             self._wakefd = -1
+
+    def _pause_s(self) -> float | None:
+        """How long to wait for something to happen."""
+        pause_s = None
+        if any(not each.has_joined for each in self._connections.values()):
+            pause_s = _SWEEP_S
+        if self._accept_again_mono_s is not None:
+            left_s = self._accept_again_mono_s - time.monotonic()
+            if left_s > 0:
+                return left_s if pause_s is None else min(left_s, pause_s)
+            self._accept_again_mono_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        return pause_s
+
+    def _drop_silent(self) -> None:
+        """Close the connections that say nothing, so that their seats are free."""
+        now = time.monotonic()
+        if now - self._swept_mono_s < _SWEEP_S:
+            return
+        self._swept_mono_s = now
+        for connection in list(self._connections.values()):
+            if not connection.has_joined and now - connection.heard_mono_s > HELLO_LIMIT_S:
+                self._refuse(
+                    connection, f"no hello came within {HELLO_LIMIT_S:g} s: say hello first"
+                )
 
     def _run_commands(self, _: int = 0) -> None:
         with suppress(BlockingIOError):
@@ -211,18 +244,19 @@ class TrainerChannel:
         except OSError as error:
             self._turn_away(connected, f"the process cannot be identified: {error}")
             return
-        reason = ""
-        if peer.uid not in self._allowed_uids:
-            reason = (
-                f"user id {peer.uid} may not speak to the daemon: "
-                "add it to trainer.users in the configuration"
-            )
-        elif len(self._connections) >= CONNECTIONS_MAX:
-            reason = f"there are {CONNECTIONS_MAX} connections already: close some, one per rank is enough"
-        if reason:
+        try:
+            if peer.uid not in self._allowed_uids:
+                raise Refusal(
+                    f"user id {peer.uid} may not speak to the daemon: "
+                    "add it to trainer.users in the configuration"
+                )
+            makes_room = self._admission.seat(peer.uid, self._connections.values())
+        except Refusal as refusal:
             os.close(peer.pidfd)
-            self._turn_away(connected, reason, uid=peer.uid)
+            self._turn_away(connected, str(refusal), uid=peer.uid)
             return
+        if makes_room is not None:
+            self._refuse(makes_room, "others need the connection: say hello at once")
         connection = Connection(next(self._numbers), connected, peer, time.monotonic())
         self._connections[connection.number] = connection
         self._selector.register(connected, selectors.EVENT_READ, partial(self._ready, connection))
@@ -252,7 +286,9 @@ class TrainerChannel:
         if not data:
             self._drop(connection, "connection closed")
             return False
-        if not connection.may_speak(time.monotonic()):
+        now = time.monotonic()
+        of_user = self._admission.user(connection.peer.uid).messages
+        if not (connection.messages.take(now) and of_user.take(now)):
             self._refuse(
                 connection,
                 f"more than {MESSAGES_PER_S_MAX:.0f} messages a second: report less often",
@@ -274,31 +310,43 @@ class TrainerChannel:
                 self._complain(
                     "forked_child_ignored",
                     reason=f"process {sender_pid} speaks on the connection of {connection.peer.pid}: "
-                    "close it in children, or connect anew",
-                    connection=connection.number,
+                    "close it in children, or connect again",
+                    uid=connection.peer.uid,
+                    pid=connection.peer.pid,
                 )
             else:
-                self._refuse(connection, "another process made this connection: connect anew")
+                self._refuse(connection, "another process made this connection: connect again")
             return
         try:
             message = protocol.decode(data)
         except ProtocolError as error:
             self._refuse(connection, f"{error}: use matching versions of daemon and hooks")
             return
+        connection.heard_mono_s = time.monotonic()
         try:
             self._handle(connection, message)
-        except Exception:  # one peer's message must not silence the others
-            self._log.exception("trainer_message_failed", connection=connection.number)
+        except Exception as error:  # one peer's message must not silence the others
+            self._complain(
+                "trainer_message_failed",
+                level="error",
+                uid=connection.peer.uid,
+                type=message.TYPE,
+                exc_info=error,
+            )
             self._drop(connection, "the daemon failed at a message")
 
     def _handle(self, connection: Connection, message: Message) -> None:
         number = connection.number
         if isinstance(message, protocol.Hello):
             self._greet(connection, message)
-        elif isinstance(message, protocol.StatusQuery) or (
-            isinstance(message, protocol.RestoreQuery) and connection.has_joined
-        ):
-            self._answer(message, partial(self.send, (number,)))
+        elif isinstance(message, protocol.StatusQuery):
+            of_user = self._admission.user(connection.peer.uid).messages
+            if of_user.take(time.monotonic(), STATUS_COST):
+                self._answer(message, partial(self.send, (number,)))
+            else:
+                self._refuse(connection, "too many status queries: ask less often")
+        elif isinstance(message, protocol.RestoreQuery) and connection.has_joined:
+            self._ask_restore(connection, message)
         elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
             if connection.peer.uid in (0, os.geteuid()):
                 self._answer(message, partial(self.send, (number,)))
@@ -308,17 +356,60 @@ class TrainerChannel:
             self._refuse(connection, f"{message.TYPE} is not for the daemon")
         elif not connection.has_joined:
             self._refuse(connection, f"{message.TYPE} came before hello: say hello first")
+        elif isinstance(message, _BETWEEN_VMS) and not _spans_vms(connection):
+            self._refuse(
+                connection,
+                f"{message.TYPE} is for jobs over several VMs: say so in hello, and set "
+                "run.several_vms = true in the configuration",
+            )
         elif isinstance(message, protocol.Bye):
             self._leave(connection)
             self._post(TrainerLeft(number, exited=True, reason=translate.short(message.reason)))
         else:
             self._post(translate.event_of(number, message))
 
+    def _ask_restore(self, connection: Connection, query: protocol.RestoreQuery) -> None:
+        queries = self._admission.user(connection.peer.uid).queries
+        key = connection.number, query.query_id
+        if key in queries:
+            return  # its answer is on the way
+        own = sum(number == connection.number for number, _ in tuple(queries))
+        if own >= QUERIES_MAX or len(queries) >= CONNECTIONS_PER_USER:
+            self._refuse(
+                connection,
+                f"{own} restore queries are not answered yet, and {len(queries)} of user id "
+                f"{connection.peer.uid}: wait for the answers",
+            )
+            return
+
+        def reply(message: Message) -> None:
+            if isinstance(message, protocol.Restored):
+                queries.discard(key)
+            self.send((connection.number,), message)
+
+        queries.add(key)
+        try:
+            self._answer(query, reply)
+        except BaseException:
+            queries.discard(key)
+            raise
+
     def _greet(self, connection: Connection, hello: protocol.Hello) -> None:
+        now = time.monotonic()
         problem = translate.problem_with(hello, self._run, several_vms=self._several_vms)
+        if not problem and connection.hello is not None:
+            problem = translate.change_of(connection.hello, hello)
+        if not problem and not connection.hellos.take(now):
+            problem = "more than one hello a second: say it once for each connection"
+        try:
+            if not problem and not connection.has_joined:
+                self._admission.hello(connection.peer.uid, self._connections.values(), now)
+        except Refusal as refusal:
+            problem = str(refusal)
         if problem:
             self._refuse(connection, problem)
             return
+        connection.hello = hello
         pid = connection.peer.pid
         if not connection.has_joined:
             self._forget_closed(pid)
@@ -344,7 +435,10 @@ class TrainerChannel:
         try:
             if not connection.send(data):
                 self._complain(
-                    "trainer_dropped", reason="it does not read", pid=connection.peer.pid
+                    "trainer_dropped",
+                    reason="it does not read",
+                    uid=connection.peer.uid,
+                    pid=connection.peer.pid,
                 )
                 self._drop(connection, "it does not read its messages")
         except OSError as error:
@@ -379,8 +473,12 @@ class TrainerChannel:
             os.close(connection.peer.pidfd)
             return
         self._forget_closed(connection.peer.pid)
-        while len(self._lingering) >= CONNECTIONS_MAX:
-            self._forget_closed(next(iter(self._lingering)))
+        uid = connection.peer.uid
+        own = [each for each in self._lingering.values() if each.peer.uid == uid]
+        if len(own) >= CONNECTIONS_PER_USER:
+            self._forget_closed(own[0].peer.pid)
+            reason = "too many processes of its user have closed their connections"
+            self._post(TrainerLeft(own[0].number, exited=True, reason=reason))
         self._lingering[connection.peer.pid] = connection
         self._post(TrainerLeft(connection.number, exited=False, reason=translate.short(reason)))
 
@@ -410,9 +508,13 @@ class TrainerChannel:
             self._leave(earlier)
             os.close(earlier.peer.pidfd)
 
-    def _complain(self, event: str, **facts: object) -> None:
-        """Log a line, once for the same facts: peers may try again for ever."""
-        key = (event, *facts.values())
-        if key not in self._complaints and len(self._complaints) < _COMPLAINTS_MAX:
-            self._complaints.add(key)
-            self._log.warning(event, **facts)
+    def _complain(self, event: str, *, level: str = "warning", **facts: object) -> None:
+        """Log a line, once a minute for each user: peers may try again for ever."""
+        extra = self._complaints.admit((event, facts.get("uid")), time.monotonic())
+        if extra is not None:
+            getattr(self._log, level)(event, **facts, **extra)
+
+
+def _spans_vms(connection: Connection) -> bool:
+    """Whether the rank said that its job runs on several VMs, which hello is refused for elsewhere."""
+    return connection.hello is not None and connection.hello.nodes > 1

@@ -11,14 +11,19 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from swansong.protocol import MAX_MESSAGE_BYTES
+from swansong.protocol import MAX_MESSAGE_BYTES, Hello
 
 from swansongd.errors import SwansongError
+from swansongd.rates import TokenBucket
 from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
 
 OUTGOING_MESSAGES_MAX = 64
+OUTGOING_BYTES_MAX = 512 * 2**10
 MESSAGES_PER_S_MAX = 200.0
+_HELLOS_AT_ONCE, _HELLOS_PER_S = 10.0, 1.0
 SOCKET_MODE = 0o660
+_BACKLOG = 1024
+"""Connections that wait to be accepted; those beyond it are turned away by the kernel, without a word."""
 
 
 class Connection:
@@ -31,9 +36,14 @@ class Connection:
         self.socket: socket.socket | None = connected
         self.peer = peer
         self.has_joined = False
+        self.hello: Hello | None = None
+        """The last one."""
+        self.hellos = TokenBucket(_HELLOS_AT_ONCE, _HELLOS_PER_S)
+        self.messages = TokenBucket(MESSAGES_PER_S_MAX, MESSAGES_PER_S_MAX)
+        self.heard_mono_s = now_mono_s
+        """When the last message was understood; before the first, when the peer connected."""
         self._outgoing: deque[bytes] = deque()
-        self._tokens = MESSAGES_PER_S_MAX
-        self._refilled_mono_s = now_mono_s
+        self._outgoing_bytes = 0
 
     @property
     def is_sending(self) -> bool:
@@ -60,22 +70,17 @@ class Connection:
                 pid = unpack_credentials(content)[0]
         return data, pid, bool(flags & socket.MSG_TRUNC)
 
-    def may_speak(self, now_mono_s: float) -> bool:
-        """Count one message; False when the peer sends more than the rate allows."""
-        earned = (now_mono_s - self._refilled_mono_s) * MESSAGES_PER_S_MAX
-        self._tokens = min(MESSAGES_PER_S_MAX, self._tokens + earned) - 1.0
-        self._refilled_mono_s = now_mono_s
-        return self._tokens >= 0.0
-
     def send(self, message: bytes) -> bool:
         """Send, or keep until the peer reads; False when too much is kept already.
 
         Raises:
             OSError: the connection is broken.
         """
-        if len(self._outgoing) >= OUTGOING_MESSAGES_MAX:
+        size_bytes = self._outgoing_bytes + len(message)
+        if len(self._outgoing) >= OUTGOING_MESSAGES_MAX or size_bytes > OUTGOING_BYTES_MAX:
             return False
         self._outgoing.append(message)
+        self._outgoing_bytes = size_bytes
         self.flush()
         return True
 
@@ -88,7 +93,7 @@ class Connection:
         with suppress(BlockingIOError):
             while self._outgoing and self.socket is not None:
                 self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
-                self._outgoing.popleft()
+                self._outgoing_bytes -= len(self._outgoing.popleft())
 
     def close(self, last_words: bytes | None = None) -> None:
         """Close the socket; ``last_words`` reach the peer if it has room for them."""
@@ -96,6 +101,7 @@ class Connection:
             close_socket(self.socket, last_words)
             self.socket = None
             self._outgoing.clear()
+            self._outgoing_bytes = 0
 
 
 def close_socket(connected: socket.socket, last_words: bytes | None) -> None:
@@ -126,7 +132,7 @@ def listen(path: Path) -> socket.socket:
         os.fchmod(listener.fileno(), SOCKET_MODE)
         listener.bind(os.fspath(path))
         os.chmod(path, SOCKET_MODE)
-        listener.listen()
+        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise

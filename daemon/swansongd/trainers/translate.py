@@ -46,7 +46,7 @@ def event_of(connection: int, message: Message) -> Event:
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
         case protocol.Incarnation():
-            return IncarnationBegun(short(message.id))
+            return IncarnationBegun(message.id)
         case protocol.Failed():
             return TrainerFailed(connection, message.request_id, short(message.reason))
         case protocol.Declined():
@@ -92,6 +92,20 @@ def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -
             "makes no sense: check RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
         )
     return ""
+
+
+def change_of(before: protocol.Hello, hello: protocol.Hello) -> str:
+    """Why a connection may not say this hello after an earlier one; empty when it may."""
+    if _ranks_of(before) != _ranks_of(hello):
+        return (
+            f"the connection is that of rank {before.rank} of {before.world_size}, and not of rank "
+            f"{hello.rank} of {hello.world_size}: connect once for each rank"
+        )
+    return ""
+
+
+def _ranks_of(hello: protocol.Hello) -> tuple[int, ...]:
+    return hello.rank, hello.world_size, hello.local_world_size, hello.node, hello.nodes
 
 
 def refused(reason: str) -> bytes:
