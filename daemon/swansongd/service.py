@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import signal
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -23,7 +23,6 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config import Config
-from swansongd.core import machine
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -31,10 +30,12 @@ from swansongd.core.events import (
     CheckComplete,
     CheckFence,
     ClaimGeneration,
+    CommitFailed,
     CommitManifest,
     Conclude,
     Event,
     Exit,
+    FlushFailed,
     JoinGeneration,
     Log,
     Mark,
@@ -53,8 +54,11 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.state import Settings, State
+from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
+from swansongd.inbox import Inbox
 from swansongd.model import Severity, Verdict
+from swansongd.rates import LogLimit
 from swansongd.rejoin import Rejoin
 from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
@@ -71,17 +75,22 @@ from swansongd.telemetry.kept import Kept
 from swansongd.telemetry.report import status_line, status_report
 from swansongd.telemetry.sdnotify import SystemdNotifier
 from swansongd.telemetry.timeline import Timeline
+from swansongd.threads import Worker
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import SignalSender
 
-_INBOX_MAX = 10_000
 _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
 _STOP_EXTENSION_S = 10.0
 """Longer than any turn of the decision loop, and than the farewell."""
+_REMOVALS_MAX = 16
+_JUDGEMENTS_MAX = 4
+# More than any honest job causes; what a trainer causes on purpose must not fill the journal.
+_LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
+_MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
@@ -102,7 +111,12 @@ class Service:
         self._config = config
         self._born_mono_s = time.monotonic()
         self._asleep_s = _asleep_s()
-        self._inbox: queue.Queue[Event] = queue.Queue(_INBOX_MAX)
+        self._inbox = Inbox()
+        self._post = self._inbox.put
+        self._lines = LogLimit(burst=_LINES_AT_ONCE, interval_s=_LINE_EVERY_S)
+        self._marks = LogLimit(burst=_MARKS_AT_ONCE, interval_s=_MARK_EVERY_S)
+        self._pruner = Worker("prune", tasks_max=_REMOVALS_MAX)
+        self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
@@ -135,7 +149,8 @@ class Service:
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
             goes_on_with=self._clerk.incarnation,
         )
-        self._state = State(settings=settings, incarnation=self._clerk.incarnation)
+        state = State(settings=settings, incarnation=self._clerk.incarnation)
+        self._decisions = Decisions(state, _log)
         scanner = Scanner(
             self._staging.path,
             allowed_uids=speakers,
@@ -217,6 +232,8 @@ class Service:
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         for notice in self._kept.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
+        self._pruner.start()
+        self._sigterm_judge.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
         self._channel.start()
@@ -244,7 +261,7 @@ class Service:
             while self._exit is None:
                 self._turn()
         except Exception:
-            # The restart goes on where we were; a commit that is under way gets its chance.
+            # The restart resumes where we were; a commit that is under way gets its chance.
             _log.exception("decision_loop_fault", state=self._state.phase.value)
             self._clerk.drain(_EXIT_DRAIN_S)
             return 1
@@ -252,24 +269,30 @@ class Service:
 
     # ------------------------------------------------------------------ the decision loop
 
+    @property
+    def _state(self) -> State:
+        return self._decisions.state
+
     def _turn(self) -> None:
-        try:
-            event = self._inbox.get(timeout=self._tick_s())
-        except queue.Empty:
-            event = Tick()
+        event = self._inbox.get(self._tick_s()) or Tick()
         while self._signals:
-            self._on_signal(self._signals.popleft())
+            self._decisions.guarded("signal", partial(self._on_signal, self._signals.popleft()))
         now = time.monotonic()
         slept_s = _asleep_s() - self._asleep_s
         if slept_s > _SLEEP_NOTED_S:
             self._asleep_s += slept_s
             self._step(WokeUp(slept_s), now)
         self._step(event, now)
-        self._kept.keep_notices(self._state.notices.values())
-        self._hold_or_release()
+        self._decisions.guarded("notices", self._keep_notices)
+        self._decisions.guarded("hold", self._hold_or_release)
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
-        self._notifier.status(status_line(self._state, now))
+        self._decisions.guarded(
+            "status line", lambda: self._notifier.status(status_line(self._state, now))
+        )
+
+    def _keep_notices(self) -> None:
+        self._kept.keep_notices(self._state.notices.values())
 
     def _hold_or_release(self) -> None:
         """Ask for time while there is work, and let go of the VM once there is a verdict."""
@@ -287,29 +310,30 @@ class Service:
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
     def _step(self, event: Event, now: float) -> None:
-        self._state, actions = machine.step(self._state, event, now)
-        for action in actions:
-            self._carry_out(action, now)
+        for action in self._decisions.decide(event, now):
+            is_done = self._decisions.guarded(
+                f"action {type(action).__name__}", partial(self._carry_out, action, now)
+            )
+            if not is_done and isinstance(action, StartFlush):
+                self._post(FlushFailed(action.flush_id, "it could not be started", void=False))
+            elif not is_done and isinstance(action, CommitManifest):
+                reason = "it could not be started"
+                self._post(CommitFailed(action.flush_id, reason, conflict=False))
 
     def _tick_s(self) -> float:
         tick_s = _TICK_S if self._state.evacuation is None else _TICK_URGENT_S
         return min(tick_s, self._notifier.watchdog_interval_s or tick_s)
 
-    def _post(self, event: Event) -> None:
-        self._inbox.put(event)
-
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGTERM:
-            threading.Thread(target=self._judge_sigterm, name="sigterm", daemon=True).start()
+            # A full queue holds enough of them.
+            self._sigterm_judge.submit(partial(self._judge_sigterm, time.monotonic()))
         elif number == signal.SIGINT:
-            threading.Thread(
-                target=self._post, args=(StopRequested("interrupted"),), daemon=True
-            ).start()
+            self._post(StopRequested("interrupted"))
         else:
             _log.warning("not_reloaded", hint="systemctl restart swansongd reads the configuration")
 
-    def _judge_sigterm(self) -> None:
-        arrived_mono_s = time.monotonic()
+    def _judge_sigterm(self, arrived_mono_s: float) -> None:
         if host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):
             grace_s = self._config.deadline.sigterm_grace_s
             notice = host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s)
@@ -338,9 +362,9 @@ class Service:
             case WithdrawRequest():
                 withdrawn = protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
                 self._channel.send(None, withdrawn)
-            case TellCommitted(ref):
+            case TellCommitted(ref, connections):
                 committed = protocol.Committed(generation=ref.generation, step=ref.step)
-                self._channel.send(None, committed)
+                self._channel.send(connections, committed)
             case TellFenced(generation):
                 self._channel.send(None, protocol.Fenced(generation=generation))
             case StartFlush():
@@ -366,15 +390,17 @@ class Service:
             case Rescan():
                 self._observer.rescan()
             case Prune(directories):
-                threading.Thread(
-                    target=self._prune, args=(directories,), name="prune", daemon=True
-                ).start()
+                if not self._pruner.submit(partial(self._prune, directories)):
+                    # The next commit orders it again.
+                    _log.warning(
+                        "not_pruned", sets=len(directories), error="too many removals wait"
+                    )
             case Mark():
                 self._mark(action, now)
             case Conclude():
                 self._conclude(action)
             case Log():
-                _log.log(logs.LEVELS[action.level], action.event, **dict(action.facts))
+                self._write(action, now)
             case Exit():
                 self._exit = action
             case _ as unreachable:
@@ -382,12 +408,20 @@ class Service:
         if self._state.generation is not None:
             self._channel.set_generation(self._state.generation)
 
+    def _write(self, line: Log, now: float) -> None:
+        facts = dict(line.facts)
+        extra = self._lines.admit((line.event, facts.get("source")), now)
+        if extra is not None:
+            _log.log(logs.LEVELS[line.level], line.event, **facts, **extra)
+
     def _mark(self, mark: Mark, now: float) -> None:
         if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
             self._timeline = Timeline(mark.evacuation_id, now)
             self._storage.hurry()
         entry = self._timeline.add(mark, now)
-        _log.info("evacuation", id=mark.evacuation_id, **entry)
+        extra = self._marks.admit(mark.phase, now)
+        if extra is not None:
+            _log.info("evacuation", id=mark.evacuation_id, **entry, **extra)
 
     def _conclude(self, conclusion: Conclude) -> None:
         assert self._timeline is not None
@@ -429,6 +463,10 @@ class Service:
                 "pid": os.getpid(),
                 "uptime_s": round(now - self._born_mono_s, 1),
                 "bytes_referenced": self._storage.bytes_referenced,
+                "decision_faults": {
+                    "count": self._decisions.faults,
+                    "last": self._decisions.last_fault,
+                },
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
@@ -455,6 +493,7 @@ class Service:
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._clerk.drain(_EXIT_DRAIN_S)  # the farewell
         self._stop.set()
+        self._inbox.close()
         self._clerk.close()
         self._channel.close()
         return order.code

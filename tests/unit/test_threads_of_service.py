@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import swansongd
 
 SOURCES = sorted(Path(swansongd.__file__).parent.rglob("*.py"))
@@ -38,6 +39,30 @@ def test_nothing_sleeps_that_cannot_be_woken() -> None:
     for path in (path for path in SOURCES if path.parent.name != "cli"):
         for call in calls(ast.parse(path.read_text()), "time.sleep", "sleep"):
             raise AssertionError(f"{path.name}:{call.lineno} sleeps")
+
+
+EVENT_DRIVEN = (
+    "service.py",
+    "decisions.py",
+    "inbox.py",
+    "channel.py",
+    "connection.py",
+    "signals.py",
+)
+"""What runs for each event and each message, and must not start a thread for it."""
+
+
+@pytest.mark.fault("H07")
+def test_no_event_and_no_message_starts_a_thread() -> None:
+    """Threads are made with the object that has them, or when the daemon starts."""
+    checked = set()
+    for path in (path for path in SOURCES if path.name in EVENT_DRIVEN):
+        checked.add(path.name)
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name not in ("__init__", "run"):
+                for call in calls(function, "threading.Thread", "Thread", "Timer"):
+                    raise AssertionError(f"{path.name}:{call.lineno} starts a thread")
+    assert checked == set(EVENT_DRIVEN)
 
 
 def test_calls_are_found_as_they_are_written() -> None:

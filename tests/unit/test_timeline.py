@@ -7,7 +7,7 @@ import json
 
 from swansongd.core.events import Conclude, Mark
 from swansongd.model import CommitRef, Verdict
-from swansongd.telemetry.timeline import Timeline
+from swansongd.telemetry.timeline import ENTRIES_MAX, Timeline
 
 WRITTEN = "2030-01-01T00:00:00Z"
 
@@ -59,3 +59,15 @@ def test_a_second_farewell_tells_all_of_the_first_and_more() -> None:
     second = json.loads(timeline.farewell(safe, run="r", generation=1, written=WRITTEN))
     assert second["timeline"][:1] == first["timeline"]
     assert second["timeline"][1]["phase"] == "committed"
+
+
+def test_a_timeline_is_bounded_and_keeps_both_ends() -> None:
+    """However often a trainer answers: the farewell has the beginning, the end, and how much is left out."""
+    timeline = Timeline("e1", 0.0)
+    for number in range(2000):
+        timeline.add(Mark("e1", "accepted", (("rank", number),)), float(number))
+    conclusion = Conclude("e1", Verdict.LOST, "no", None, 0.0)
+    body = json.loads(timeline.farewell(conclusion, run="r", generation=2, written=WRITTEN))
+    assert len(body["timeline"]) == ENTRIES_MAX
+    assert (body["timeline"][0]["rank"], body["timeline"][-1]["rank"]) == (0, 1999)
+    assert body["left_out"] == 2000 - ENTRIES_MAX

@@ -57,6 +57,10 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
     for line in _troubles(report.get("trainers")):
         table.add_row("trouble", line, style="red")
+    faults = report.get("decision_faults")
+    if isinstance(faults, dict) and faults.get("count"):
+        shown = f"{_word(faults['count'])}, the last one: {_word(faults.get('last'))}"
+        table.add_row("decision faults", shown, style="red")
     table.add_row(
         "daemon",
         f"version {_word(report.get('version'))}, pid {_word(report.get('pid'))}, "

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from swansongd.core.events import Conclude, Mark
 
+ENTRIES_MAX = 500
+"""Of a timeline: a trainer that answers for ever must not make the farewell grow for ever."""
+
 
 @dataclass
 class Timeline:
@@ -16,12 +19,17 @@ class Timeline:
     evacuation_id: str
     opened_mono_s: float
     entries: list[dict[str, object]] = field(default_factory=list)
+    left_out: int = 0
+    """Entries that were removed again, from the middle."""
 
     def add(self, mark: Mark, now_mono_s: float) -> dict[str, object]:
         """Note one moment; returns it as the facts of a log line."""
         at_s = round(now_mono_s - self.opened_mono_s, 3)
         entry: dict[str, object] = {"phase": mark.phase, "at_s": at_s, **dict(mark.facts)}
         self.entries.append(entry)
+        if len(self.entries) > ENTRIES_MAX:
+            del self.entries[ENTRIES_MAX // 2]
+            self.left_out += 1
         return entry
 
     def farewell(
@@ -47,6 +55,7 @@ class Timeline:
             "complete": conclusion.is_complete,
             "slack_s": conclusion.slack_s,
             "timeline": self.entries,
+            **({"left_out": self.left_out} if self.left_out else {}),
             "written": written,
         }
         return json.dumps(body, indent=1, sort_keys=True).encode()

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansongd`` with a fault: every report of a trainer's progress makes the state machine raise."""
+
+from __future__ import annotations
+
+from swansongd.cli.daemon import main
+from swansongd.core import machine
+from swansongd.core.events import Action, Event, TrainerProgress
+from swansongd.core.state import State
+
+_real_step = machine.step
+
+
+def _step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
+    if isinstance(event, TrainerProgress):
+        raise ArithmeticError("a fault that was put here")  # noqa: TRY004 - any will do
+    return _real_step(state, event, now_mono_s)
+
+
+if __name__ == "__main__":
+    machine.step = _step
+    main()

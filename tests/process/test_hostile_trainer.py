@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A registered trainer lies on the socket, floods it, or meets a fault of ours: the evacuation goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from rig import CREDENTIALS, Vm
+from swansongd.trainers.admission import CONNECTIONS_PER_USER
+from waiting import until
+
+pytestmark = pytest.mark.timeout(100)
+
+FAULTY_DAEMON = str(Path(__file__).with_name("faulty_daemon.py"))
+
+
+class Liar:
+    """A rank that says what it likes, byte for byte."""
+
+    def __init__(self, vm: Vm) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(20)
+        self.socket.connect(str(vm.socket))
+        self.say(type="hello", run="run", step=3, capabilities=["periodic"])
+        self.welcome = json.loads(self.socket.recv(65536))
+
+    def say(self, **message: Any) -> None:
+        try:
+            self.socket.send(json.dumps(message).encode())
+        except OSError:
+            pass  # refused already
+
+    def hear(self) -> dict[str, Any]:
+        """The last message before the daemon hung up."""
+        last: dict[str, Any] = {}
+        try:
+            while data := self.socket.recv(65536):
+                last = json.loads(data)
+        except ConnectionError:
+            pass
+        return last
+
+    def __enter__(self) -> Liar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+@pytest.fixture
+def vm(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> Vm:
+    """A VM that trains, with a generation."""
+    made: Vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = made.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    made.start_trainer(script=witness).lines.wait(step=5)
+    return made
+
+
+LIES = [
+    {"type": "progress", "step": 4, "snapshot_s": -5},
+    {"type": "progress", "step": 4, "save_s": -1e300},
+    {"type": "progress", "step": 10**15, "save_bytes": -(2**62)},
+    {"type": "sealed", "step": 4, "directory": "d", "save_s": -7, "size_bytes": -1},
+]
+
+
+@pytest.mark.fault("H09", "S13")
+def test_numbers_that_cannot_be_cost_the_liar_its_connection_and_nothing_else(
+    aws: Aws, vm: Vm
+) -> None:
+    """A negative duration, before a notice and during the evacuation: refused with its field, and SAFE."""
+    daemon = vm.daemon
+    assert daemon is not None
+
+    def lie() -> None:
+        for message in LIES:
+            with Liar(vm) as liar:
+                liar.say(**message)
+                answer = liar.hear()
+                assert answer["type"] == "refused"
+                assert f"{message['type']}: " in answer["reason"]
+
+    lie()
+    aws.notice(in_s=60)
+    daemon.lines.wait(event="evacuation", phase="notice")
+    lie()
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+    report = vm.status()
+    assert report["pid"] == daemon.pid
+    assert report["decision_faults"] == {"count": 0, "last": None}
+
+
+@pytest.mark.fault("H09")
+def test_a_fault_in_the_decision_loop_does_not_cost_the_checkpoint(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Every report of the trainer raises; the evacuation ends SAFE, and log and status show the fault."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    command = [sys.executable, FAULTY_DAEMON, "--config", str(vm.config)]
+    daemon = vm.daemon = vm.spawn(command, **CREDENTIALS)
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness)
+    line = daemon.lines.wait(event="decision_fault")
+    assert "a fault that was put here" in line["exception"]
+    aws.notice(in_s=60)
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+    faults = vm.status()["decision_faults"]
+    assert faults["count"] >= 1
+    assert faults["last"] == "event TrainerProgress: ArithmeticError: a fault that was put here"
+    assert "decision faults" in vm.swansong("status").stdout
+
+
+@pytest.mark.fault("H07", "S12", "H03")
+def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
+    vm: Vm, bucket: Bucket
+) -> None:
+    """2,000 of them, none of which is answered: threads are bounded, and a SIGTERM ends in SAFE."""
+    daemon = vm.daemon
+    assert daemon is not None
+    tasks = f"/proc/{daemon.pid}/task"
+    before = len(os.listdir(tasks))
+    bucket.order("answer", status=503, method="GET", match="commits", times=1_000_000)
+    sent = 0
+    while sent < 2000:
+        with Liar(vm) as liar:
+            for _ in range(20):
+                liar.say(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
+                sent += 1
+        assert len(os.listdir(tasks)) <= before + CONNECTIONS_PER_USER + 10
+    bucket.order("clear")
+    daemon.kill(signal.SIGTERM)
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+    assert daemon.wait() == 0
+
+
+@pytest.mark.fault("S19")
+def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm) -> None:
+    """What ranks of several VMs say is refused: no evacuation, no farewell, and one generation."""
+    daemon = vm.daemon
+    assert daemon is not None
+    generation = vm.status()["generation"]
+    for number in range(30):
+        with Liar(vm) as liar:
+            liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
+            assert "run.several_vms" in liar.hear()["reason"]
+        with Liar(vm) as liar:
+            liar.say(type="incarnation", id=f"i{number}")
+            assert "run.several_vms" in liar.hear()["reason"]
+    report = vm.status()
+    assert (report["generation"], report["state"]) == (generation, "IDLE")
+    assert not daemon.lines.all(event="evacuation")
+    assert len(daemon.lines.all(event="trainer_refused")) == 1  # once a minute, with a count
+    assert vm.trainer is not None
+    seen = report["trainers"][0]["step"]
+    until(lambda: vm.status()["trainers"][0]["step"] > seen, what="a further step")
