@@ -28,14 +28,22 @@ class Inbox:
         self._changed = threading.Condition()
         self._own: deque[Event] = deque()
         self._of_trainers: deque[Event] = deque()
+        self._is_closed = False
 
     def put(self, event: Event) -> None:
         """Post an event, from any thread."""
         queue = self._of_trainers if isinstance(event, CAUSED_BY_TRAINERS) else self._own
         with self._changed:
             if threading.get_ident() != self._reader:
-                self._changed.wait_for(lambda: len(queue) < self._events_max)
-            queue.append(event)
+                self._changed.wait_for(lambda: len(queue) < self._events_max or self._is_closed)
+            if not self._is_closed:
+                queue.append(event)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Discard all further events: no thread waits any more for room that nobody makes."""
+        with self._changed:
+            self._is_closed = True
             self._changed.notify_all()
 
     def get(self, timeout_s: float) -> Event | None:

@@ -493,6 +493,7 @@ class Service:
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._clerk.drain(_EXIT_DRAIN_S)  # the farewell
         self._stop.set()
+        self._inbox.close()
         self._clerk.close()
         self._channel.close()
         return order.code

@@ -70,3 +70,14 @@ def test_the_decision_loop_never_waits_for_itself() -> None:
         inbox.put(WokeUp(number))
         inbox.put(TrainerProgress(1, number))
     assert inbox.get(0.0) == WokeUp(0)
+
+
+def test_at_the_end_nobody_waits_for_room() -> None:
+    """The thread of the channel still has messages to send when the decision loop has ended."""
+    inbox = Inbox(events_max=1)
+    inbox.put(Tick())
+    waiting = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)
+    waiting.start()
+    inbox.close()
+    waiting.join(20)
+    assert not waiting.is_alive()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import CapturingLogger
+from swansongd import threads as module
 from swansongd.errors import Stopped
 from swansongd.threads import Worker, parallel
 from waiting import until
@@ -84,8 +86,10 @@ def test_a_stop_after_the_last_task_is_none() -> None:
 
 
 @pytest.mark.fault("H07")
-def test_a_worker_does_its_tasks_in_order_in_one_thread() -> None:
-    """However many there are, and whatever one of them raises."""
+def test_a_worker_does_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and whatever one of them raises; each fault is logged."""
+    log = CapturingLogger()
+    monkeypatch.setattr(module, "_log", log)
     worker = Worker("test", tasks_max=1000)
     done: list[tuple[int, int]] = []
 
@@ -94,14 +98,14 @@ def test_a_worker_does_its_tasks_in_order_in_one_thread() -> None:
 
     for number in range(500):
         assert worker.submit(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]
-        if number % 100 == 0:
-            assert worker.submit(fail)
+        assert worker.submit(fail)
     before = threading.active_count()
     worker.start()
     until(lambda: len(done) == 500, what="all tasks")
     assert [number for number, _ in done] == list(range(500))
     assert len({thread for _, thread in done}) == 1
     assert threading.active_count() == before + 1
+    until(lambda: len(log.calls) == 500, what="all faults")
 
 
 @pytest.mark.fault("H07")

@@ -373,7 +373,7 @@ class TrainerChannel:
         key = connection.number, query.query_id
         if key in queries:
             return  # its answer is on the way
-        own = sum(number == connection.number for number, _ in queries)
+        own = sum(number == connection.number for number, _ in tuple(queries))
         if own >= QUERIES_MAX or len(queries) >= CONNECTIONS_PER_USER:
             self._refuse(
                 connection,
