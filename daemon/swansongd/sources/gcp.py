@@ -99,8 +99,8 @@ class KeyWatch:
         }
         answer = get(self._client, self._path, parameters)
         if answer.status == 200:
-            etag = answer.headers.get("etag", "")
-            self._etag = etag if _ETAG.fullmatch(etag) else _NO_ETAG
+            told = answer.headers.get("etag", "")
+            self._etag = told if _ETAG.fullmatch(told) else _NO_ETAG
         return Sight(answer, is_fresh=etag != _NO_ETAG)
 
 
