@@ -259,9 +259,7 @@ class Service:
         )
         self._notifier.ready()
         # Not before: nothing in staging may keep the daemon from being ready.
-        threading.Thread(
-            target=scan.remove_leftovers, args=(self._staging.fd,), name="leftovers", daemon=True
-        ).start()
+        self._pruner.submit(partial(scan.remove_leftovers, self._staging.fd))
         try:
             while self._exit is None:
                 self._turn()
