@@ -257,7 +257,7 @@ def mending(config: Config, error: StoreError) -> str:
     scheme, _, rest = config.store.url.partition("://")
     if scheme == "file":
         path = shlex.quote(unquote(urlsplit(config.store.url).path))
-        return f"install -d -m 2770 -o swansong -g swansong-trainers {path}"
+        return f"install -d -m 0700 -o swansong {path}"
     bucket = rest.partition("/")[0]
     if isinstance(error, NotFound):
         return (
