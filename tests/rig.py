@@ -193,7 +193,7 @@ class Vm:
         self.processes.append(process)
         return process
 
-    def swansong(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def swansong(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one command of ``swansong`` on this VM."""
         return subprocess.run(
             [str(BIN / "swansong"), "--config", str(self.config), *arguments],
@@ -201,7 +201,7 @@ class Vm:
             text=True,
             timeout=60,
             check=False,
-            env=environment(**CREDENTIALS),
+            env=environment(**{**CREDENTIALS, **env}),
         )
 
     def status(self) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from contract.store_backends import MIB, PART, Cloud, get_range, in_threads, send_parts
+from contract.store_backends import (
+    MIB,
+    PART,
+    Cloud,
+    get_range,
+    in_threads,
+    retrying,
+    send_parts,
+)
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.files import FileStore
@@ -254,20 +262,23 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
     assert list(store.list("")) == []
 
 
-def test_many_threads_at_once(bare_store: ObjectStore) -> None:
+def test_many_threads_at_once(bare_store: ObjectStore, server_name: str) -> None:
     """Eight threads with puts, reads, ranges and listings do not disturb each other."""
+
+    # rclone answers 500 now and then where a put meets a directory that a delete has just emptied.
+    store = retrying(bare_store) if server_name == "rclone" else bare_store
 
     def work(number: int) -> None:
         for turn in range(5):
             key, content = f"{number}/{turn}", os.urandom(20_000)
-            bare_store.put(key, content)
-            assert get_range(bare_store, key, 5_000, 10_000) == content[5_000:15_000]
-            assert bare_store.get(key) == content
-            assert ObjectInfo(key, 20_000) in list(bare_store.list(f"{number}/"))
-            bare_store.delete(key)
+            store.put(key, content)
+            assert get_range(store, key, 5_000, 10_000) == content[5_000:15_000]
+            assert store.get(key) == content
+            assert ObjectInfo(key, 20_000) in list(store.list(f"{number}/"))
+            store.delete(key)
 
     in_threads(8, work)
-    assert list(bare_store.list("")) == []
+    assert list(store.list("")) == []
 
 
 # ---------------------------------------------------------------- opening

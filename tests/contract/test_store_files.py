@@ -327,7 +327,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     small.mkdir()
     script = """
 import sys, subprocess
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", sys.argv[1]], check=True)
 from swansongd.errors import Permanent
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.files import FileStore

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 from rig import Process, Vm
-from staged import write_files
+from staged import seal_files
 from store_tap import StoreTap, When
 from strict_bucket import ACCOUNT, Strict
-from swansong import protocol
-from swansong.protocol import FileEntry, RankManifest
 from waiting import until
 
 pytestmark = pytest.mark.timeout(110)
@@ -28,21 +26,7 @@ FROZEN = random.Random(7).randbytes(4 * PART + 4321)
 
 def save(vm: Vm, step: int, files: dict[str, bytes]) -> dict[str, bytes]:
     """Seal a set as the hooks do; returns all its files."""
-    entries = [FileEntry(f"rank-00000/{name}", len(content)) for name, content in files.items()]
-    manifest = RankManifest(
-        run=vm.run_directory.name,
-        step=step,
-        kind="periodic",
-        files=entries,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-    )
-    content = {f"rank-00000/{name}": data for name, data in files.items()}
-    content[protocol.rank_manifest_name(0)] = manifest.encode()
-    sealed = vm.run_directory / protocol.sealed_name(step, "abc")
-    write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
-    return content
+    return seal_files(vm.run_directory, step, files)
 
 
 @pytest.mark.fault("H01", "G01", "O19")

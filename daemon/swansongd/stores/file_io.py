@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the file store does to files and directories, and what it calls the errors of that."""
+"""What the file store does to files and directories, and what it calls the errors of that.
+
+Everything below the root is reached by descriptors, one name at a time, and no link is followed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from swansong.openat import drop_acls, has_acl, open_directory
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import WINDOW_BYTES, Body
 from swansongd.stores.checksums import crc32c
 
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MAKE_ATTEMPTS = 100
 
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK,
@@ -53,6 +61,146 @@ def errors_of(what: str) -> Iterator[None]:
         raise classified(error, what) from error
 
 
+# ---------------------------------------------------------------- directories
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Permission bits of what the store creates; umask and default ACLs have no say."""
+
+    directory: int
+    file: int
+
+
+class Tree:
+    """The directories below a root.
+
+    A root that the operator made decides who else may read and write: directories get its permission
+    bits, files get them without execute.  A root that the store makes is for the daemon's user alone.
+
+    Args:
+        root: its path, which the operator configured; links above it are followed.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    @contextmanager
+    def chain(self, names: Sequence[str] = (), *, create: bool = False) -> Iterator[list[int]]:
+        """The directories from the root down to the last of ``names``, open.
+
+        Raises:
+            NotFound: there is no root, and none is to be created.
+            Permanent: other users may write to it.
+            OSError: one of them does not exist or cannot be created, or is a link or a file.
+        """
+        with ExitStack() as stack:
+            fd = self._open_root(create=create)
+            stack.callback(os.close, fd)
+            modes = self.modes(fd)
+            fds = [fd]
+            for name in names:
+                fd = (
+                    _opened_or_made(name, fds[-1], modes)
+                    if create
+                    else open_directory(name, dir_fd=fds[-1])
+                )
+                stack.callback(os.close, fd)
+                fds.append(fd)
+            yield fds
+
+    def _open_root(self, *, create: bool) -> int:
+        if create:
+            _make_root(self.root)
+        try:
+            return os.open(self.root, _ROOT)
+        except FileNotFoundError:
+            raise NotFound(
+                f"the directory {self.root} does not exist",
+                hint="Mount or make the directory that store.url names",
+            ) from None
+
+    def modes(self, root_fd: int) -> Modes:
+        """The permission bits below the root; raises Permanent when other users may write to it."""
+        mode = stat.S_IMODE(os.fstat(root_fd).st_mode)
+        if mode & stat.S_IWOTH:
+            raise Permanent(
+                f"every user of this machine may write to {self.root}",
+                hint=f"Take that right away with `chmod o-w {self.root}`, or name another directory",
+            )
+        if has_acl(root_fd):
+            mode &= ~0o070  # these bits are the mask of the ACL, and no right of the group
+        return Modes(directory=mode & 0o3777 | 0o700, file=mode & 0o666 | 0o600)
+
+
+def _make_root(path: str) -> None:
+    """Make the root, and what is missing above it, for the daemon's user alone."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if parent != path:
+        _make_root(parent)
+    with suppress(FileExistsError):  # perhaps a file: opening it says so
+        os.mkdir(path, 0o700)
+
+
+def _opened_or_made(name: str, dir_fd: int, modes: Modes) -> int:
+    """A directory, made if it is not there, and open.
+
+    FileNotFoundError when the directory above it was removed meanwhile.  Never FileExistsError, which would
+    be taken for an object that exists.
+    """
+    for _ in range(_MAKE_ATTEMPTS):
+        with suppress(FileNotFoundError):
+            return open_directory(name, dir_fd=dir_fd)
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=dir_fd)
+            # A delete may remove it at once: it leaves no empty directory behind.
+            with suppress(FileNotFoundError):
+                return _widened(open_directory(name, dir_fd=dir_fd), modes.directory)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def new_directory(name: str, dir_fd: int, modes: Modes) -> int:
+    """A directory that was not there, open.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the file system refused.
+    """
+    os.mkdir(name, 0o700, dir_fd=dir_fd)
+    return _widened(open_directory(name, dir_fd=dir_fd), modes.directory)
+
+
+def new_file(name: str, dir_fd: int, modes: Modes) -> int:
+    """A file that was not there, open for writing.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the file system refused.
+    """
+    fd = os.open(name, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
+    return _widened(fd, modes.file)
+
+
+def _widened(fd: int, mode: int) -> int:
+    """Give ``mode`` to what was created for its owner alone, and return its descriptor.
+
+    File servers that give all files one owner and one mode refuse this: there the file stays as it is.
+    """
+    try:
+        drop_acls(fd)
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL):
+            os.close(fd)
+            raise
+    return fd
+
+
+# ---------------------------------------------------------------- bytes
+
+
 def write_body(fd: int, body: Body, offset: int, what: str) -> int:
     """Write a body, and return its CRC32C; what the body raises passes unchanged."""
     body.rewind()
@@ -82,32 +230,3 @@ def read_all(fd: int, into: memoryview, offset: int, key: str) -> None:
         if not count:
             raise Transient(f"get {key}: the file ended early")
         done += count
-
-
-def make_directory(path: str) -> bool:
-    """Make it, and those above it.  False when one of them was removed meanwhile: try again.
-
-    Not left to ``exist_ok``: a directory that goes away at the wrong moment comes out of that as
-    FileExistsError, which must never be taken for an object that exists.
-    """
-    try:
-        os.makedirs(path)
-    except FileNotFoundError:
-        return False
-    except FileExistsError:
-        try:
-            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
-        except FileNotFoundError:
-            return False
-        if not is_directory:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-    return True
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in it durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -6,6 +6,9 @@ file system, synced, and then linked or renamed to its name, so that it is there
 multipart upload is a directory there: the bytes, its key, and notes of the parts that are durably in it.
 Reading below a directory that does not exist is NotFound, like a missing bucket: an empty listing
 there would look like a run that never was.
+
+Who else may read or write there is for the root directory to say, see
+:class:`~swansongd.stores.file_io.Tree`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import stat
 import struct
 import uuid
@@ -21,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
+
+from swansong.openat import FILE, open_directory, remove_tree
 
 from swansongd.errors import ConfigError, NotFound, Permanent, Transient
 from swansongd.stores.base import (
@@ -39,12 +43,13 @@ from swansongd.stores.base import (
     settle_completion,
 )
 from swansongd.stores.file_io import (
-    CREATE,
+    Modes,
+    Tree,
     classified,
     errors_of,
-    make_directory,
+    new_directory,
+    new_file,
     read_all,
-    sync_directory,
     write_all,
     write_body,
 )
@@ -54,6 +59,9 @@ T = TypeVar("T")
 _TEMPORARY = ".swansong-tmp"
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 _PUBLISH_ATTEMPTS = 100
+_DEPTH_MAX = 100
+_KEY_BYTES_MAX = 4096
+_READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _BYTES, _KEY, _NOTES = "bytes", "key", "notes"
 """The files of an upload."""
@@ -76,8 +84,7 @@ class FileStore:
         if parts.netloc not in ("", "localhost") or not os.path.isabs(path) or path == "/":
             raise ConfigError(["store.url: must read file:///absolute/path"])
         self.url = url
-        self._root = path
-        self._temporary = os.path.join(path, _TEMPORARY)
+        self._tree = Tree(path)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         def write(fd: int) -> None:
@@ -117,58 +124,61 @@ class FileStore:
             os.close(fd)
 
     def head(self, key: str) -> ObjectInfo | None:
+        *above, name = _names(key)
         with errors_of(f"head {key}"):
             try:
-                status = os.stat(self._path(key), follow_symlinks=False)
+                with self._tree.chain(above) as fds:
+                    facts = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
-                self._require_root()
                 return None
-        return ObjectInfo(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
+        return ObjectInfo(key, facts.st_size) if stat.S_ISREG(facts.st_mode) else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return listed(prefix, lambda token: self.page(prefix, token))
 
     def page(self, prefix: str, token: str | None) -> Page:
-        del token  # all is on the first page
-        self._require_root()
-        return Page(list(self._walk(self._root, "", prefix)), None)
+        del token  # all of it is on the first page
+        with errors_of(f"list {prefix}"), self._tree.chain() as fds:
+            found = sorted(_walk(fds[0], "", prefix, 0), key=lambda info: info.key)
+        return Page(found, None)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
+        *above, name = _names(key)
         with errors_of(f"delete {key}"):
             try:
-                os.unlink(path)
+                with self._tree.chain(above) as fds:
+                    os.unlink(name, dir_fd=fds[-1])
+                    # Directories mean nothing here: leave none empty behind.
+                    with suppress(OSError):
+                        for directory, fd in zip(above[::-1], fds[-2::-1], strict=True):
+                            os.rmdir(directory, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                self._require_root()
                 return
-            # Directories mean nothing here: leave none empty behind.
-            parent = os.path.dirname(path)
-            with suppress(OSError):
-                while parent != self._root:
-                    os.rmdir(parent)
-                    parent = os.path.dirname(parent)
 
     def put_shard(self, key: str, body: Body) -> int:
         return self._put(key, lambda fd: write_body(fd, body, 0, f"put {key}"), if_absent=False)
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        self._path(key)
-        name = uuid.uuid4().hex
-        with errors_of(f"begin {key}"):
-            os.makedirs(self._temporary_path(name))
-            # The key comes first: an upload without one could not be found again.
-            for file, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
-                fd = os.open(self._upload_file(name, file), CREATE, 0o666)
-                try:
-                    write_all(fd, memoryview(content), 0)
-                finally:
-                    os.close(fd)
-        return Upload(key, name, size_bytes, part_size_bytes)
+        _names(key)
+        upload_id = uuid.uuid4().hex
+        with errors_of(f"begin {key}"), self._temporary() as (temporary_fd, modes):
+            fd = new_directory(upload_id, temporary_fd, modes)
+            try:
+                # The key comes first: an upload without one could not be found again.
+                for name, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
+                    file_fd = new_file(name, fd, modes)
+                    try:
+                        write_all(file_fd, memoryview(content), 0)
+                    finally:
+                        os.close(file_fd)
+            finally:
+                os.close(fd)
+        return Upload(key, upload_id, size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         expect_part(upload, number, body)
         what = f"part {number} of {upload.key}"
-        with self._opened(upload, what) as (fd, notes):
+        with self._opened(upload, what) as (_, fd, notes):
             with errors_of(what):
                 # A part that is sent again is not there until it has come again.
                 if any(os.pread(notes, _NOTE.size, number * _NOTE.size)):
@@ -184,7 +194,7 @@ class FileStore:
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         what = f"parts of {upload.key}"
-        with self._opened(upload, what) as (_, notes), errors_of(what):
+        with self._opened(upload, what) as (_, _, notes), errors_of(what):
             held = bytearray(os.fstat(notes).st_size // _NOTE.size * _NOTE.size)
             read_all(notes, memoryview(held), 0, upload.key)
         return [
@@ -200,43 +210,48 @@ class FileStore:
             there = set(self.parts(upload))
             if missing := [part.number for part in parts if part not in there]:
                 raise Permanent(f"{what}: part {missing[0]} is not the one that is there")
-            with errors_of(what):
-                with self._opened(upload, what) as (fd, _):
-                    os.fsync(fd)
-                self._publish(self._upload_file(upload.upload_id, _BYTES), upload.key)
+            with self._opened(upload, what) as (upload_fd, fd, _), errors_of(what):
+                os.fsync(fd)
+                self._publish(_BYTES, upload_fd, upload.key)
         except NotFound as unknown:
             settle_completion(self, upload, unknown)
         self.abort(upload.key, upload.upload_id)  # what is left of it
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        self._require_root()
-        with errors_of(f"uploads of {prefix}"):
+        what = f"uploads of {prefix}"
+        with errors_of(what), self._tree.chain():
+            pass  # a root that is missing is not made here
+        found: list[OpenUpload] = []
+        with errors_of(what), self._temporary() as (temporary_fd, modes):
             # What time it is there: a file server has a clock of its own.
-            name, fd = self._create_temporary()
+            name = uuid.uuid4().hex
+            fd = new_file(name, temporary_fd, modes)
             now_s = os.fstat(fd).st_mtime
             os.close(fd)
-            os.unlink(self._temporary_path(name))
-            entries = sorted(os.listdir(self._temporary))
-        for name in filter(_UPLOAD_ID.fullmatch, entries):
-            with suppress(FileNotFoundError), errors_of(f"upload {name}"):
-                yield from self._upload_of(name, prefix, now_s)
+            os.unlink(name, dir_fd=temporary_fd)
+            for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
+                with suppress(FileNotFoundError):
+                    key, begun_s = _upload_at(name, temporary_fd)
+                    # A put, by one who is at it or dead, tells no key: it goes under each prefix.
+                    key = prefix if key is None else key
+                    if key.startswith(prefix):
+                        found.append(OpenUpload(key, name, max(0.0, now_s - begun_s)))
+        yield from found
 
     def abort(self, key: str, upload_id: str) -> None:
         with suppress(NotFound), errors_of(f"abort {key}"):
-            path = self._temporary_path(upload_id)
-            try:
-                os.unlink(path)
-            except IsADirectoryError:
-                shutil.rmtree(path)
+            _expect_upload_id(upload_id)
+            with self._tree.chain([_TEMPORARY]) as fds:
+                remove_tree(upload_id, dir_fd=fds[-1])
 
     def check(self) -> None:
         try:
-            os.makedirs(self._root, exist_ok=True)
-            name, fd = self._create_temporary()
-            os.close(fd)
-            os.unlink(self._temporary_path(name))
+            with self._temporary() as (fd, modes):
+                name = uuid.uuid4().hex
+                os.close(new_file(name, fd, modes))
+                os.unlink(name, dir_fd=fd)
         except OSError as error:
-            found = classified(error, f"write below {self._root}")
+            found = classified(error, f"write below {self._tree.root}")
             if isinstance(found, Transient):
                 raise found from error
             hint = found.hint or "Make store.url name a directory that the daemon may write to"
@@ -245,71 +260,41 @@ class FileStore:
     def warm(self) -> None:
         pass
 
-    # ------------------------------------------------------------ names
-
-    def _path(self, key: str) -> str:
-        parts = key.split("/")
-        if any(part in ("", ".", "..") for part in parts) or parts[0] == _TEMPORARY or "\0" in key:
-            raise Permanent(f"{key!r:.200} is no key of a file store")
-        return os.path.join(self._root, *parts)
-
-    def _temporary_path(self, name: str) -> str:
-        if not _UPLOAD_ID.fullmatch(name):
-            raise NotFound(f"{name!r:.80} is no upload of this store")
-        return os.path.join(self._temporary, name)
-
-    def _upload_file(self, upload_id: str, file: str) -> str:
-        return os.path.join(self._temporary_path(upload_id), file)
-
-    def _require_root(self) -> None:
-        if not os.path.isdir(self._root):
-            raise NotFound(
-                f"the directory {self._root} does not exist",
-                hint="Mount or make the directory that store.url names",
-            )
-
-    # ------------------------------------------------------------ uploads
+    # ------------------------------------------------------------ directories
 
     @contextmanager
-    def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int]]:
-        """The bytes and the notes of an upload; raises NotFound when it is not one of its key."""
+    def _temporary(self) -> Iterator[tuple[int, Modes]]:
+        """The directory of what is not visible yet; it and the root are made if they are not there."""
+        with self._tree.chain([_TEMPORARY], create=True) as fds:
+            yield fds[-1], self._tree.modes(fds[0])
+
+    @contextmanager
+    def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int, int]]:
+        """Directory, bytes and notes of an upload; raises NotFound when it is not one of its key."""
         with ExitStack() as stack:
             with errors_of(what):
-                if self._key_of(upload.upload_id) != upload.key:
+                _expect_upload_id(upload.upload_id)
+                fds = stack.enter_context(self._tree.chain([_TEMPORARY, upload.upload_id]))
+                if _key_at(fds[-1]) != upload.key:
                     raise NotFound(f"{what}: the upload is one of another key")
-                fds = []
-                for file in (_BYTES, _NOTES):
-                    path = self._upload_file(upload.upload_id, file)
-                    fds.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
-                    stack.callback(os.close, fds[-1])
-            yield fds[0], fds[1]
-
-    def _key_of(self, upload_id: str) -> str:
-        with open(self._upload_file(upload_id, _KEY), "rb") as file:
-            return file.read().decode("utf-8", "replace")
-
-    def _upload_of(self, name: str, prefix: str, now_s: float) -> Iterator[OpenUpload]:
-        """What lies there under ``name``, if it is of a key with ``prefix``."""
-        begun = os.stat(self._temporary_path(name), follow_symlinks=False)
-        if stat.S_ISDIR(begun.st_mode):
-            key = self._key_of(name)
-            begun = os.stat(self._upload_file(name, _KEY))
-        else:
-            # A put, by one who is at it or dead.  Nobody knows of what key: it goes under each prefix.
-            key = prefix
-        if key.startswith(prefix):
-            yield OpenUpload(key, name, max(0.0, now_s - begun.st_mtime))
+                files = []
+                for name in (_BYTES, _NOTES):
+                    files.append(os.open(name, _READ_WRITE, dir_fd=fds[-1]))
+                    stack.callback(os.close, files[-1])
+            yield fds[-1], files[0], files[1]
 
     # ------------------------------------------------------------ writing
 
     def _put(self, key: str, write: Callable[[int], T], *, if_absent: bool) -> T:
         """Make an object of what ``write`` writes to a descriptor."""
         what = f"put {key}"
-        self._path(key)
-        with errors_of(what):
-            name, fd = self._create_temporary()
-        temporary = self._temporary_path(name)
-        try:
+        _names(key)
+        with ExitStack() as stack:
+            with errors_of(what):
+                temporary_fd, modes = stack.enter_context(self._temporary())
+                name = uuid.uuid4().hex
+                fd = new_file(name, temporary_fd, modes)
+            stack.callback(_unlink_if_there, name, temporary_fd)
             try:
                 result = write(fd)
                 with errors_of(what):
@@ -317,84 +302,108 @@ class FileStore:
             finally:
                 os.close(fd)
             with errors_of(what):
-                self._publish(temporary, key, if_absent=if_absent)
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
+                self._publish(name, temporary_fd, key, if_absent=if_absent)
         return result
 
-    def _create_temporary(self) -> tuple[str, int]:
-        os.makedirs(self._temporary, exist_ok=True)
-        name = uuid.uuid4().hex
-        return name, os.open(self._temporary_path(name), CREATE, 0o666)
-
-    def _publish(self, temporary: str, key: str, *, if_absent: bool = False) -> None:
-        """Give the temporary file its key, durably.  With ``if_absent`` it keeps its old name too."""
-        target = self._path(key)
-        parent = os.path.dirname(target)
+    def _publish(self, file: str, dir_fd: int, key: str, *, if_absent: bool = False) -> None:
+        """Give a file its key, durably.  With ``if_absent`` it keeps its old name too."""
+        *above, name = _names(key)
         for _ in range(_PUBLISH_ATTEMPTS):
-            if not make_directory(parent):
-                continue
             try:
-                if if_absent:
-                    os.link(temporary, target, follow_symlinks=False)
-                else:
-                    os.rename(temporary, target)
-                break
+                with self._tree.chain(above, create=True) as fds:
+                    if if_absent:
+                        os.link(
+                            file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1], follow_symlinks=False
+                        )
+                    else:
+                        os.rename(file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1])
+                    # All the way up: another thread may have made a directory and not synced it yet.
+                    for fd in reversed(fds):
+                        os.fsync(fd)
+                    return
             except FileNotFoundError:
                 # Either the upload is unknown, or a delete has just removed an empty directory.
-                if not os.path.exists(temporary):
-                    raise
-        else:
-            raise Transient(f"the directory of {key} keeps vanishing")
-        # All the way up: another thread may have made a directory and not synced it yet.
-        while True:
-            with suppress(FileNotFoundError):
-                sync_directory(parent)
-            if parent == self._root:
-                return
-            parent = os.path.dirname(parent)
+                os.stat(file, dir_fd=dir_fd, follow_symlinks=False)
+        raise Transient(f"the directory of {key} keeps vanishing")
 
     # ------------------------------------------------------------ reading
 
     def _open(self, key: str) -> tuple[int, int]:
         """File descriptor and size of an object."""
+        *above, name = _names(key)
         try:
-            fd = os.open(
-                self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            )
-        except NotADirectoryError:
-            raise NotFound(f"get {key}: {os.strerror(errno.ENOENT)}") from None
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+            with self._tree.chain(above) as fds:
+                fd = os.open(name, FILE, dir_fd=fds[-1])
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise NotFound(f"get {key}: it is no regular file") from None
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
             os.close(fd)
             raise NotFound(f"get {key}: it is no regular file")
-        return fd, status.st_size
+        return fd, facts.st_size
 
-    def _walk(self, directory: str, above: str, prefix: str) -> Iterator[ObjectInfo]:
-        found: list[tuple[str, int | None]] = []
-        with (
-            errors_of(f"list {directory}"),
-            suppress(FileNotFoundError),
-            os.scandir(directory) as it,
-        ):
-            for entry in it:
-                key = above + entry.name
+
+def _names(key: str) -> list[str]:
+    """The names of a key's directories and file."""
+    names = key.split("/")
+    if any(name in ("", ".", "..") for name in names) or names[0] == _TEMPORARY or "\0" in key:
+        raise Permanent(f"{key!r:.200} is no key of a file store")
+    return names
+
+
+def _expect_upload_id(upload_id: str) -> None:
+    if not _UPLOAD_ID.fullmatch(upload_id):
+        raise NotFound(f"{upload_id!r:.80} is no upload of this store")
+
+
+def _unlink_if_there(name: str, dir_fd: int) -> None:
+    with suppress(OSError):
+        os.unlink(name, dir_fd=dir_fd)
+
+
+def _key_at(upload_fd: int) -> str:
+    """The key that an upload is for."""
+    fd = os.open(_KEY, FILE, dir_fd=upload_fd)
+    try:
+        return os.read(fd, _KEY_BYTES_MAX).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
+def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
+    """Key of what lies there under ``name``, None of a put, and when it was begun."""
+    facts = os.stat(name, dir_fd=temporary_fd, follow_symlinks=False)
+    if not stat.S_ISDIR(facts.st_mode):
+        return None, facts.st_mtime
+    fd = open_directory(name, dir_fd=temporary_fd)
+    try:
+        return _key_at(fd), os.stat(_KEY, dir_fd=fd, follow_symlinks=False).st_mtime
+    finally:
+        os.close(fd)
+
+
+def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectInfo]:
+    """The objects below a directory whose keys begin with ``prefix``; links are none."""
+    if depth > _DEPTH_MAX:
+        raise Permanent(f"more than {_DEPTH_MAX} directories lie one in the other: {above:.200}")
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            key = above + entry.name
+            # What is removed meanwhile was not there.
+            with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
-                    key += "/"
-                    if (
-                        key.startswith(prefix) or prefix.startswith(key)
-                    ) and key != _TEMPORARY + "/":
-                        found.append((key, None))
+                    below = f"{key}/"
+                    is_wanted = below.startswith(prefix) or prefix.startswith(below)
+                    if is_wanted and key != _TEMPORARY:
+                        fd = open_directory(entry.name, dir_fd=dir_fd)
+                        try:
+                            yield from _walk(fd, below, prefix, depth + 1)
+                        finally:
+                            os.close(fd)
                 elif key.startswith(prefix) and entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):
-                        found.append((key, entry.stat(follow_symlinks=False).st_size))
-        # With its slash a directory sorts where the keys below it belong: after "a-b", before "a0".
-        for key, size_bytes in sorted(found):
-            if size_bytes is None:
-                yield from self._walk(os.path.join(self._root, key), key, prefix)
-            else:
-                yield ObjectInfo(key, size_bytes)
+                    yield ObjectInfo(key, entry.stat(follow_symlinks=False).st_size)
 
 
 def _receipt(number: int, value: int) -> PartReceipt:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that lists as it likes, cuts its answers, or acknowledges what it did not do."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws
+from rig import Vm
+from staged import seal_files
+from strict_bucket import ACCOUNT, Strict
+from waiting import until
+
+pytestmark = pytest.mark.timeout(110)
+
+MIB = 2**20
+FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+LARGE = random.Random(3).randbytes(6 * MIB)
+"""More than a part: its upload has to be completed."""
+FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}
+
+
+def restored(vm: Vm, to: Path, *options: str) -> tuple[int, dict[str, bytes]]:
+    """Exit code of ``swansong restore``, and the files that it made."""
+    done = vm.swansong("restore", "--to", str(to), *options, **ACCOUNT)
+    found = {
+        str(path.relative_to(to)): path.read_bytes() for path in to.rglob("*") if path.is_file()
+    }
+    return done.returncode, found
+
+
+@pytest.mark.fault("O15")
+def test_a_store_that_lists_in_another_order(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """SAFE means restorable where keys come sorted otherwise, two a page, and some of them twice."""
+    strict_bucket.order("page", size=2)
+    strict_bucket.order("listing", reversed=1, duplicates=1)
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="health", source="store", health="ok")
+    for step in (3, 7):
+        content = seal_files(vm.run_directory, step, FILES)
+        daemon.lines.wait(event="committed", step=step)
+    assert restored(vm, tmp_path / "restored") == (0, content)
+    verified = vm.swansong("verify", **ACCOUNT)
+    assert verified.returncode == 0, verified.stdout
+    listed = json.loads(vm.swansong("ls", "--json", **ACCOUNT).stdout)
+    assert [commit["step"] for commit in listed] == [7, 3]
+
+
+@pytest.mark.fault("O15")
+@pytest.mark.parametrize("how", ["cut", "empty", "half", "foreign"])
+def test_a_listing_that_is_cut_is_no_fresh_start(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path, how: str
+) -> None:
+    """``restore --fresh-ok`` finds the commit behind a listing that broke off, and never starts afresh."""
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    content = seal_files(vm.run_directory, 7, FILES)
+    daemon.lines.wait(event="committed", step=7)
+    daemon.kill()
+    strict_bucket.order("spoil", how=how, match="list-type", times=2)
+    assert restored(vm, tmp_path / "restored", "--fresh-ok") == (0, content)
+
+
+@pytest.mark.fault("O12", "O11")
+def test_a_store_that_acknowledges_what_it_did_not_do(
+    aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Completions are answered with an empty 200, and no HEAD finds anything: no verdict is SAFE.
+
+    Nothing is committed that names such a shard; once the store does what it says, all is stored.
+    """
+    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="health", source="store", health="ok")
+    strict_bucket.order("say", body="", method="POST", match="uploadId", times=1_000_000)
+    strict_bucket.order("answer", status=404, method="HEAD", times=1_000_000)
+    content = seal_files(vm.run_directory, 7, FILES)
+    aws.notice(in_s=5)
+    assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
+    assert strict_bucket.manifests() == []
+    assert not daemon.lines.all(event="committed")
+
+    strict_bucket.order("clear")
+    daemon.lines.wait(event="committed", step=7, timeout_s=60)
+    assert restored(vm, tmp_path / "restored") == (0, content)
+    until(lambda: daemon.lines.all(event="verdict", verdict="SAFE"), what="SAFE, after all")
