@@ -10,6 +10,7 @@ Every method may be called from many threads at once, and raises only:
 - :class:`~swansongd.errors.Transient` when trying again may help (timeout, reset, 5xx, 429, 409),
 - :class:`~swansongd.errors.NotFound` when the key, the upload or the bucket does not exist,
 - :class:`~swansongd.errors.Exists` when a create-if-absent found the name taken,
+- :class:`~swansongd.errors.TooLarge` when an object is too large to be returned whole,
 - :class:`~swansongd.errors.Permanent` for everything else (no permission, wrong region, bad request).
 
 Errors are classified by code or type, never by message text.  The functions at the end are what the
@@ -136,7 +137,7 @@ class ObjectStore(Protocol):
         """
 
     def get(self, key: str) -> bytes:
-        """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises Permanent beyond."""
+        """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises TooLarge beyond."""
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         """Hand ``size_bytes`` bytes of the object, from ``offset``, to ``sink``.

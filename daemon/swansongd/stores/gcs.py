@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, TooLarge, Transient
 from swansongd.stores.base import (
     CRC32C_UNTOLD,
     GET_BYTES_MAX,
@@ -385,5 +385,5 @@ class _Kept:
 
     def write(self, window: memoryview) -> None:
         if len(self.data) + window.nbytes > GET_BYTES_MAX:
-            raise Permanent(f"the object has more than {GET_BYTES_MAX} bytes")
+            raise TooLarge(f"the object has more than {GET_BYTES_MAX} bytes")
         self.data += window

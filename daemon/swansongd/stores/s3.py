@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from urllib3.exceptions import HTTPError
 
-from swansongd.errors import Exists, NotFound, Permanent, Transient
+from swansongd.errors import Exists, NotFound, Permanent, TooLarge, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
@@ -114,7 +114,7 @@ class S3Store:
         with answer["Body"] as body:
             size_bytes = int(answer["ContentLength"])
             if size_bytes > GET_BYTES_MAX:
-                raise Permanent(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
+                raise TooLarge(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
             try:
                 data: bytes = body.read()
             except (BotoCoreError, HTTPError, OSError) as error:
