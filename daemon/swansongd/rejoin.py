@@ -256,8 +256,8 @@ class Rejoin:
                 skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
                 stop=self._stop,
             )
-        except NothingToRestore:
-            if newest is None:
+        except NothingToRestore as error:
+            if newest is None and error.is_fresh:
                 return Restored("")  # a fresh run
             raise
         for path in before:  # of earlier trainers on this VM
