@@ -7,6 +7,7 @@ and the store.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -88,12 +89,13 @@ def a_set(
 
 
 def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
+    attempt = re.sub("[^A-Za-z0-9]", "-", flush_id)
     return tuple(
         StoredShard(
             path=file.path,
             size_bytes=file.size_bytes,
             digest="blake3-parts:" + "0" * 64,
-            key=f"r/data/{flush_id}/{file.path}",
+            key=f"r/data/00000001/{attempt}/00000/{file.path}",
             part_size_bytes=MIB,
             crc32c=0,
         )

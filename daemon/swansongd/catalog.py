@@ -1,24 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in the bucket: the commits and generations of a run, as the listing shows them."""
+"""What lies in the bucket: the commits and generations of a run, as the listing shows them.
+
+Two rules keep a foreign object from being taken for an empty run.  A key below ``commits/`` or
+``generations/`` that no writer formats is an error that names the object to delete.  With a signing key
+only signed claims and manifests count, so that such an object is logged and passed over instead.
+"""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Mapping
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from itertools import islice
+from typing import TypeVar
 
+import structlog
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansongd import claim as claims
+from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
-from swansongd.errors import CorruptError, NotFound
+from swansongd.errors import CorruptError, NotFound, TooLarge
 from swansongd.keys import RunKeys
+from swansongd.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.manifest import Manifest, decode
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectStore
 
+LISTED_MAX = 200_000
+"""Claims, or manifests, that a reader holds; of more, only the newest."""
+COMMIT_BYTES_MAX = 256 * 2**20
+"""Manifests of one commit, over all nodes."""
+EXAMINE_CPU_S = 60.0
+"""Processor time for the manifests of one commit, over all nodes.  Waiting for the store does not count."""
 HISTORY_MAX = 8
-"""So many earlier generations are looked at."""
+"""Earlier generations that the history covers."""
+FENCE_CLAIMS_MAX = 20
+"""Newest claims whose signature the fence checks.  Safety does not depend on the fence."""
+_LIFE_S_MAX = 366 * 24 * 3600.0
+"""Of a VM: clocks in claims may be wrong, or lie."""
+_FAREWELLS_MAX = 100
+"""Of one generation."""
+_FAREWELL_BYTES_MAX = 2**20
+
+_decoding = threading.Lock()
+"""One manifest at a time, however many threads read some: the bound on memory is that of one."""
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +63,43 @@ class Commit:
     nodes: int
     manifest_keys: Mapping[int, str]
     """By node."""
+    size_bytes: int = 0
+    """Of all these manifests, by the listing."""
 
     @property
     def is_complete(self) -> bool:
-        return self.manifest_keys.keys() == set(range(self.nodes))
+        return len(self.manifest_keys) == self.nodes  # keys of nodes beyond that are not parsed
 
 
-def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
-    """All commits of the run, complete or not, newest first by (generation, step).
+def list_commits(store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None) -> list[Commit]:
+    """The commits of the run, complete or not, newest first by (generation, step).
+
+    Args:
+        ref: only this one; costs one small request.
 
     Raises:
+        CorruptError: an object has a key that no writer formats; names it.
         StoreError: the listing failed.
     """
-    found: defaultdict[tuple[CommitRef, int], dict[int, str]] = defaultdict(dict)
-    for info in store.list(keys.commits):
-        commit_key = keys.parse_commit(info.key)
-        if commit_key is not None:
-            found[commit_key.ref, commit_key.nodes][commit_key.node] = info.key
+    prefix = keys.commits if ref is None else keys.parts(ref)
+    found, foreign = _listed(store, prefix, keys.parse_commit)
+    if foreign:
+        if keys.signer is None or not found:
+            raise _foreign(store, foreign)
+        _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
+    manifest_keys: defaultdict[tuple[CommitRef, int], dict[int, str]] = defaultdict(dict)
+    sizes_bytes: defaultdict[tuple[CommitRef, int], int] = defaultdict(int)
+    for key, size_bytes, parsed in found:
+        manifest_keys[parsed.ref, parsed.nodes][parsed.node] = key
+        sizes_bytes[parsed.ref, parsed.nodes] += size_bytes
     return [
-        Commit(ref=ref, nodes=nodes, manifest_keys=manifest_keys)
-        for (ref, nodes), manifest_keys in sorted(found.items(), reverse=True)
+        Commit(
+            ref=ref,
+            nodes=nodes,
+            manifest_keys=manifest_keys[ref, nodes],
+            size_bytes=sizes_bytes[ref, nodes],
+        )
+        for ref, nodes in sorted(manifest_keys, reverse=True)
     ]
 
 
@@ -56,19 +107,35 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
     """The manifests of the commit that are there, by node.
 
     Raises:
-        CorruptError: one is damaged, gone, or says something else than its key.
+        CorruptError: one is damaged, gone, not signed, or says something else than its key; or together
+            they are larger than any honest ones, or cost more processor time.
         StoreError: the store could not be asked.
     """
-    return tuple(
-        _load(store, keys, commit, node, key) for node, key in sorted(commit.manifest_keys.items())
-    )
+    limit_bytes = min(COMMIT_BYTES_MAX, commit.nodes * MANIFEST_BYTES_MAX)
+    if commit.size_bytes > limit_bytes:
+        raise CorruptError(
+            f"its manifests have {commit.size_bytes} bytes; the limit is {limit_bytes}"
+        )
+    began_s = time.thread_time()
+    manifests = []
+    for node in sorted(commit.manifest_keys):
+        manifests.append(load_node(store, keys, commit, node))
+        if time.thread_time() - began_s > EXAMINE_CPU_S:
+            raise CorruptError(
+                f"its manifests cost more than {EXAMINE_CPU_S:g} s of processor time"
+            )
+    return tuple(manifests)
 
 
-def _load(store: ObjectStore, keys: RunKeys, commit: Commit, node: int, key: str) -> Manifest:
-    try:
-        manifest = decode(store.get(key))
-    except NotFound:
-        raise CorruptError(f"the manifest of node {node} is gone") from None
+def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> Manifest:
+    """The manifest of one node of the commit.
+
+    Raises:
+        CorruptError, StoreError: as for :func:`load`.
+    """
+    data = _content(store, commit.manifest_keys[node], f"the manifest of node {node}")
+    with _decoding:
+        manifest = decode(data, keys.signer)
     said = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
     if said != (keys.run, commit.ref, node, commit.nodes):
         raise CorruptError(
@@ -78,14 +145,87 @@ def _load(store: ObjectStore, keys: RunKeys, commit: Commit, node: int, key: str
     return manifest
 
 
-def newest_generation(store: ObjectStore, keys: RunKeys) -> int:
-    """The highest generation that anybody has claimed; 0 when none.
+# ---------------------------------------------------------------- claims
+
+
+def claimed(store: ObjectStore, keys: RunKeys) -> list[int]:
+    """The numbers of all claims, ascending, signed or not.
 
     Raises:
+        CorruptError: an object has a key that no writer formats; names it.
         StoreError: the listing failed.
     """
-    claimed = (keys.parse_generation(info.key) for info in store.list(keys.generations))
-    return max((generation for generation in claimed if generation is not None), default=0)
+    found, foreign = _listed(store, keys.generations, keys.parse_generation)
+    if foreign:
+        if keys.signer is None:
+            raise _foreign(store, foreign)
+        _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
+    return sorted(number for _, _, number in found)
+
+
+def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
+    """The claim of a generation; None when it is gone, not signed, not of this run, or makes no sense.
+
+    Raises:
+        StoreError: the store could not be asked.
+    """
+    key = keys.generation(generation)
+    try:
+        claim = claims.decode(_content(store, key, "the claim"), keys.signer)
+    except CorruptError:
+        return None
+    return claim if (claim.run, claim.generation) == (keys.run, generation) else None
+
+
+def counting_claims(
+    store: ObjectStore,
+    keys: RunKeys,
+    numbers: Sequence[int],
+    *,
+    enough: int,
+    examined_max: int = LISTED_MAX,
+) -> list[tuple[int, ClaimObject | None]]:
+    """The newest ``enough`` claims that count, newest first: with a signing key, those that it has signed.
+
+    Args:
+        numbers: of the claims to choose from, ascending.
+        examined_max: claims that are read at most.
+
+    Raises:
+        StoreError: the store could not be asked.
+    """
+    counting: list[tuple[int, ClaimObject | None]] = []
+    is_logged = False
+    for number in islice(reversed(numbers), examined_max):
+        claim = claim_of(store, keys, number)
+        if claim is not None or keys.signer is None:
+            counting.append((number, claim))
+            if len(counting) == enough:
+                break
+        elif not is_logged:
+            is_logged = True  # the newest one stands for all: there may be thousands
+            _log.error(
+                "unsigned_claim_ignored",
+                claim=f"{store.url}/{keys.generation(number)}",
+                hint="Find out who wrote it, then delete it; its number is not used again meanwhile",
+            )
+    return counting
+
+
+def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> int:
+    """The highest generation that anybody has claimed; ``above`` when there is no higher one.
+
+    Raises:
+        CorruptError, StoreError: as for :func:`claimed`.
+    """
+    newer = [number for number in claimed(store, keys) if number > above]
+    if keys.signer is not None:
+        signed = counting_claims(store, keys, newer, enough=1, examined_max=FENCE_CLAIMS_MAX)
+        newer = [number for number, _ in signed]
+    return max(newer, default=above)
+
+
+# ---------------------------------------------------------------- history
 
 
 def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
@@ -97,30 +237,27 @@ def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
         generation: our own; the newest ones before it are looked at.
 
     Raises:
-        StoreError: the store could not be read.
+        CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
     """
-    claimed = (keys.parse_generation(info.key) for info in store.list(keys.generations))
-    earlier = sorted(g for g in claimed if g is not None and g < generation)[-HISTORY_MAX:]
+    numbers = [number for number in claimed(store, keys) if number < generation]
+    earlier = counting_claims(store, keys, numbers, enough=HISTORY_MAX)
     if not earlier:
         return History()
     newest: dict[int, Commit] = {}
     for commit in list_commits(store, keys):
         newest.setdefault(commit.ref.generation, commit)
-    farewells = [info.key for info in store.list(keys.farewells)]
-    next_boot = _identity(store, keys, generation).get("boot_id")
+    next_boot = _identity(claim_of(store, keys, generation)).get("boot_id")
     observed_s, uncovered = 0.0, 0
-    for number in reversed(earlier):
-        identity = _identity(store, keys, number)
-        words = [
-            _object(store, key) for key in farewells if key.startswith(keys.farewell_prefix(number))
-        ]
+    for number, claim in earlier:
+        identity = _identity(claim)
+        farewells = _farewells(store, keys, number)
         last, kind = _last_commit(store, keys, newest.get(number))
-        ends = [_instant_s(last), *(_instant_s(word.get("written")) for word in words)]
-        begun_s = _instant_s(identity.get("claimed"))
+        ends = [_instant_s(last), *(_instant_s(written) for _, written in farewells)]
+        begun_s = _instant_s(identity.get("claimed", ""))
         ended_s = max((end for end in ends if end is not None), default=None)
         if begun_s is not None and ended_s is not None:
-            observed_s += max(0.0, ended_s - begun_s)
-        is_covered = any(word.get("verdict") == Verdict.SAFE for word in words)
+            observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
+        is_covered = any(verdict == Verdict.SAFE for verdict, _ in farewells)
         # The same boot twice is a rollback, or a daemon that has lost its claim; a final commit, the end.
         is_same_vm = next_boot is not None and identity.get("boot_id") == next_boot
         if not (is_covered or is_same_vm or kind is CheckpointKind.FINAL):
@@ -129,18 +266,23 @@ def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
     return History(observed_s, uncovered)
 
 
-def _identity(store: ObjectStore, keys: RunKeys, generation: int) -> dict[str, Any]:
-    identity = _object(store, keys.generation(generation)).get("identity")
-    return identity if isinstance(identity, dict) else {}
+def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
+    return {} if claim is None else claim.identity
 
 
-def _object(store: ObjectStore, key: str) -> dict[str, Any]:
-    """A small JSON object, for people; empty when it is gone or makes no sense."""
-    try:
-        body = json.loads(store.get(key))
-    except (NotFound, ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
+def _farewells(store: ObjectStore, keys: RunKeys, generation: int) -> list[tuple[str, str]]:
+    """Verdict and time of the farewells of a generation; those that make no sense are left out."""
+    farewells = []
+    for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
+        try:
+            data = _content(store, info.key, "the farewell")
+            body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)
+            verdict = bounds.text(body.get("verdict"), "verdict", bounds.ID_CHARS_MAX)
+            written = bounds.text(body.get("written"), "written", bounds.ID_CHARS_MAX)
+        except (BoundsError, CorruptError):
+            continue
+        farewells.append((verdict, written))
+    return farewells
 
 
 def _last_commit(
@@ -153,8 +295,48 @@ def _last_commit(
     return (manifests[0].created, manifests[0].kind) if manifests else ("", None)
 
 
-def _instant_s(text: object) -> float | None:
+def _instant_s(text: str) -> float | None:
     try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
         return None
+
+
+# ---------------------------------------------------------------- objects and listings
+
+
+def _content(store: ObjectStore, key: str, what: str) -> bytes:
+    """The bytes of a small object; what is wrong with the object itself is a CorruptError."""
+    try:
+        return store.get(key)
+    except NotFound:
+        raise CorruptError(f"{what} is gone") from None
+    except TooLarge as error:
+        raise CorruptError(f"{what} is too large: {error}") from None
+
+
+def _listed(
+    store: ObjectStore, prefix: str, parse: Callable[[str], T | None]
+) -> tuple[deque[tuple[str, int, T]], list[str]]:
+    """Key, size and parsed key of the newest objects below ``prefix``, and the keys that do not parse.
+
+    Consoles create empty objects whose key ends in a slash, to show a folder: those are neither.
+    """
+    found: deque[tuple[str, int, T]] = deque(maxlen=LISTED_MAX)
+    foreign: list[str] = []
+    for info in store.list(prefix):
+        parsed = parse(info.key)
+        if parsed is not None:
+            found.append((info.key, info.size_bytes, parsed))
+        elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
+            foreign.append(info.key)
+    return found, foreign
+
+
+def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:
+    more = f", and {len(keys) - 1} more," if len(keys) > 1 else ""
+    return CorruptError(
+        f"the object {f'{store.url}/{keys[0]}'!r:.1500}{more} has a key that no swansong of this version "
+        "writes",
+        hint="Upgrade swansong if a newer one wrote it; else delete it",
+    )

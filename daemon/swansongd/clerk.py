@@ -7,6 +7,7 @@ Kept apart from the flush, so that a manifest never waits behind data.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import queue
 import secrets
@@ -17,8 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from swansong import bounds, openat
+from swansong.bounds import BoundsError
 
-from swansongd import catalog, commit, durable
+from swansongd import catalog, commit
+from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
@@ -31,7 +35,7 @@ from swansongd.core.events import (
     GenerationClaimed,
     HistoryRead,
 )
-from swansongd.errors import Exists, FencedError, StoreError, SwansongError
+from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
@@ -42,37 +46,78 @@ from swansongd.stores.base import ObjectStore
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
 _CLAIM_FILE = "claim.json"
+_RECORD_BYTES_MAX = 16 * 2**10
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """Which generation this boot has claimed; lies in staging, and dies with it."""
+    """The generation that this boot has claimed; lies in staging, and dies with it.
+
+    The record alone proves nothing: it counts only if the claim object in the store carries its nonce, or
+    the incarnation that it names.
+    """
 
     run: str
     store_url: str
     boot_id: str
     generation: int
+    nonce: str
     incarnation: str = ""
     """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
 
     def save(self, own_directory: Path) -> None:
+        """Replace the record.
+
+        Raises:
+            OSError: it could not be written; the old one stands.
+        """
         body = {name: getattr(self, name) for name in self.__slots__}
-        durable.write(own_directory / _CLAIM_FILE, json.dumps(body).encode())
+        own_fd = openat.open_directory(own_directory, owners={os.geteuid()})
+        try:
+            openat.replace_file(_CLAIM_FILE, json.dumps(body).encode(), dir_fd=own_fd)
+        finally:
+            os.close(own_fd)
 
     @classmethod
     def load(cls, own_directory: Path) -> ClaimRecord | None:
-        """None when there is none, or none that makes sense: then a new generation is claimed."""
+        """None when there is none that this user wrote, or a field of it is out of bounds."""
+        owners = {os.geteuid()}
         try:
-            record = cls(**json.loads((own_directory / _CLAIM_FILE).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            own_fd = openat.open_directory(own_directory, owners=owners)
+            try:
+                data = openat.read_file(
+                    _CLAIM_FILE, dir_fd=own_fd, max_bytes=_RECORD_BYTES_MAX, owners=owners
+                )
+            finally:
+                os.close(own_fd)
+            body = bounds.json_object(data, "the claim record", _RECORD_BYTES_MAX)
+            return cls(
+                run=bounds.text(body.get("run"), "run", bounds.ID_CHARS_MAX),
+                store_url=bounds.text(body.get("store_url"), "store_url"),
+                boot_id=bounds.text(body.get("boot_id"), "boot_id", bounds.ID_CHARS_MAX),
+                generation=bounds.integer(
+                    body.get("generation"), "generation", 1, bounds.GENERATION_MAX
+                ),
+                nonce=bounds.identifier(body.get("nonce"), "nonce"),
+                incarnation=bounds.text(
+                    body.get("incarnation"), "incarnation", bounds.ID_CHARS_MAX
+                ),
+            )
+        except (OSError, BoundsError):
             return None
-        return record if type(record.generation) is int else None
 
     def is_of(self, run: str, store_url: str, boot_id: str) -> bool:
         """Whether it was made on this boot for this run and this store."""
         return (self.run, self.store_url, self.boot_id) == (run, store_url, boot_id)
+
+    def is_of_claim(self, claim: ClaimObject | None) -> bool:
+        """Whether this claim, of the generation in question, is the one that the record is of."""
+        if claim is None:
+            return False
+        is_shared = bool(self.incarnation) and claim.incarnation == self.incarnation
+        return claim.nonce == self.nonce or is_shared
 
 
 class Clerk:
@@ -113,10 +158,16 @@ class Clerk:
         self._health = health
         self._several_vms = several_vms
         record = ClaimRecord.load(own_directory)
-        is_ours = record is not None and record.is_of(keys.run, store.url, boot_id)
+        is_ours = (
+            record is not None
+            and record.is_of(keys.run, store.url, boot_id)
+            and bool(record.incarnation) == several_vms
+        )
         self._record = record if is_ours else None
         self.incarnation = self._record.incarnation if self._record else ""
         """The one that this boot has joined last; empty before it has."""
+        self._has_read_back = False
+        """Whether a manifest of this life was read back, and was the one that was written."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
         self._stop = threading.Event()
         self._idle = threading.Event()
@@ -192,14 +243,22 @@ class Clerk:
 
     def _claim(self, find: Callable[[], int], *, is_first: bool = True) -> bool:
         wait_s = _CLAIM_RETRY_S
+        refused = ""
         incarnation = self.incarnation
         while not self._stop.is_set() and incarnation == self.incarnation:
             try:
-                generation = find()
+                self._store.check()
+                # Before the claim: were it to fail after it, each further try would take another number.
                 newest = commit.newest_whole_commit(self._store, self._keys)
+                generation = find()
             except FencedError as error:
                 self._post(FenceFound(error.newer))
                 return False
+            except CorruptError as error:
+                if error.line() != refused:
+                    refused = error.line()
+                    _log.error("claim_refused", reason=str(error), hint=error.hint)
+                self._health.failed(error.line())
             except SwansongError as error:
                 self._health.failed(error.line())
             except Exception as error:
@@ -226,22 +285,27 @@ class Clerk:
 
     def _claimed(self) -> int:
         record = self._record
-        if record is not None:
-            # A daemon that was restarted goes on under its number, unless it was overtaken.
-            commit.ensure_not_fenced(self._store, self._keys, record.generation)
-            return record.generation
-        return self._claim_new()
+        if record is None:
+            return self._claim_new()
+        claim = catalog.claim_of(self._store, self._keys, record.generation)
+        if not record.is_of_claim(claim):
+            _log.warning(
+                "claim_record_refused",
+                generation=record.generation,
+                claim=f"{self._store.url}/{self._keys.generation(record.generation)}",
+                hint="The claim is gone, or is not the one that this VM made; another one is made",
+            )
+            return self._claim_new(record.incarnation)
+        # A daemon that was restarted continues under its number, unless it was overtaken.
+        commit.ensure_not_fenced(self._store, self._keys, record.generation)
+        return record.generation
 
     def _claim_new(self, incarnation: str = "") -> int:
         url, run = self._store.url, self._keys.run
-        self._store.check()
+        nonce = secrets.token_hex(16)
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
-            self._store,
-            self._keys,
-            identity=identity,
-            nonce=secrets.token_hex(8),
-            incarnation=incarnation,
+            self._store, self._keys, identity=identity, nonce=nonce, incarnation=incarnation
         )
         if not claim.honours_if_absent:
             _log.error(
@@ -250,7 +314,7 @@ class Clerk:
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
         try:
-            record = ClaimRecord(run, url, self._boot_id, claim.generation, incarnation)
+            record = ClaimRecord(run, url, self._boot_id, claim.generation, nonce, incarnation)
             record.save(self._own_directory)
         except OSError as error:
             _log.warning(
@@ -279,14 +343,17 @@ class Clerk:
             trainer=staged.trainer,
             created=self._wall(),
         )
+        reads_back = not self._has_read_back
         try:
-            commit.commit(self._store, self._keys, manifest)
+            commit.commit(self._store, self._keys, manifest, reads_back=reads_back)
         except FencedError as error:
             self._post(FenceFound(error.newer))
         except Exists:
             reason = f"another checkpoint is committed as {manifest.ref}"
             self._post(CommitFailed(order.flush_id, reason, conflict=True))
-        except StoreError as error:
+        except BoundsError as error:  # and never can be: the set is void
+            self._post(CommitFailed(order.flush_id, str(error), conflict=True))
+        except SwansongError as error:
             self._health.failed(error.line())
             self._post(CommitFailed(order.flush_id, error.line(), conflict=False))
         except Exception as error:
@@ -294,6 +361,7 @@ class Clerk:
             reason = f"{type(error).__name__}: {error}"
             self._post(CommitFailed(order.flush_id, reason, conflict=False))
         else:
+            self._has_read_back = True
             self._health.ok()
             self._journal.committed(str(staged.id), order.shards)
             self._post(CommitDone(order.flush_id, manifest.ref))
@@ -303,8 +371,8 @@ class Clerk:
         if self._hurry.is_set():
             return
         try:
-            for found in catalog.list_commits(self._store, self._keys):
-                if found.ref == newest and found.is_complete:
+            for found in catalog.list_commits(self._store, self._keys, newest):
+                if found.is_complete:
                     manifests = catalog.load(self._store, self._keys, found)
                     self._journal.seed([shard for made in manifests for shard in made.shards])
         except SwansongError as error:
@@ -327,18 +395,16 @@ class Clerk:
             commit.ensure_not_fenced(self._store, self._keys, generation)
         except FencedError as error:
             self._post(FenceFound(error.newer))
-        except StoreError as error:  # the next commit looks again
+        except SwansongError as error:  # the next commit looks again
             self._health.failed(error.line())
 
     def _check_complete(self, order: CheckComplete) -> None:
         try:
-            infos = self._store.list(self._keys.parts(order.ref))
-            found = [self._keys.parse_commit(info.key) for info in infos]
-        except StoreError as error:  # it is looked for again
+            commits = catalog.list_commits(self._store, self._keys, order.ref)
+        except SwansongError as error:  # it is looked for again
             self._health.failed(error.line())
             return
-        nodes = {key.node for key in found if key is not None and key.nodes == order.nodes}
-        if len(nodes) == order.nodes:
+        if any(found.nodes == order.nodes and found.is_complete for found in commits):
             self._post(CommitCompleted(order.ref))
 
     def _farewell(self, generation: int, data: bytes) -> None:

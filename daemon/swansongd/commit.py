@@ -5,17 +5,24 @@ Three rules make two VMs with one run harmless to each other, whatever their clo
 is claimed by create-if-absent and never given back.  Every key carries the generation.  A manifest is
 created and never replaced, and a refused create is settled by reading back: the same nonce means that
 it was our own, a reply lost on the way.
+
+A commit is reported only after the listing that readers use contains its manifest.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansongd import catalog
+from swansongd import claim as claims
 from swansongd import manifest as manifests
-from swansongd.catalog import list_commits, newest_generation
-from swansongd.errors import CorruptError, Exists, FencedError, NotFound, StoreError
+from swansongd.claim import ClaimObject
+from swansongd.errors import CorruptError, Exists, FencedError, StoreError, TooLarge
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CommitRef
@@ -23,7 +30,9 @@ from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
 _LOOK_BACK = 5
-"""Among so many newest claims the one of an incarnation is looked for."""
+"""The claim of an incarnation is among this many newest ones."""
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ def claim_generation(
     store: ObjectStore,
     keys: RunKeys,
     *,
-    identity: Mapping[str, object],
+    identity: Mapping[str, str],
     nonce: str,
     incarnation: str = "",
 ) -> Claim:
@@ -57,28 +66,43 @@ def claim_generation(
 
     Raises:
         FencedError: the incarnation has a generation, and another one has taken the run over since.
+        CorruptError: the format has no further number, the listing contains an object that no swansong
+            wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
     """
-    generation = newest_generation(store, keys)
-    for number in range(generation, max(0, generation - _LOOK_BACK), -1) if incarnation else ():
-        if _claim_body(store, keys.generation(number)).get("incarnation") == incarnation:
-            if number < generation:
-                raise FencedError(number, generation)
+    numbers = catalog.claimed(store, keys)
+    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK if incarnation else 1)
+    newest = recent[0][0] if recent else 0
+    for number, found in recent if incarnation else ():
+        if found is not None and found.incarnation == incarnation:
+            if number < newest:
+                raise FencedError(number, newest)
             return Claim(number, honours_if_absent=True)
+    taken = set(numbers)
+    generation = newest
     for _ in range(_CLAIM_ATTEMPTS_MAX):
         generation += 1
+        while generation in taken:  # by unsigned claims above the newest signed one
+            generation += 1
+        if generation > bounds.GENERATION_MAX:
+            raise _no_number_left(store, keys, generation - 1)
         key = keys.generation(generation)
-        body = {"version": 1, "run": keys.run, "generation": generation, "nonce": nonce}
-        if incarnation:
-            body["incarnation"] = incarnation
-        data = json.dumps({**body, "identity": dict(identity)}, sort_keys=True).encode()
+        claim = ClaimObject(
+            run=keys.run,
+            generation=generation,
+            nonce=nonce,
+            incarnation=incarnation,
+            identity=identity,
+        )
+        data = claims.encode(claim, keys.signer)
+        claims.decode(data, keys.signer)  # what no other VM could read must not be claimed
         try:
             store.put(key, data, if_absent=True)
         except Exists:
-            winner = _claim_body(store, key)
-            if incarnation and winner.get("incarnation") == incarnation:
+            winner = catalog.claim_of(store, keys, generation)
+            if winner is not None and incarnation and winner.incarnation == incarnation:
                 return Claim(generation, honours_if_absent=True)
-            if winner.get("nonce") != nonce:
+            if winner is None or winner.nonce != nonce:
                 continue
         try:
             store.put(key, data, if_absent=True)
@@ -88,17 +112,37 @@ def claim_generation(
     raise StoreError(f"lost the race for {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}")
 
 
-def _claim_body(store: ObjectStore, key: str) -> Mapping[str, object]:
-    try:
-        body = json.loads(store.get(key))
-    except (NotFound, ValueError):
-        return {}
-    return body if isinstance(body, dict) else {}
+def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptError:
+    return CorruptError(
+        f"run {keys.run} cannot claim generation {newest + 1}: the last number of the format, "
+        f"{newest}, is taken",
+        hint=f"Delete {store.url}/{keys.generation(newest)} if no VM of this run wrote it, "
+        "else continue under another run.name",
+    )
 
 
 def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
-    """Newest commit that all its nodes have made; its shards are not looked at."""
-    return next((commit.ref for commit in list_commits(store, keys) if commit.is_complete), None)
+    """The newest commit that all its nodes have made; with a signing key, the newest signed one.
+
+    Its shards are not looked at.
+
+    Raises:
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: the store could not be asked.
+    """
+    for found in catalog.list_commits(store, keys):
+        if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
+            return found.ref
+    return None
+
+
+def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
+    try:
+        catalog.load(store, keys, found)
+    except CorruptError as error:
+        _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
+        return False
+    return True
 
 
 def ensure_not_fenced(store: ObjectStore, keys: RunKeys, generation: int) -> None:
@@ -106,32 +150,64 @@ def ensure_not_fenced(store: ObjectStore, keys: RunKeys, generation: int) -> Non
 
     Raises:
         FencedError: a newer generation is claimed; ``newer`` says which.
+        CorruptError: the listing contains an object that no swansong wrote.
         StoreError: the store could not be asked.
     """
-    newest = newest_generation(store, keys)
+    newest = catalog.newest_generation(store, keys, above=generation)
     if newest > generation:
         raise FencedError(generation, newest)
 
 
-def commit(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:
-    """Create the manifest.  When this returns, the checkpoint exists.
+def commit(
+    store: ObjectStore, keys: RunKeys, manifest: Manifest, *, reads_back: bool = False
+) -> None:
+    """Create the manifest.  When this returns, the checkpoint exists, and readers find it.
+
+    Args:
+        reads_back: read the manifest back as a reader does, and compare.
 
     Raises:
+        BoundsError: no reader would accept the manifest; nothing was written, and never can be.
         FencedError: a newer generation of the run is claimed; nothing was written.
         Exists: another set is committed under this generation and step; it stands.
-        StoreError: the store failed; the manifest may exist or not, and trying again is safe.
+        CorruptError: the store returns another manifest than was written, or the listing contains an
+            object that no swansong wrote.
+        StoreError: the store failed, or its listing does not contain the manifest; it may exist or not,
+            and trying again is safe.
     """
+    data = manifests.encode(manifest, keys.signer)
+    try:
+        written = manifests.decode(data, keys.signer)
+    except CorruptError as error:
+        raise BoundsError(str(error)) from None
     ensure_not_fenced(store, keys, manifest.generation)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
+    is_new = True
     try:
-        store.put(key, manifests.encode(manifest), if_absent=True)
+        store.put(key, data, if_absent=True)
     except Exists:
-        if _committed_nonce(store, key) != manifest.nonce:
+        if _committed_nonce(store, keys, key) != manifest.nonce:
             raise
+        is_new = False  # by an attempt whose reply was lost, perhaps of an earlier life: read back just now
+    found = next(
+        (
+            found
+            for found in catalog.list_commits(store, keys, manifest.ref)
+            if key in found.manifest_keys.values()
+        ),
+        None,
+    )
+    if found is None:
+        raise StoreError(
+            f"{store.url}/{key} was created, and the listing of the store does not contain it",
+            hint="No reader would find this commit; see whether the store lists what it has",
+        )
+    if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
+        raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
 
 
-def _committed_nonce(store: ObjectStore, key: str) -> str | None:
+def _committed_nonce(store: ObjectStore, keys: RunKeys, key: str) -> str | None:
     try:
-        return manifests.decode(store.get(key)).nonce
-    except CorruptError:
+        return manifests.decode(store.get(key), keys.signer).nonce
+    except (CorruptError, TooLarge):
         return None

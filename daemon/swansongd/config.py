@@ -76,6 +76,8 @@ class StoreConfig:
         read.one_of("trailer", "header"), default="trailer"
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
+    signing_key_file: Path | None = _key(read.path, default=None)
+    """None: manifests and claims are not signed, and every one counts."""
 
 
 @_section

@@ -12,6 +12,7 @@
     │   ├── Transient                may work when tried again
     │   ├── Permanent                will not work until somebody mends something
     │   ├── NotFound                 the key (or the bucket) does not exist
+    │   ├── TooLarge                 the object has more bytes than a small object may have
     │   └── Exists                   create-if-absent found the name taken
     ├── NothingToRestore         7   the run has no commit that is whole
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
@@ -93,12 +94,22 @@ class NotFound(Permanent):
     pass
 
 
+class TooLarge(Permanent):
+    pass
+
+
 class Exists(Permanent):
     pass
 
 
 class NothingToRestore(SwansongError):
+    """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing."""
+
     exit_code = 7
+
+    def __init__(self, message: str, *, hint: str = "", is_fresh: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.is_fresh = is_fresh
 
 
 class CorruptError(SwansongError):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 import structlog
+from swansong.bounds import BoundsError
 
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
@@ -178,6 +179,8 @@ class FlushEngine:
             except StagingError as error:
                 outcome = "aside"
                 self._fail(order, flush_set, error.line(), void=True)
+            except BoundsError as error:  # the set has a number that no key can hold
+                self._fail(order, flush_set, str(error), void=True)
             except SwansongError as error:
                 self._fail(order, flush_set, error.line(), void=False)
             except Exception as error:  # a fault of ours must not end the worker

@@ -7,12 +7,14 @@ it, or one written twice is as good as none.  Nothing is ever synced: after SIGK
 all of it, and what a power cut takes away is sent again.  A record is a claim, never a proof: whoever
 reads one of an earlier daemon asks the store whether it is so.
 
-All that the file says is held in memory as well, as :class:`HeldUpload` and :class:`HeldShard`, which
+The file counts only if it lies in a directory of this user and was written by it; each record is checked
+field by field.  Its content is held in memory as well, as :class:`HeldUpload` and :class:`HeldShard`, which
 is what a flush works with.  Methods may be called from any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -23,15 +25,21 @@ from typing import Any
 
 import structlog
 from blake3 import blake3
+from swansong import bounds, openat
 
-from swansongd.digests import part_count
+from swansongd.digests import PART_SIZE_BYTES_MAX, part_count
 from swansongd.model import StagedFile, StoredShard
-from swansongd.stores.base import PartReceipt, Upload
+from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt, Upload
 
 FILE_NAME = "uploads.journal"
+_TEMPORARY = f".{FILE_NAME}.new"
 SETS_MAX = 4
 """Sets that are remembered; the one begun first is forgotten for a fifth."""
+BYTES_MAX = 256 * 2**20
+"""Of a file that is read: a million parts."""
 _COMPACT_OVER_BYTES = 4 * 2**20
+_LINE_BYTES_MAX = 8 * 2**20
+_CRC32C_MAX = 2**32 - 1
 _VERSION = 1
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -60,7 +68,11 @@ class HeldUpload:
     @property
     def is_whole(self) -> bool:
         """Whether all its parts are there."""
-        return len(self.parts) == part_count(self.upload.size_bytes, self.upload.part_size_bytes)
+        return len(self.parts) == self.parts_max
+
+    @property
+    def parts_max(self) -> int:
+        return part_count(self.upload.size_bytes, self.upload.part_size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +100,31 @@ class Contents:
     """The shards of the newest committed set, by path."""
 
     def apply(self, record: Record) -> None:
-        """Take one record in.
+        """Apply one record.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none that this version writes.
+            ValueError: this version does not write such a record.
         """
-        match record["is"]:
+        match record.get("is"):
             case "upload":
-                upload = Upload(*record["upload"])
-                self.put(record["set"], HeldUpload(_file(record), upload))
+                self.put(_set(record), HeldUpload(_file(record), _upload(record)))
             case "part":
-                held = self.sets.get(record["set"], {}).get(record["path"])
+                held = self.sets.get(_set(record), {}).get(_text(record, "path"))
                 if isinstance(held, HeldUpload):
-                    receipt = PartReceipt(*record["receipt"])
-                    held.parts[receipt.number] = HeldPart(receipt, bytes.fromhex(record["digest"]))
+                    receipt = _receipt(record, held.parts_max)
+                    held.parts[receipt.number] = HeldPart(receipt, _digest(record.get("digest")))
             case "shard":
-                self.put(record["set"], _shard(record))
+                self.put(_set(record), _shard(record))
             case "known":
                 held = _shard(record)
                 self.known[held.shard.path] = held
             case "dropped":
-                held_of_set = self.sets.get(record["set"], {})
-                held_of_set.pop(record["path"], None)
+                held_of_set = self.sets.get(_set(record), {})
+                held_of_set.pop(_text(record, "path"), None)
                 if not held_of_set:
-                    self.sets.pop(record["set"], None)
+                    self.sets.pop(_set(record), None)
             case "committed":
-                held_of_set = self.sets.pop(record["set"], {})
+                held_of_set = self.sets.pop(_set(record), {})
                 self.known = {
                     path: held for path, held in held_of_set.items() if isinstance(held, HeldShard)
                 }
@@ -152,7 +163,7 @@ class Journal:
     """
 
     def __init__(self, directory: Path, *, run: str, store_url: str) -> None:
-        self._path = directory / FILE_NAME
+        self._directory = directory
         self._header: Record = {
             "is": "journal", "version": _VERSION, "run": run, "store": store_url,
         }  # fmt: skip
@@ -161,11 +172,7 @@ class Journal:
         self._chain = ""
         self._size_bytes = 0
         self._compact_at_bytes = 0
-        try:
-            data = self._path.read_bytes()
-        except OSError:
-            data = b""
-        self._contents = replay(data, self._header)
+        self._contents = replay(self._read(), self._header)
         with self._lock:
             self._rewrite()
 
@@ -240,6 +247,30 @@ class Journal:
 
     # ------------------------------------------------------------------ the file, under the lock
 
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        own_fd = openat.open_directory(self._directory, owners={os.geteuid()})
+        try:
+            yield own_fd
+        finally:
+            os.close(own_fd)
+
+    def _read(self) -> bytes:
+        try:
+            with self._opened() as own_fd:
+                return openat.read_file(
+                    FILE_NAME, dir_fd=own_fd, max_bytes=BYTES_MAX, owners={os.geteuid()}
+                )
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            _log.warning(
+                "journal_not_read",
+                error=str(error),
+                hint="Uploads of an earlier daemon are not continued, but sent again",
+            )
+            return b""
+
     def _take(self, record: Record) -> None:
         self._contents.apply(record)
         self._append(_encoded(record))
@@ -249,7 +280,7 @@ class Journal:
             return
         line, self._chain = _line(body, self._chain)
         try:
-            _write(self._fd, line)
+            openat.write_all(self._fd, line)
         except OSError as error:
             self._give_up(error)
             return
@@ -262,18 +293,20 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        temporary = self._path.with_name(f".{self._path.name}.new")
         lines = []
         self._chain = ""
         for record in (self._header, *self._contents.records()):
             line, self._chain = _line(_encoded(record), self._chain)
             lines.append(line)
         data = b"".join(lines)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._fd = os.open(temporary, flags, 0o600)
-            _write(self._fd, data)
-            os.replace(temporary, self._path)
+            with self._opened() as own_fd:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(_TEMPORARY, dir_fd=own_fd)  # of a daemon that was killed right here
+                flags = os.O_WRONLY | os.O_APPEND
+                self._fd = openat.create_file(_TEMPORARY, dir_fd=own_fd, flags=flags)
+                openat.write_all(self._fd, data)
+                os.rename(_TEMPORARY, FILE_NAME, src_dir_fd=own_fd, dst_dir_fd=own_fd)
         except OSError as error:
             self._give_up(error)
         self._size_bytes = len(data)
@@ -296,16 +329,18 @@ def replay(data: bytes, header: Mapping[str, Any]) -> Contents:
     contents = Contents()
     chain = ""
     is_first = True
-    for line in data.split(b"\n")[:-1]:  # after the last line feed there is nothing, or a torn line
-        record, chain = _parse(line, chain)
-        if record is None or (is_first and record != header):
-            break
+    begin = 0
+    while (end := data.find(b"\n", begin, begin + _LINE_BYTES_MAX)) >= 0:  # else: a torn line
         try:
+            record, chain = _parse(data[begin:end], chain)
             if not is_first:
                 contents.apply(record)
-        except (KeyError, TypeError, ValueError):
+            elif record != header:
+                break
+        except ValueError:
             break
         is_first = False
+        begin = end + 1
     return contents
 
 
@@ -319,23 +354,21 @@ def _line(body: bytes, chain: str) -> tuple[bytes, str]:
     return b"%b %b\n" % (chain.encode(), body), chain
 
 
-def _parse(line: bytes, chain: str) -> tuple[Record | None, str]:
+def _parse(line: bytes, chain: str) -> tuple[Record, str]:
+    """The record of a line, and its own chain.
+
+    Raises:
+        ValueError: the line does not follow the one that ``chain`` is of, or contains no record.
+    """
     claimed, _, body = line.partition(b" ")
     chain = _chained(body, chain)
     if claimed != chain.encode():
-        return None, chain
-    record: Record = json.loads(body)
-    return record, chain
+        raise ValueError("the chain is broken")
+    return bounds.json_object(body, "the record", _LINE_BYTES_MAX), chain
 
 
 def _chained(body: bytes, chain: str) -> str:
     return blake3(chain.encode() + body).hexdigest(8)
-
-
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
 
 
 # ---------------------------------------------------------------------- records
@@ -374,24 +407,75 @@ def _fields(file: StagedFile) -> list[str | int]:
     return [file.path, file.size_bytes, file.mtime_ns, file.inode]
 
 
+def _set(record: Record) -> str:
+    return _text(record, "set")
+
+
+def _text(record: Record, name: str) -> str:
+    return bounds.text(record.get(name), name)
+
+
+def _list(record: Record, name: str, length: int) -> list[Any]:
+    found = bounds.items(record.get(name), name, length)
+    if len(found) != length:
+        raise bounds.BoundsError(f"{name} has {len(found)} items, not {length}")
+    return found
+
+
+def _size(value: Any) -> int:
+    return bounds.integer(value, "a size", 0, bounds.BYTES_MAX)
+
+
+def _part_size(value: Any) -> int:
+    return bounds.integer(value, "a part size", 1, PART_SIZE_BYTES_MAX)
+
+
+def _digest(value: Any) -> bytes:
+    return bytes.fromhex(bounds.text(value, "a digest", bounds.ID_CHARS_MAX))
+
+
 def _file(record: Record) -> StagedFile:
-    path, size_bytes, mtime_ns, inode = record["file"]
-    return StagedFile(path=path, size_bytes=size_bytes, mtime_ns=mtime_ns, inode=inode)
+    path, size_bytes, mtime_ns, inode = _list(record, "file", 4)
+    return StagedFile(
+        path=bounds.text(path, "a path"),
+        size_bytes=_size(size_bytes),
+        mtime_ns=bounds.integer(mtime_ns, "a time", -(2**63), 2**63 - 1),
+        inode=bounds.integer(inode, "an inode", 0, 2**64 - 1),
+    )
+
+
+def _upload(record: Record) -> Upload:
+    key, upload_id, size_bytes, part_size_bytes = _list(record, "upload", 4)
+    return Upload(
+        bounds.text(key, "a key"),
+        bounds.text(upload_id, "an upload id"),
+        _size(size_bytes),
+        _part_size(part_size_bytes),
+    )
+
+
+def _receipt(record: Record, parts_max: int) -> PartReceipt:
+    number, etag, crc32c = _list(record, "receipt", 3)
+    return PartReceipt(
+        bounds.integer(number, "a part number", 1, parts_max),
+        bounds.text(etag, "an ETag"),
+        bounds.integer(crc32c, "a CRC32C", CRC32C_UNTOLD, _CRC32C_MAX),
+    )
 
 
 def _shard(record: Record) -> HeldShard:
     file = _file(record)
-    digest, key, part_size_bytes, crc32c = record["shard"]
+    digest, key, part_size_bytes, crc32c = _list(record, "shard", 4)
+    shard = StoredShard(
+        path=file.path,
+        size_bytes=file.size_bytes,
+        digest=bounds.text(digest, "a digest", bounds.ID_CHARS_MAX),
+        key=bounds.text(key, "a key"),
+        part_size_bytes=_part_size(part_size_bytes),
+        crc32c=bounds.integer(crc32c, "a CRC32C", 0, _CRC32C_MAX),
+    )
+    count = part_count(shard.size_bytes, shard.part_size_bytes) if record.get("parts") else 0
+    digests = tuple(_digest(part) for part in _list(record, "parts", count))
     return HeldShard(
-        file,
-        StoredShard(
-            path=file.path,
-            size_bytes=file.size_bytes,
-            digest=digest,
-            key=key,
-            part_size_bytes=part_size_bytes,
-            crc32c=crc32c,
-        ),
-        tuple(bytes.fromhex(part) for part in record["parts"]),
-        record["is_referenced"],
+        file, shard, digests, bounds.boolean(record.get("is_referenced"), "is_referenced")
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of the bucket: the one place that formats and parses keys.  docs/format.md describes it.
 
-Numbers are zero-padded so that a listing in lexicographic order is a listing in numeric order.
+Numbers are zero-padded so that a listing in lexicographic order is a listing in numeric order.  A number
+with more digits than the format has would give a key that no reader parses: formatting it raises
+:class:`~swansong.bounds.BoundsError`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from swansong import bounds
+
 from swansongd.model import CheckpointId, CommitRef
+from swansongd.signing import Signer
 
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _COMMIT = re.compile(r"([0-9]{8})/([0-9]{12})/([0-9]{5})-of-([0-9]{5})\.json")
+_SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,9 @@ class RunKeys:
     """Formats and parses the keys of one run.  The store itself adds the prefix of its URL."""
 
     run: str
+    signer: Signer | None = None
+    """Signs the manifests and claims of the run, and says which ones count; None: all count.  It lies here
+    because every reader and writer of the run has this object, so that none can leave the check out."""
 
     @property
     def generations(self) -> str:
@@ -47,24 +56,24 @@ class RunKeys:
         return f"{self.run}/farewells/"
 
     def generation(self, generation: int) -> str:
-        return f"{self.generations}{generation:08d}.json"
+        return f"{self.generations}{_generation(generation)}.json"
 
     def shard(
         self, generation: int, checkpoint: CheckpointId, attempt: str, node: int, path: str
     ) -> str:
         """Key of a shard.  ``attempt`` is new for each flush, so that no key is ever written twice."""
-        name = f"{checkpoint.step:012d}-{checkpoint.nonce}-{attempt}"
-        return f"{self.data}{generation:08d}/{name}/{node:05d}/{path}"
+        name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{attempt}"
+        return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}/{path}"
 
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
-        return f"{self.parts(ref)}{node:05d}-of-{nodes:05d}.json"
+        return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
 
     def farewell_prefix(self, generation: int) -> str:
-        return f"{self.farewells}{generation:08d}-"
+        return f"{self.farewells}{_generation(generation)}-"
 
     def parts(self, ref: CommitRef) -> str:
-        """What the keys of all manifests of one checkpoint begin with."""
-        return f"{self.commits}{ref.generation:08d}/{ref.step:012d}/"
+        """Prefix of the keys of all manifests of one checkpoint."""
+        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}/"
 
     def farewell(self, generation: int, stamp: str) -> str:
         return f"{self.farewell_prefix(generation)}{stamp}.json"
@@ -81,4 +90,25 @@ class RunKeys:
         if not match or not key.startswith(self.commits):
             return None
         generation, step, node, nodes = (int(group) for group in match.groups())
+        if node >= nodes:
+            return None
         return CommitKey(ref=CommitRef(generation, step), node=node, nodes=nodes)
+
+    def is_shard(self, key: str, path: str) -> bool:
+        """Whether a writer of this run may have stored the shard of ``path`` under ``key``."""
+        directory = key.removeprefix(self.data).removesuffix(path)
+        return key == f"{self.data}{directory}{path}" and bool(
+            _SHARD_DIRECTORY.fullmatch(directory)
+        )
+
+
+def _generation(generation: int) -> str:
+    return f"{bounds.integer(generation, 'generation', 0, bounds.GENERATION_MAX):08d}"
+
+
+def _step(step: int) -> str:
+    return f"{bounds.integer(step, 'step', 0, bounds.STEP_MAX):012d}"
+
+
+def _node(number: int, field: str) -> str:
+    return f"{bounds.integer(number, field, 0, bounds.NODES_MAX):05d}"

@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: what one VM committed at one step.  docs/format.md describes the bytes.
 
-Canonical JSON with its own digest.  ``decode`` believes nothing: whoever can write to the bucket can
-write a manifest, and a restore acts on what it says.
+Canonical JSON with its own digest.  Whoever can write to the bucket can write a manifest, and a restore
+acts on its content, so ``decode`` checks every field.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from swansong import bounds
+from swansong.bounds import BoundsError
 from swansong.protocol import is_safe_path
 
 from swansongd.digests import ALGORITHM, PART_SIZE_BYTES_MAX, part_count
 from swansongd.errors import CorruptError
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointKind, CommitRef, StoredShard
+from swansongd.signing import FIELD as SIGNATURE
+from swansongd.signing import Signer, canonical
 
 FORMAT = "swansong-manifest"
 VERSION = 1
 
+BYTES_MAX = 16 * 2**20
+"""Room for bounds.FILES_MAX shards with 800 bytes each.  Decoding one takes less than 5 s of processor time
+and 256 MiB of memory, whatever it contains."""
+PARTS_MAX = 1_000_000
+"""Parts of all shards of one manifest: 16 TiB in parts of 16 MiB.  A restore holds 200 bytes for each."""
+SMALL_PARTS_MAX = 10_000
+"""So many parts may be smaller than a mebibyte, the last parts of the shards not counted."""
+
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 _CRC32C = re.compile(r"[0-9a-f]{8}")
-_KEY = re.compile(r"[A-Za-z0-9_+=@,. -]+(/[A-Za-z0-9_+=@,. -]+)*")
-_INT_MAX = 2**63 - 1
-_PARTS_MAX = 1_000_000
-
-T = TypeVar("T")
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,86 +71,123 @@ class Manifest:
         return sum(shard.size_bytes for shard in self.shards)
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its object.
+def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
+    """The manifest as the bytes of its object, signed if there is a ``signer``.
 
     Raises:
-        ValueError: it holds a number that is not finite, or a value that JSON does not have.
-    """
-    body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-    for shard in body["shards"]:
-        shard["crc32c"] = f"{shard['crc32c']:08x}"
-    return _canonical({**body, "digest": _own_digest(body)})
-
-
-def decode(data: bytes) -> Manifest:
-    """Parse and check the bytes of a manifest.
-
-    Raises:
-        CorruptError: they are not exactly what ``encode`` made, or say what no manifest may say.
+        BoundsError: a number is not finite, or JSON has no such value.
     """
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"the manifest is not JSON: {error!s:.120}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            **dataclasses.asdict(manifest),
+        }
+        for shard in body["shards"]:
+            shard["crc32c"] = f"{shard['crc32c']:08x}"
+        if signer is not None:
+            body = signer.signed(FORMAT, body)
+        return canonical({**body, "digest": _own_digest(body)})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
+
+
+def decode(data: bytes, signer: Signer | None = None) -> Manifest:
+    """Parse and check the bytes of a manifest.
+
+    Args:
+        signer: a manifest without its signature is refused; None accepts all.
+
+    Raises:
+        CorruptError: they are not exactly what ``encode`` made, a field is out of bounds, or the signature
+            is missing or wrong.
+    """
+    try:
+        return _decode(data, signer)
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None
+
+
+def _decode(data: bytes, signer: Signer | None) -> Manifest:
+    body = bounds.json_object(data, "the manifest", BYTES_MAX)
+    if body.get("format") != FORMAT:
         raise CorruptError("the object is not a manifest")
-    version = _field(body, "version", int)
+    version = bounds.integer(body.get("version"), "version of the manifest", 1, 10**6)
     if version != VERSION:
         raise CorruptError(
             f"the manifest has format version {version}; this swansong knows {VERSION}",
-            hint="upgrade swansong to read it" if version > VERSION else "",
+            hint="upgrade swansong to read it",
         )
     claimed = body.pop("digest", None)
     try:
-        intact = claimed == _own_digest(body) and data == _canonical({**body, "digest": claimed})
+        intact = claimed == _own_digest(body) and data == canonical({**body, "digest": claimed})
     except (ValueError, RecursionError):
         intact = False
     if not intact:
         raise CorruptError("the manifest does not match its own digest")
+    if signer is not None and not signer.is_valid(FORMAT, body):
+        raise CorruptError(
+            "the manifest is not signed"
+            if SIGNATURE not in body
+            else "the manifest carries a signature that is not of this key",
+            hint="Commits made without store.signing_key_file, or with another key, do not count",
+        )
     return _manifest(body)
 
 
-def _canonical(body: Mapping[str, object]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
 def _own_digest(body: Mapping[str, object]) -> str:
-    return f"sha256:{hashlib.sha256(_canonical(body)).hexdigest()}"
+    return f"sha256:{hashlib.sha256(canonical(body)).hexdigest()}"
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    try:
-        kind = CheckpointKind(_field(body, "kind", str))
-    except ValueError:
-        raise CorruptError(f"the manifest has the kind {body['kind']!r:.60}") from None
+    kind = _text(body, "kind")
+    if kind not in tuple(CheckpointKind):
+        raise CorruptError(f"the manifest has the kind {kind!r:.60}")
+    shards = bounds.items(body.get("shards"), "shards of the manifest", bounds.FILES_MAX)
     manifest = Manifest(
-        run=_field(body, "run", str),
-        generation=_count(body, "generation"),
-        step=_count(body, "step"),
-        kind=kind,
-        node=_count(body, "node"),
-        nodes=_count(body, "nodes"),
-        nonce=_field(body, "nonce", str),
-        shards=tuple(_shard(item) for item in _field(body, "shards", list)),
+        run=_text(body, "run"),
+        generation=_count(body, "generation", bounds.GENERATION_MAX),
+        step=_count(body, "step", bounds.STEP_MAX),
+        kind=CheckpointKind(kind),
+        node=_count(body, "node", bounds.NODES_MAX),
+        nodes=_count(body, "nodes", bounds.NODES_MAX),
+        nonce=_text(body, "nonce"),
+        shards=tuple(_shard(item) for item in shards),
         parent=_parent(body.get("parent")),
-        framework=_field(body, "framework", str),
-        health=_field(body, "health", dict),
-        trainer=_field(body, "trainer", dict),
-        created=_field(body, "created", str),
+        framework=_text(body, "framework"),
+        health=bounds.metrics(body.get("health"), "health of the manifest"),
+        trainer=bounds.facts(body.get("trainer"), "trainer of the manifest"),
+        created=_text(body, "created"),
     )
-    if not all(type(value) in (int, float) for value in manifest.health.values()):
-        raise CorruptError("the manifest has a health value that is no number")
     if manifest.node >= manifest.nodes:
         raise CorruptError(f"the manifest is of node {manifest.node} of {manifest.nodes}")
-    data_prefix = RunKeys(manifest.run).data
-    for shard in manifest.shards:
-        relative = shard.key.removeprefix(data_prefix)
-        parts = relative.split("/")
-        if relative == shard.key or ".." in parts or "." in parts or not _KEY.fullmatch(relative):
-            raise CorruptError(f"the manifest names the key {shard.key!r:.100}, not of this run")
+    _check_parts(manifest.shards)
     check_paths([shard.path for shard in manifest.shards])
+    keys = RunKeys(manifest.run)
+    for shard in manifest.shards:
+        if not keys.is_shard(shard.key, shard.path):
+            raise CorruptError(
+                f"the manifest names the key {shard.key!r:.100}, not that of {shard.path!r:.100} in "
+                f"the data of its run"
+            )
     return manifest
+
+
+def _check_parts(shards: Sequence[StoredShard]) -> None:
+    """Whether a restore can hold all parts: a few bytes of manifest could name any number of them.
+
+    Raises:
+        BoundsError: they are too many.
+    """
+    size_bytes = bounds.integer(
+        sum(shard.size_bytes for shard in shards), "size of the checkpoint", 0, bounds.BYTES_MAX
+    )
+    parts = sum(part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards)
+    parts_max = min(PARTS_MAX, len(shards) + SMALL_PARTS_MAX + size_bytes // _MIB)
+    if parts > parts_max:
+        raise BoundsError(
+            f"the manifest has {parts} parts for {size_bytes} bytes; the limit is {parts_max}"
+        )
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -167,46 +211,41 @@ def check_paths(paths: Sequence[str]) -> None:
 
 
 def _shard(item: Any) -> StoredShard:
-    if not isinstance(item, dict):
+    if type(item) is not dict:
         raise CorruptError("the manifest has a shard that is no object")
-    crc32c = _field(item, "crc32c", str)
+    crc32c = _text(item, "crc32c")
     if not _CRC32C.fullmatch(crc32c):
         raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, not of 8 hex digits")
-    shard = StoredShard(
-        path=_field(item, "path", str),
-        size_bytes=_count(item, "size_bytes"),
-        digest=_field(item, "digest", str),
-        key=_field(item, "key", str),
-        part_size_bytes=_count(item, "part_size_bytes"),
+    digest = _text(item, "digest")
+    if not _DIGEST.fullmatch(digest):
+        raise CorruptError(
+            f"the manifest has the digest {digest!r:.80}, which this swansong does not know"
+        )
+    return StoredShard(
+        path=_text(item, "path", bounds.TEXT_CHARS_MAX),
+        size_bytes=_count(item, "size_bytes", bounds.BYTES_MAX),
+        digest=digest,
+        key=_text(item, "key", bounds.TEXT_CHARS_MAX),
+        part_size_bytes=bounds.integer(
+            item.get("part_size_bytes"), "part size of a shard", 1, PART_SIZE_BYTES_MAX
+        ),
         crc32c=int(crc32c, 16),
     )
-    is_legal = 1 <= shard.part_size_bytes <= PART_SIZE_BYTES_MAX
-    if not is_legal or part_count(shard.size_bytes, shard.part_size_bytes) > _PARTS_MAX:
-        raise CorruptError(f"the manifest has a part size of {shard.part_size_bytes} bytes")
-    if not _DIGEST.fullmatch(shard.digest):
-        raise CorruptError(
-            f"the manifest has the digest {shard.digest!r:.80}, which this swansong does not know"
-        )
-    return shard
 
 
 def _parent(item: Any) -> CommitRef | None:
     if item is None:
         return None
-    if not isinstance(item, dict):
+    if type(item) is not dict:
         raise CorruptError("the manifest has a parent that is no object")
-    return CommitRef(_count(item, "generation"), _count(item, "step"))
+    return CommitRef(
+        _count(item, "generation", bounds.GENERATION_MAX), _count(item, "step", bounds.STEP_MAX)
+    )
 
 
-def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = body.get(name)
-    if type(value) is not kind:  # exactly: a bool is an int as well
-        raise CorruptError(f"the manifest has no proper {name!r} (got {value!r:.60})")
-    return value
+def _text(body: Mapping[str, Any], name: str, max_chars: int = bounds.ID_CHARS_MAX) -> str:
+    return bounds.text(body.get(name), f"{name} in the manifest", max_chars)
 
 
-def _count(body: Mapping[str, Any], name: str) -> int:
-    value = _field(body, name, int)
-    if not 0 <= value <= _INT_MAX:
-        raise CorruptError(f"the manifest has {value} for {name!r}")
-    return value
+def _count(body: Mapping[str, Any], name: str, high: int) -> int:
+    return bounds.integer(body.get(name), f"{name} in the manifest", 0, high)

@@ -298,8 +298,8 @@ class Rejoin:
                     ),
                     stop=self._stop,
                 )
-            except NothingToRestore:
-                if newest is None:
+            except NothingToRestore as error:
+                if newest is None and error.is_fresh:
                     return Restored("")  # a fresh run
                 raise
             _remove(before, parent_fd)  # of earlier trainers on this VM

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches the newest whole commit, and re-reads stored bytes against manifests.
 
-What is wrong with a commit makes restore take the next older one, and say so.  What is wrong with the
-store, or with the place to restore to, is an error: an older commit would not mend it.
+A damaged commit makes restore take the next older one, and give the reason.  So does a commit whose manifests
+are larger, name more parts, or cost more processor time than any honest ones; a slow download does not.  A
+failing store, an object of an unknown kind among the commits, or an unusable target is an error: an older
+commit would not fix it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from swansongd.restore_reader import Problems, Progress, Reader
 from swansongd.restore_target import Access, RestoreTarget
 from swansongd.stores.base import ObjectStore
 
+_REASONS_MAX = 10
+"""Refused commits that an error message names."""
 CONNECTIONS = 16
 """More than a flush may take for itself: whoever waits for a restore does nothing else."""
 
@@ -88,6 +92,7 @@ def restore(
 
     Raises:
         NothingToRestore: no commit is whole; says why for each.
+        CorruptError: an object that no swansong wrote lies among the commits.
         StagingError: ``destination`` cannot be used, or has too little space.
         StoreError: the store could not be read.
         Stopped: ``stop`` was set.
@@ -95,7 +100,9 @@ def restore(
     reader = Reader(store, connections, stop)
     refused: list[tuple[CommitRef, str]] = []
     with RestoreTarget(destination, parent_fd=parent_fd, access=access) as target:
-        for commit in _commits(store, keys, step):
+        commits = _commits(store, keys, step)
+        is_fresh = step is None and not any(commit.is_complete for commit in commits)
+        for commit in commits:
             try:
                 manifests = whole(store, keys, commit)
                 if wanted is not None and not wanted(commit.ref, health_of(manifests)):
@@ -116,7 +123,7 @@ def restore(
                 reused_bytes=reused_bytes,
                 skipped=tuple(refused),
             )
-    raise _nothing(keys, step, refused)
+    raise _nothing(keys, step, refused, is_fresh=is_fresh)
 
 
 def verify(
@@ -134,6 +141,7 @@ def verify(
 
     Raises:
         NothingToRestore: there is no commit.
+        CorruptError: an object that no swansong wrote lies among the commits.
         StoreError: the store could not be read.
         Stopped: ``stop`` was set.
     """
@@ -171,13 +179,20 @@ def _commits(store: ObjectStore, keys: RunKeys, step: int | None) -> list[Commit
 
 
 def _nothing(
-    keys: RunKeys, step: int | None, refused: Sequence[tuple[CommitRef, str]]
+    keys: RunKeys,
+    step: int | None,
+    refused: Sequence[tuple[CommitRef, str]],
+    *,
+    is_fresh: bool = False,
 ) -> NothingToRestore:
     wanted = f"run {keys.run}" if step is None else f"step {step} of run {keys.run}"
     if not refused:
-        return NothingToRestore(f"{wanted} has no commit")
-    reasons = "; ".join(f"{ref}: {reason}" for ref, reason in refused)
-    return NothingToRestore(f"{wanted} has no commit that is whole: {reasons}")
+        return NothingToRestore(f"{wanted} has no commit", is_fresh=is_fresh)
+    reasons = "; ".join(f"{ref}: {reason}" for ref, reason in refused[:_REASONS_MAX])
+    more = f"; and {len(refused) - _REASONS_MAX} more" if len(refused) > _REASONS_MAX else ""
+    return NothingToRestore(
+        f"{wanted} has no commit that is whole: {reasons}{more}", is_fresh=is_fresh
+    )
 
 
 def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:

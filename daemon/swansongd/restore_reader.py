@@ -57,7 +57,9 @@ class Reader:
         problems: Problems = {}
 
         def check(prefix: str) -> None:
-            sizes_bytes = {info.key: info.size_bytes for info in self.store.list(prefix)}
+            wanted = {shard.key for shard in beside[prefix]}  # others may lie there in any number
+            listing = self.store.list(prefix)
+            sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
             for shard in beside[prefix]:
                 size_bytes = sizes_bytes.get(shard.key)
                 if size_bytes is None:

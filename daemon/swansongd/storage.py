@@ -4,6 +4,7 @@ that concerns the store."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -12,6 +13,7 @@ from datetime import UTC, datetime
 
 import structlog
 
+from swansongd import signing
 from swansongd.clerk import Clerk
 from swansongd.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
@@ -48,6 +50,9 @@ class Storage:
         state: the state of the decision loop, as it is.
         boot_id: of this boot of the kernel.
         stop: ends all threads that wait.
+
+    Raises:
+        ConfigError: the store's URL makes no sense, or ``store.signing_key_file`` cannot be used.
     """
 
     def __init__(
@@ -65,7 +70,10 @@ class Storage:
         self._post = post
         self.bytes_referenced = 0
         """Not sent since the daemon started, because an earlier commit has stored the same bytes."""
-        self.keys = RunKeys(config.run.name)
+        key_file = config.store.signing_key_file
+        owners = {0, os.geteuid()}
+        signer = None if key_file is None else signing.load(key_file, owners=owners)
+        self.keys = RunKeys(config.run.name, signer)
         self.backend = open_configured(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_store import OddStore
-from swansongd import manifest
+from swansongd import catalog, manifest
 from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
 from swansongd.keys import RunKeys
+from swansongd.manifest import Manifest
 from swansongd.model import CommitRef
 from swansongd.restore import restore, verify
+from swansongd.signing import Signer
 from swansongd.stores.files import FileStore
 from waiting import until
 
@@ -252,6 +255,97 @@ def test_a_hostile_manifest_writes_nothing_outside(
     assert "not safe" in got.skipped[0][1]
     written = set(tree(tmp_path)) - set(before)
     assert written == {f"restored/here/{name}" for name in NEW}
+
+
+@pytest.mark.fault("G08")
+def test_a_small_manifest_of_millions_of_parts_is_passed_over(store: FileStore, to: Path) -> None:
+    """3.5 KB of manifest cost no memory and no time to speak of, and the older commit is restored."""
+    made = commit(store, {f"f{number}": b"x" for number in range(16)}, step=300)
+    shards = (replace(s, part_size_bytes=1, size_bytes=10**6) for s in made.shards)
+    hostile = manifest.encode(replace(made, shards=tuple(shards)))
+    assert len(hostile) < 5000
+    store.put(KEYS.commit(CommitRef(1, 300), 0, 1), hostile)
+    began_s = time.thread_time()
+    got = restore(store, KEYS, to)
+    assert time.thread_time() - began_s < 2
+    assert got.ref == NEW_REF
+    assert "16000000 parts" in got.skipped[0][1]
+    assert tree(to) == NEW
+
+
+@pytest.mark.fault("G08")
+def test_an_object_of_65_mib_in_place_of_a_manifest_is_passed_over(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """It is what is wrong with this commit, and not with the store."""
+    commit(store, {"a": b"x"}, step=300)
+    os.truncate(manifest_in_store(tmp_path, 300), 65 * 2**20)
+    got = restore(store, KEYS, to)
+    assert (got.ref, tree(to)) == (NEW_REF, NEW)
+    assert "limit" in got.skipped[0][1]
+
+
+@pytest.mark.fault("G08")
+def test_a_candidate_that_costs_too_much_processor_time_is_passed_over(
+    store: FileStore, to: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its reason; the budget is for each commit, so that the next one has all of it."""
+    for node in range(3):
+        commit(store, {f"n{node}": b"x"}, step=300, node=node, nodes=3)
+    decode = catalog.decode
+
+    def busy(data: bytes, signer: object) -> Manifest:
+        made = decode(data, None)
+        began_s = time.thread_time()
+        while made.step == 300 and time.thread_time() - began_s < 0.3:
+            pass
+        return made
+
+    monkeypatch.setattr(catalog, "decode", busy)
+    monkeypatch.setattr(catalog, "EXAMINE_CPU_S", 0.25)
+    got = restore(store, KEYS, to)
+    assert (got.ref, tree(to)) == (NEW_REF, NEW)
+    assert "processor time" in got.skipped[0][1]
+
+
+@pytest.mark.fault("G16")
+def test_a_manifest_cannot_make_a_restore_list_all_data_of_the_run(
+    store: FileStore, to: Path
+) -> None:
+    """Its keys lie where a writer puts them; other objects beside them are not held in memory."""
+    made = commit(store, {"a": b"x"}, step=300)
+    store.put("r/data/a", b"x")
+    wide = replace(made.shards[0], key="r/data/a")
+    store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(replace(made, shards=(wide,))))
+    got = restore(store, KEYS, to)
+    assert got.ref == NEW_REF
+    assert "names the key" in got.skipped[0][1]
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_only_signed_commits_are_restored(store: FileStore, to: Path) -> None:
+    """A planted newer one is passed over with its reason; a run without a signed one is not a fresh run."""
+    keys = RunKeys("r", Signer(b"k" * 32))
+    with pytest.raises(NothingToRestore, match="not signed") as caught:
+        restore(store, keys, to)
+    assert not caught.value.is_fresh
+    key = KEYS.commit(OLD_REF, 0, 1)
+    store.put(key, manifest.encode(manifest.decode(store.get(key)), keys.signer))
+    got = restore(store, keys, to)
+    assert (got.ref, tree(to)) == (OLD_REF, OLD)
+    assert [ref for ref, _ in got.skipped] == [NEW_REF]
+    assert [finding.ref for finding in verify(store, keys)] == [NEW_REF]
+    assert verify(store, KEYS) == []
+
+
+def test_the_error_does_not_grow_with_the_number_of_damaged_commits(
+    store: FileStore, to: Path
+) -> None:
+    """Ten reasons, and how many more there are."""
+    for step in range(300, 400):
+        store.put(KEYS.commit(CommitRef(1, step), 0, 1), b"{}")
+    with pytest.raises(NothingToRestore, match=r"and 90 more$"):
+        restore(store, KEYS, to, step=None, wanted=lambda _ref, _health: False)
 
 
 def test_a_shard_that_two_commits_share_is_reported_for_both(

@@ -28,6 +28,7 @@ CHECKS: list[tuple[Callable[[Any], Any], type]] = [
     (lambda value: bounds.items(value, "field", 10), list),
     (lambda value: bounds.mapping(value, "field", 10), dict),
     (lambda value: bounds.metrics(value, "field"), dict),
+    (lambda value: bounds.facts(value, "field"), dict),
 ]
 
 
@@ -85,3 +86,24 @@ def test_a_large_integer_is_not_printed_in_full() -> None:
     """Its decimal form takes quadratic time, and Python refuses it above 4,300 digits."""
     assert bounds.shown(10**10_000) == "an integer of 33220 bits"
     assert json.dumps(bounds.shown("x" * 10_000)).count("x") == 60
+
+
+def test_facts_are_flat_scalars() -> None:
+    """What a manifest says of its trainer."""
+    good = {"a": 1, "b": -(2**63), "c": 0.5, "d": "text", "e": True, "f": None}
+    assert bounds.facts(good, "trainer") == good
+    for bad in (2**63, math.inf, [1], {}, "x" * 5000, "\ud800", b"x"):
+        with pytest.raises(BoundsError, match="trainer"):
+            bounds.facts({"x": bad}, "trainer")
+    with pytest.raises(BoundsError, match="trainer"):
+        bounds.facts({str(n): n for n in range(bounds.FACTS_MAX + 1)}, "trainer")
+
+
+@pytest.mark.fault("S13")
+def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    """Three bytes of JSON would become seventy of memory."""
+    count = bounds.JSON_VALUES_MAX
+    for many in (b"[],", b"{},", b"0,"):
+        data = b'{"x":[' + many * count + b"0]}"
+        with pytest.raises(BoundsError, match="values"):
+            bounds.json_object(data, "the thing", len(data))

@@ -18,6 +18,8 @@ from typing import Any
 import committed
 import pytest
 from story import a_set
+from structlog.testing import capture_logs
+from swansong import bounds
 from swansongd import clerk as clerks
 from swansongd import manifest
 from swansongd.clerk import ClaimRecord, Clerk
@@ -31,11 +33,13 @@ from swansongd.core.events import (
     HistoryRead,
     SourceChanged,
 )
+from swansongd.errors import NotFound
 from swansongd.journal import HeldShard, Journal
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef, Health, StagedFile
+from swansongd.model import CheckpointId, CommitRef, Health, StagedFile
+from swansongd.signing import Signer
 from swansongd.sources.base import HealthTracker
-from swansongd.stores.base import ObjectStore
+from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.files import FileStore
 from waiting import until
 
@@ -55,6 +59,9 @@ class Desk:
         self.events: queue.Queue[Event] = queue.Queue()
         self.journal = Journal(self.own, run="r", store_url=self.store.url)
         self.health: list[Health] = []
+        self.reason = ""
+        self.tries = 0
+        """How often the store was asked for its commits."""
 
     @contextmanager
     def clerk(
@@ -63,9 +70,10 @@ class Desk:
         def note(event: Event) -> None:
             assert isinstance(event, SourceChanged)
             self.health.append(event.status.health)
+            self.reason = event.status.reason
 
         clerk = Clerk(
-            store or self.store,
+            store or self._counting(),
             keys,
             self.own,
             self.events.put,
@@ -79,6 +87,16 @@ class Desk:
             yield clerk
         finally:
             clerk.close()
+
+    def _counting(self) -> ObjectStore:
+        desk = self
+
+        class Counting(FileStore):
+            def list(self, prefix: str) -> Iterator[ObjectInfo]:
+                desk.tries += prefix == KEYS.commits
+                return super().list(prefix)
+
+        return Counting(self.store.url)
 
     def next(self) -> Event:
         """The next one, but for what is read of earlier generations whenever one was claimed."""
@@ -162,6 +180,11 @@ def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
         b'{"run": "r"',
         b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": "1"}',
         b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": true}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1, "incarnation": ""}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "", "generation": 1, "incarnation": []}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1e999}',
+        b"[" * 100_000,
+        b" " * 20_000 + b"{}",
     ],
 )
 def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) -> None:
@@ -170,7 +193,119 @@ def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) ->
     (desk.own / "claim.json").write_bytes(content.replace(b"URL", url))
     assert desk.claimed() == 1
     record = ClaimRecord.load(desk.own)
-    assert record == ClaimRecord("r", desk.store.url, "boot-1", 1)
+    assert record is not None
+    assert replace(record, nonce="") == ClaimRecord("r", desk.store.url, "boot-1", 1, "")
+
+
+def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
+    """The record that a daemon of this boot has left, changed."""
+    made = ClaimRecord("r", desk.store.url, "boot-1", 1, "forged")
+    return replace(made, **changes)
+
+
+@pytest.mark.fault("S25")
+def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
+    """A forged record leads to a new generation and a line in the log, not to another's generation."""
+    with desk.clerk(boot="another VM"):
+        assert desk.next() == GenerationClaimed(1, None)
+    a_record(desk).save(desk.own)
+    with capture_logs() as logs:
+        assert desk.claimed() == 2
+    (line,) = [line for line in logs if line["event"] == "claim_record_refused"]
+    assert line["claim"] == f"{desk.store.url}/{KEYS.generation(1)}"
+    assert desk.claimed() == 2
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"nonce": "forged"}'])
+def test_a_record_of_a_claim_that_makes_no_sense_does_not_count(desk: Desk, content: bytes) -> None:
+    """Run and generation have to be right, too."""
+    desk.store.put(KEYS.generation(1), content)
+    a_record(desk).save(desk.own)
+    assert desk.claimed() == 2
+
+
+def test_a_record_outlived_by_its_bucket_does_not_count(desk: Desk) -> None:
+    """The prefix was wiped while the daemon was down: the run begins again, with a claim."""
+    assert desk.claimed() == 1
+    desk.store.delete(KEYS.generation(1))
+    assert desk.claimed() == 1
+    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
+    assert desk.claimed() == 1
+
+
+def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
+    """An outage says nothing about the claim: the number is kept."""
+    assert desk.claimed() == 1
+    with ExitStack() as clerk:
+        with desk.outage():
+            working = clerk.enter_context(desk.clerk())
+            until(lambda: desk.health, what="the first failure")
+        working.hurry()
+        assert desk.next() == GenerationClaimed(1, None)
+
+
+@pytest.mark.fault("S1", "S3")
+@pytest.mark.parametrize("plant", ["link", "hard link", "directory"])
+def test_a_record_that_this_user_did_not_write_does_not_count(
+    desk: Desk, tmp_path: Path, plant: str
+) -> None:
+    """Whatever lies under its name: nothing is followed, and the daemon claims and goes on."""
+    assert desk.claimed() == 1
+    elsewhere = tmp_path / "elsewhere"
+    os.rename(desk.own / "claim.json", elsewhere)
+    if plant == "link":
+        (desk.own / "claim.json").symlink_to(elsewhere)
+    elif plant == "hard link":
+        os.link(elsewhere, desk.own / "claim.json")
+    else:
+        (desk.own / "claim.json").mkdir()
+    before = elsewhere.read_bytes()
+    assert desk.claimed() == 2
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_a_record_of_another_user_does_not_count(desk: Desk) -> None:
+    """Nor does one in a directory of another user."""
+    assert desk.claimed() == 1
+    os.chown(desk.own / "claim.json", 65534, 65534)
+    assert desk.claimed() == 2
+    assert desk.claimed() == 2
+    os.chown(desk.own, 65534, 65534)
+    assert desk.claimed() == 3
+
+
+@pytest.mark.fault("S25")
+def test_a_claim_beyond_the_format_is_refused_loudly_and_the_daemon_stays(desk: Desk) -> None:
+    """One planted object: one line in the log, the way out in the health; gone, the claim is made."""
+    planted = KEYS.generation(bounds.GENERATION_MAX)
+    desk.store.put(planted, b"{}")
+    with capture_logs() as logs, desk.clerk() as clerk:
+        until(lambda: desk.health, what="the first failure")
+        clerk.hurry()
+        until(lambda: desk.tries > 2, what="another try")
+        assert desk.events.empty()
+        assert stored(desk, "") == [planted]
+        assert Health.OK not in desk.health
+        assert planted in desk.reason
+        desk.store.delete(planted)
+        assert desk.next() == GenerationClaimed(1, None)
+    (line,) = [line for line in logs if line["event"] == "claim_refused"]
+    assert planted in line["hint"]
+
+
+@pytest.mark.fault("S25", "G16")
+def test_an_unknown_object_among_the_commits_costs_no_generation(desk: Desk) -> None:
+    """The claim waits, instead of taking a number at each try."""
+    planted = f"{KEYS.commits}junk"
+    desk.store.put(planted, b"")
+    with desk.clerk() as clerk:
+        until(lambda: desk.health, what="the first failure")
+        clerk.hurry()
+        until(lambda: desk.tries > 2, what="another try")
+        assert stored(desk, "") == [planted]
+        desk.store.delete(planted)
+        assert desk.next() == GenerationClaimed(1, None)
 
 
 def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> None:
@@ -187,6 +322,13 @@ def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None
     shutil.rmtree(desk.own)
     assert desk.claimed() == 1
     assert desk.claimed() == 2
+
+
+def test_the_claim_makes_the_directory_of_a_store_that_is_not_there_yet(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """The very first daemon of a ``file://`` store."""
+    assert desk.claimed(store=FileStore(f"file://{tmp_path}/new")) == 1
 
 
 def test_the_claim_waits_for_the_store(desk: Desk) -> None:
@@ -270,16 +412,99 @@ def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Clerk) -> None:
     assert desk.health[-1:] == [Health.OK]
 
 
-def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk, working: Clerk) -> None:
+def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
     """A fault in the code costs that commit, and neither the thread nor the answer."""
+
+    class Faulty(FileStore):
+        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+            if key == KEYS.commit(CommitRef(1, 5), 0, 1):
+                raise TypeError("a fault in the code")
+            super().put(key, data, if_absent=if_absent)
+
+    with desk.clerk(store=Faulty(desk.store.url)) as working:
+        assert desk.next() == GenerationClaimed(1, None)
+        working.commit(an_order(5))
+        event = desk.next()
+        assert isinstance(event, CommitFailed)
+        assert not event.conflict
+        working.commit(an_order(6))
+        assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"health": {"loss": float("inf")}},
+        {"health": {"loss": 10**400}},
+        {"trainer": {"world": object()}},
+        {"framework": "x" * 10_000},
+        {"nodes": 10**5},
+    ],
+)
+def test_a_set_that_no_manifest_can_hold_is_given_up_once(
+    desk: Desk, working: Clerk, unusable: dict[str, Any]
+) -> None:
+    """One answer that makes the set unusable, no object in the store; the sets beside it are committed."""
     order = an_order(5)
-    unspeakable = replace(order.staged, trainer={"world": object()})
-    working.commit(replace(order, staged=unspeakable))
+    working.commit(replace(order, staged=replace(order.staged, **unusable)))
     event = desk.next()
     assert isinstance(event, CommitFailed)
-    assert not event.conflict
+    assert event.conflict
+    assert stored(desk, KEYS.commits) == []
+    assert Health.OK in desk.health[-1:]
     working.commit(an_order(6))
     assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+
+
+def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
+    """A store that answers 404 to each GET has no commit to report; once one was read, no more are."""
+
+    class Forgetful(FileStore):
+        gets = 0
+        forgets = True
+
+        def get(self, key: str) -> bytes:
+            self.gets += "commits" in key
+            if self.forgets and "commits" in key:
+                raise NotFound(key)
+            return super().get(key)
+
+    store = Forgetful(desk.store.url)
+    with desk.clerk(store=store) as clerk:
+        assert desk.next() == GenerationClaimed(1, None)
+        for _ in range(3):
+            clerk.commit(an_order())
+            event = desk.next()
+            assert isinstance(event, CommitFailed)
+            assert not event.conflict
+        store.forgets = False
+        clerk.commit(an_order())
+        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+        gets = store.gets
+        clerk.commit(an_order(11))
+        assert desk.next() == CommitDone("f11", CommitRef(1, 11))
+        assert store.gets == gets
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> None:
+    """A higher claim, junk beside it, and a higher commit: the clerk goes on, and says what it ignores."""
+    keys = RunKeys("r", Signer(b"k" * 32))
+    with desk.clerk(keys=keys) as clerk, capture_logs() as logs:
+        assert desk.next() == GenerationClaimed(1, None)
+        desk.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+        desk.store.put(f"{KEYS.generations}junk", b"")
+        committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
+        clerk.commit(an_order())
+        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+        clerk.check_fence(1)
+        assert clerk.drain(10)
+        assert desk.events.empty()
+    assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
+    with desk.clerk(keys=keys):
+        assert desk.next() == GenerationClaimed(1, CommitRef(1, 10))
+    with desk.clerk(keys=keys, boot="boot-2"):
+        assert desk.next() == GenerationClaimed(2, CommitRef(1, 10))
 
 
 def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -> None:
@@ -345,7 +570,8 @@ def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
 
 def test_what_was_committed_is_known(desk: Desk) -> None:
     """The journal hears of a commit before anybody else does."""
-    shard = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
+    made = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
+    shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
     with desk.clerk() as clerk:
         assert isinstance(desk.next(), GenerationClaimed)

@@ -4,15 +4,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import committed
 import pytest
 from committed import file_store
+from swansong import bounds
+from swansong.bounds import BoundsError
 from swansongd import commit, manifest
-from swansongd.errors import Exists, FencedError, Permanent, Transient
+from swansongd.errors import (
+    CorruptError,
+    Exists,
+    FencedError,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CheckpointKind, CommitRef
+from swansongd.signing import Signer
+from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 from swansongd.stores.retry import Retrying
 
@@ -149,9 +165,200 @@ def test_generations_only_grow(tmp_path: Path) -> None:
     """Gaps and foreign names in the listing do not make a number come twice."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.generation(41), b"{}")
-    store.put(f"{KEYS.generations}99999999.json.bak", b"")
-    store.put(f"{KEYS.generations}notes.txt", b"")
+    store.put(KEYS.generation(7), b"{}")
     assert claim(store, "me").generation == 42
+
+
+@pytest.mark.fault("S25")
+def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> None:
+    """One planted claim must not lead to a generation whose commits nobody finds: nothing is claimed."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+    before = committed.tree(tmp_path)
+    with pytest.raises(CorruptError, match="99999999, is taken") as caught:
+        claim(store, "me")
+    assert f"{store.url}/{KEYS.generation(bounds.GENERATION_MAX)}" in caught.value.hint
+    assert committed.tree(tmp_path) == before
+    store.delete(KEYS.generation(bounds.GENERATION_MAX))
+    assert claim(store, "me").generation == 1
+
+
+@pytest.mark.fault("S25", "G16")
+def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committed(
+    tmp_path: Path,
+) -> None:
+    """It may be a newer generation: the error names the object, and after it is gone all goes on."""
+    store = file_store(tmp_path / "store")
+    commit.commit(store, KEYS, a_manifest())
+    foreign = f"{KEYS.generations}100000000.json"
+    store.put(foreign, b"{}")
+    for attempt in (
+        lambda: claim(store, "me"),
+        lambda: commit.ensure_not_fenced(store, KEYS, 1),
+        lambda: commit.commit(store, KEYS, a_manifest(step=11)),
+    ):
+        with pytest.raises(CorruptError, match=foreign):
+            attempt()
+    store.delete(foreign)
+    commit.commit(store, KEYS, a_manifest(step=11))
+
+
+def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None:
+    """The name of an incarnation comes from the trainer."""
+    store = file_store(tmp_path / "store")
+    with pytest.raises(CorruptError, match="incarnation"):
+        commit.claim_generation(store, KEYS, identity={}, nonce="n", incarnation="x" * 10_000)
+    assert list(store.list("")) == []
+
+
+# ---------------------------------------------------------------- what readers find
+
+
+class Blind(FileStore):
+    """Takes manifests, and shows some of its objects to nobody."""
+
+    hidden_from_list = hidden_from_get = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([] if self.hidden_from_list and "commits" in prefix else super().list(prefix))
+
+    def get(self, key: str) -> bytes:
+        if self.hidden_from_get:
+            raise NotFound(key)
+        return super().get(key)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return None if self.hidden_from_get else super().head(key)
+
+
+@pytest.mark.fault("G08")
+def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path) -> None:
+    """Readers go by the listing.  Trying again is safe, and works once it shows the manifest."""
+    store = Blind(f"file://{tmp_path}/store")
+    store.check()
+    store.hidden_from_list = True
+    for _ in range(2):
+        with pytest.raises(StoreError, match="listing of the store does not contain it"):
+            commit.commit(store, KEYS, a_manifest())
+    store.hidden_from_list = False
+    commit.commit(store, KEYS, a_manifest())
+
+
+def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
+    """A store that answers 404 to each GET, or returns something else, has no commit."""
+    store = Blind(f"file://{tmp_path}/store")
+    store.check()
+    store.hidden_from_get = True
+    with pytest.raises(CorruptError, match="gone"):
+        commit.commit(store, KEYS, a_manifest(), reads_back=True)
+    with pytest.raises(NotFound):  # refused now, and what is there cannot be compared
+        commit.commit(store, KEYS, a_manifest(), reads_back=True)
+    store.hidden_from_get = False
+    commit.commit(store, KEYS, a_manifest(), reads_back=True)
+
+    class Changing(FileStore):
+        def get(self, key: str) -> bytes:
+            made = manifest.decode(super().get(key))
+            return manifest.encode(replace(made, created="later"))
+
+    changing = Changing(f"file://{tmp_path}/store")
+    with pytest.raises(CorruptError, match="another manifest than was written"):
+        commit.commit(changing, KEYS, a_manifest(step=11), reads_back=True)
+
+
+def test_a_commit_costs_one_small_listing_more(tmp_path: Path) -> None:
+    """The prefix of that commit alone is listed, however many commits the run has."""
+    prefixes = []
+
+    class Counting(FileStore):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            prefixes.append(prefix)
+            return super().list(prefix)
+
+    store = Counting(f"file://{tmp_path}/store")
+    store.check()
+    commit.commit(store, KEYS, a_manifest())
+    assert prefixes == [KEYS.generations, KEYS.parts(CommitRef(1, 10))]
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"health": {"loss": float("inf")}},
+        {"health": {"loss": 10**400}},
+        {"trainer": {"world": object()}},
+        {"trainer": {"mesh": [1, 2]}},
+        {"nodes": 10**5},
+        {"step": 10**12},
+        {"framework": "\ud800"},
+    ],
+)
+def test_what_no_reader_would_accept_is_not_written(
+    tmp_path: Path, unusable: dict[str, Any]
+) -> None:
+    """A declared error, and neither a request nor an object."""
+    store = file_store(tmp_path / "store")
+    with pytest.raises(BoundsError):
+        commit.commit(store, KEYS, replace(a_manifest(), **unusable))
+    assert list(store.list("")) == []
+
+
+# ---------------------------------------------------------------- with a signing key
+
+SIGNED = RunKeys("r", Signer(b"k" * 32))
+
+
+@pytest.mark.fault("S25")
+def test_what_a_bucket_writer_plants_neither_fences_nor_counts(tmp_path: Path) -> None:
+    """A higher claim and a commit under it: with the key both are passed over, and their number stays free
+    of us."""
+    store = file_store(tmp_path / "store")
+    ours = commit.claim_generation(store, SIGNED, identity={}, nonce="us").generation
+    commit.commit(store, SIGNED, a_manifest(generation=ours), reads_back=True)
+    assert claim(store, "planted").generation == 2  # by a writer without the key
+    commit.commit(store, KEYS, a_manifest(generation=2, step=99))
+    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+    commit.ensure_not_fenced(store, SIGNED, ours)
+    commit.commit(store, SIGNED, a_manifest(generation=ours, step=11))
+    assert commit.newest_whole_commit(store, SIGNED) == CommitRef(1, 11)
+    assert commit.newest_whole_commit(store, KEYS) == CommitRef(2, 99)
+    again = commit.claim_generation(store, SIGNED, identity={}, nonce="us-again")
+    assert again == commit.Claim(3, honours_if_absent=True)
+    with pytest.raises(FencedError):
+        commit.ensure_not_fenced(store, SIGNED, ours)
+
+
+@pytest.mark.fault("S25")
+def test_a_flood_of_planted_claims_does_not_keep_a_vm_from_its_generation(tmp_path: Path) -> None:
+    """More of them than a claim has attempts: all their numbers are known from the listing."""
+    store = file_store(tmp_path / "store")
+    assert commit.claim_generation(store, SIGNED, identity={}, nonce="a").generation == 1
+    for generation in range(2, 302):
+        store.put(KEYS.generation(generation), b"{}")
+    assert commit.claim_generation(store, SIGNED, identity={}, nonce="b").generation == 302
+
+
+@pytest.mark.fault("S25")
+def test_a_planted_manifest_with_our_nonce_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """The nonce of a set can be read in the keys of its shards; the signature cannot be made."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.commit(CommitRef(1, 10), 0, 1), manifest.encode(a_manifest()))
+    with pytest.raises(Exists):
+        commit.commit(store, SIGNED, a_manifest())
+
+
+@pytest.mark.fault("S25")
+def test_an_incarnation_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
+    """All VMs of a start share the signed claim of it."""
+    store = file_store(tmp_path / "store")
+
+    def join(keys: RunKeys, nonce: str) -> int:
+        return commit.claim_generation(
+            store, keys, identity={}, nonce=nonce, incarnation="start"
+        ).generation
+
+    assert join(KEYS, "planted") == 1
+    assert [join(SIGNED, nonce) for nonce in "abc"] == [2, 2, 2]
 
 
 def test_a_store_that_fails_is_no_answer(tmp_path: Path) -> None:

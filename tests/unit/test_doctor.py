@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 from swansongd.config import parse
+from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.checkup import grace_s, longest_grace_s
 from swansongd.doctor.clock import judge_skew, skew_s
-from swansongd.doctor.configuration import judge_cloud, judge_environment
+from swansongd.doctor.configuration import judge_cloud, judge_environment, judge_signing_key
 from swansongd.doctor.findings import (
     Check,
     Judgement,
@@ -109,6 +111,23 @@ def test_the_command_in_the_words_of_an_error_mends_it() -> None:
 
 
 # ---------------------------------------------------------------- judgements
+
+
+@pytest.mark.fault("S25")
+def test_signing_key(tmp_path: Path) -> None:
+    """The daemon would not start with a key that others may read, or that is not there."""
+    key = tmp_path / "signing key"
+    account = daemon_account()
+    missing = judge_signing_key(key, account)
+    assert (missing.level, "cannot be used" in missing.found) == ("failure", True)
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o444)
+    public = judge_signing_key(key, account)
+    assert public.level == "failure"
+    assert public.mend == f"chown {account.name}: '{key}' && chmod 0400 '{key}'"
+    key.chmod(0o400)
+    os.chown(key, account.uid, account.gid)
+    assert judge_signing_key(key, account).level == "ok"
 
 
 @pytest.mark.parametrize(

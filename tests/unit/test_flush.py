@@ -9,6 +9,7 @@ import random
 import resource
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from memory_store import WINDOW_BYTES
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
 from swansongd.flush_parts import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
+from swansongd.model import CheckpointId
 from swansongd.stores.base import Body, PartReceipt, Upload
 from swansongd.width import FIRST
 from waiting import until
@@ -41,6 +43,21 @@ def test_every_byte_arrives_under_the_generation(flush: Flush) -> None:
     assert all("/00000003/" in shard.key for shard in done.shards)
     assert flush.store.count("begin") == 3, "what fits one part goes in one request"
     assert flush.store.bytes_sent == sum(map(len, files.values()))
+
+
+@pytest.mark.parametrize(("step", "node"), [(10**12, 0), (5, 10**5)])
+def test_a_set_with_a_number_that_no_key_can_hold_is_void(
+    flush: Flush, step: int, node: int
+) -> None:
+    """No reader would find its shards: the set is given up at once, and the next one is sent."""
+    staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART}, step=6)
+    beyond = replace(staged, id=CheckpointId(step, "abc"), node=node)
+    flush.engine.start("beyond", beyond, 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert failed.void
+    assert "not an integer from 0" in failed.reason
+    flush.flushed(staged)
 
 
 def test_markers_come_after_all_the_data_that_they_cover(flush: Flush) -> None:

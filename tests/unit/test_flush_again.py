@@ -373,7 +373,7 @@ def test_a_journal_that_cannot_be_written_costs_only_the_restart(
     flush: Flush, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full for the daemon's own state; the flush goes on from memory."""
-    monkeypatch.setattr("swansongd.journal._write", no_space)
+    monkeypatch.setattr("swansong.openat.write_all", no_space)
     flush.flushed(staged_set(flush.run_directory, files()))
 
 

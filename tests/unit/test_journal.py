@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -14,6 +16,8 @@ import pytest
 from flush_rig import PART, Flush, staged_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from swansong import openat
 from swansongd import journal as journals
 from swansongd.core.events import Flushed, FlushFailed
 from swansongd.errors import Transient
@@ -234,13 +238,147 @@ def test_a_torn_write_ends_the_journal_and_not_the_daemon(
         real(fd, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    real = journals._write
-    monkeypatch.setattr(journals, "_write", half)
+    real = openat.write_all
+    monkeypatch.setattr(openat, "write_all", half)
     journal.shard_stored("1.a", a_shard("y"))
     monkeypatch.undo()
     journal.shard_stored("1.a", a_shard("z"))
     assert set(journal.held("1.a")) == {"x", "y", "z"}
     assert set(opened(tmp_path).held("1.a")) == {"x"}
+
+
+def a_journal(*records: object) -> bytes:
+    """A file whose chain is right, whatever its records contain."""
+    data, chain = b"", ""
+    for record in (HEADER, *records):
+        body = record if isinstance(record, bytes) else json.dumps(record).encode()
+        line, chain = journals._line(body, chain)
+        data += line
+    return data
+
+
+UPLOADED = {
+    "is": "upload", "set": "1.a", "file": ["d/a", 2500, 17, 4], "upload": ["k", "u1", 2500, 1000],
+}  # fmt: skip
+PART_OF_IT = {
+    "is": "part", "set": "1.a", "path": "d/a", "receipt": [1, "e", 5], "digest": "00" * 32,
+}  # fmt: skip
+STORED = {
+    "is": "shard", "set": "1.a", "file": ["x", 2500, 1, 2], "shard": ["blake3-parts:0", "k", 1000, 7],
+    "parts": ["00" * 32] * 3, "is_referenced": False,
+}  # fmt: skip
+numbers = st.integers() | st.floats() | st.just(10**400)
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+fields = st.sampled_from(
+    ["is", "set", "file", "upload", "path", "receipt", "digest", "shard", "parts"]
+)
+
+
+@pytest.mark.fault("S13")
+@given(
+    record=st.sampled_from([UPLOADED, PART_OF_IT, STORED]),
+    changes=st.dictionaries(fields, anything),
+    raw=st.none() | st.binary(max_size=50),
+)
+def test_no_record_raises_or_is_taken_over_unchecked(
+    record: dict[str, object], changes: dict[str, object], raw: bytes | None
+) -> None:
+    """With a right chain any record may follow: reading ends there, or what is read can be used."""
+    bad = record | changes if raw is None else raw.replace(b"\n", b" ")
+    contents = replay(a_journal(UPLOADED, bad), HEADER)
+    for held in contents.sets.get("1.a", {}).values():
+        if isinstance(held, HeldUpload):
+            assert not held.is_whole
+            assert all(held.upload.part_length_bytes(number) > 0 for number in held.parts)
+        else:
+            assert len(held.part_digests) in (0, 3)
+    assert facts(contents) == facts(replay(a_journal(*contents.records()), HEADER))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"[" * 100_000,
+        b"[1]",
+        b"",
+        b'{"is": "upload", "is": "upload"}',
+        UPLOADED | {"upload": ["k", "u1", 2500, 0]},
+        UPLOADED | {"upload": ["k", "u1", -1, 1000]},
+        UPLOADED | {"file": ["d/a", 2500, 17]},
+        PART_OF_IT | {"receipt": [4, "e", 5]},
+        PART_OF_IT | {"receipt": [0, "e", 5]},
+        PART_OF_IT | {"digest": "xx"},
+        STORED | {"parts": ["00" * 32] * 2},
+        STORED | {"is_referenced": 1},
+        {"is": "shard"},
+        {"is": ["shard"]},
+    ],
+)
+def test_reading_ends_at_a_record_that_no_daemon_writes(bad: object) -> None:
+    """What stood before it counts."""
+    contents = replay(a_journal(UPLOADED, PART_OF_IT, bad, STORED), HEADER)
+    assert facts(contents) == facts(replay(a_journal(UPLOADED, PART_OF_IT), HEADER))
+    assert len(facts(contents)) == 2
+
+
+@pytest.mark.fault("S1", "S3", "S7")
+@pytest.mark.parametrize("plant", ["link", "hard link", "directory", "fifo", "2 TiB of nothing"])
+def test_a_file_that_this_daemon_did_not_write_is_no_journal(tmp_path: Path, plant: str) -> None:
+    """It is neither followed, nor read, nor waited for; the new journal takes its place where it can."""
+    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
+    own.mkdir()
+    opened(own).shard_stored("1.a", a_shard("x"))
+    os.rename(own / FILE_NAME, elsewhere)
+    before = elsewhere.read_bytes()
+    path = own / FILE_NAME
+    match plant:
+        case "link":
+            path.symlink_to(elsewhere)
+        case "hard link":
+            os.link(elsewhere, path)
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.touch()
+            os.truncate(path, 2**41)
+    with capture_logs() as logs:
+        journal = opened(own)
+    assert logs[0]["event"] == "journal_not_read"
+    assert journal.held("1.a") == {}
+    journal.shard_stored("1.a", a_shard("y"))
+    assert elsewhere.read_bytes() == before
+    if plant != "directory":
+        assert set(opened(own).held("1.a")) == {"y"}
+
+
+@pytest.mark.fault("S1")
+def test_a_link_in_the_place_of_the_new_file_is_not_written_through(tmp_path: Path) -> None:
+    """As a daemon that was killed, or somebody else, may have left it."""
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / f".{FILE_NAME}.new").symlink_to(tmp_path / "secret")
+    opened(tmp_path / "own").shard_stored("1.a", a_shard("x"))
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert set(opened(tmp_path / "own").held("1.a")) == {"x"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_a_journal_of_another_user_is_not_believed(tmp_path: Path) -> None:
+    """Nor is anything read or written in a directory of another user."""
+    opened(tmp_path).shard_stored("1.a", a_shard("x"))
+    os.chown(tmp_path / FILE_NAME, 65534, 65534)
+    assert opened(tmp_path).held("1.a") == {}
+    before = (tmp_path / FILE_NAME).read_bytes()
+    os.chown(tmp_path, 65534, 65534)
+    journal = opened(tmp_path)
+    journal.shard_stored("1.a", a_shard("y"))
+    assert set(journal.held("1.a")) == {"y"}, "memory goes on"
+    assert (tmp_path / FILE_NAME).read_bytes() == before
 
 
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong.bounds import BoundsError
 from swansongd.keys import CommitKey, RunKeys
 from swansongd.model import CheckpointId, CommitRef
 
@@ -42,6 +45,8 @@ def test_a_listing_is_in_numeric_order(refs: list[CommitRef]) -> None:
         "my-run/commits/1/100/0-of-1.json",
         "my-run/commits/٠٠٠٠٠٠٠١/000000000100/00000-of-00001.json",
         "my-run/commits/",
+        "my-run/commits/00000001/000000000100/00001-of-00001.json",
+        "my-run/commits/00000001/000000000100/00000-of-00000.json",
         "other/commits/00000001/000000000100/00000-of-00001.json",
         "00000001/000000000100/00000-of-00001.json",
     ],
@@ -62,6 +67,42 @@ def test_what_is_no_commit_is_not_taken_for_one(key: str) -> None:
 def test_what_is_no_claim_is_not_taken_for_one(key: str) -> None:
     """The same for generations."""
     assert KEYS.parse_generation(key) is None
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: KEYS.generation(10**8), "generation"),
+        (lambda: KEYS.generation(-1), "generation"),
+        (lambda: KEYS.commit(CommitRef(10**8, 1), 0, 1), "generation"),
+        (lambda: KEYS.commit(CommitRef(1, 10**12), 0, 1), "step"),
+        (lambda: KEYS.commit(CommitRef(1, 1), 0, 10**5), "nodes"),
+        (lambda: KEYS.parts(CommitRef(1, -1)), "step"),
+        (lambda: KEYS.farewell(10**8, "x"), "generation"),
+        (lambda: KEYS.shard(1, CheckpointId(10**12, "n"), "a", 0, "p"), "step"),
+        (lambda: KEYS.shard(1, CheckpointId(1, "n"), "a", 10**5, "p"), "node"),
+        (lambda: KEYS.shard(1.5, CheckpointId(1, "n"), "a", 0, "p"), "generation"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_number_beyond_the_format_never_gets_into_a_key(
+    make: Callable[[], str], field: str
+) -> None:
+    """No reader would parse such a key: formatting it is an error that names the field."""
+    with pytest.raises(BoundsError, match=field):
+        make()
+
+
+@given(generation=GENERATIONS, step=STEPS, path=st.sampled_from(["a", "a/b", "0/00000/x"]))
+def test_a_shard_is_recognised_by_its_key_and_path(generation: int, step: int, path: str) -> None:
+    """What is formatted is recognised; under another path, run or directory it is not."""
+    key = KEYS.shard(generation, CheckpointId(step, "n1"), "a1", 3, path)
+    assert KEYS.is_shard(key, path)
+    assert not RunKeys("other").is_shard(key, path)
+    assert not KEYS.is_shard(f"{key}x", path)
+    assert not KEYS.is_shard(key, f"x{path}")
+    assert not KEYS.is_shard(f"{KEYS.data}{path}", path)
+    assert not KEYS.is_shard(key.replace("/00003/", "/00003/../"), path)
 
 
 def test_each_attempt_at_a_shard_has_a_key_of_its_own_below_the_data_of_the_run() -> None:

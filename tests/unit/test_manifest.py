@@ -5,22 +5,40 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong import bounds
+from swansong.bounds import BoundsError
+from swansongd import manifest as manifests_module
+from swansongd.digests import PART_SIZE_BYTES_MAX
 from swansongd.errors import CorruptError
+from swansongd.flush_parts import part_size_for
+from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest, decode, encode
-from swansongd.model import CheckpointKind, CommitRef, StoredShard
+from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+from swansongd.signing import Signer
+
+SIGNER = Signer(b"k" * 32)
+
+
+def key_of(path: str) -> str:
+    return RunKeys("my-run").shard(1, CheckpointId(100, "abc"), "a1", 0, path)
+
 
 SHARD = StoredShard(
     path="rank-00000/model.pt",
     size_bytes=3000,
     digest="blake3-parts:" + "0a" * 32,
-    key="my-run/data/00000001/000000000100-abc-a1/00000/rank-00000/model.pt",
+    key=key_of("rank-00000/model.pt"),
     part_size_bytes=1000,
     crc32c=0x00C0FFEE,
 )
@@ -32,15 +50,18 @@ MANIFEST = Manifest(
     node=0,
     nodes=2,
     nonce="feed",
-    shards=(SHARD, replace(SHARD, path="optim.pt", size_bytes=0)),
+    shards=(SHARD, replace(SHARD, path="optim.pt", key=key_of("optim.pt"), size_bytes=0)),
     parent=CommitRef(1, 90),
     framework="swansong",
     health={"loss": 0.25, "grad_norm": 3},
-    trainer={"world_size": 8, "note": "Grüße", "mesh": [2, 4]},
+    trainer={"world_size": 8, "note": "Grüße", "is_sharded": True, "scale": 0.5, "parent": None},
     created="2030-01-01T00:00:00Z",
 )
 
-counts = st.integers(0, 2**63 - 1)
+generations = st.integers(0, bounds.GENERATION_MAX)
+steps = st.integers(0, bounds.STEP_MAX)
+words = st.text(max_size=bounds.ID_CHARS_MAX)
+numbers = st.floats(-bounds.METRIC_MAX, bounds.METRIC_MAX)
 paths = st.lists(
     st.text("abcXYZ019_+=@,. -", min_size=1, max_size=8).filter(
         lambda part: part not in (".", "..")
@@ -53,10 +74,10 @@ shards = st.builds(
     path=paths,
     size_bytes=st.integers(0, 2**40),
     digest=st.binary(min_size=32, max_size=32).map(lambda raw: f"blake3-parts:{raw.hex()}"),
-    key=paths.map(lambda path: f"my-run/data/{path}"),
+    key=st.just(""),
     part_size_bytes=st.integers(5 * 2**20, 2**30),
     crc32c=st.integers(0, 2**32 - 1),
-)
+).map(lambda shard: replace(shard, key=key_of(shard.path)))
 
 
 def are_one_directory(made: list[StoredShard]) -> bool:
@@ -67,20 +88,23 @@ def are_one_directory(made: list[StoredShard]) -> bool:
 manifests = st.builds(
     Manifest,
     run=st.just("my-run"),
-    generation=counts,
-    step=counts,
+    generation=generations,
+    step=steps,
     kind=st.sampled_from(CheckpointKind),
     node=st.integers(0, 7),
     nodes=st.integers(8, 99),
-    nonce=st.text(),
+    nonce=words,
     shards=st.lists(shards, max_size=4, unique_by=lambda shard: shard.path)
     .filter(are_one_directory)
     .map(tuple),
-    parent=st.none() | st.builds(CommitRef, counts, counts),
-    framework=st.text(),
-    health=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)),
-    trainer=st.dictionaries(st.text(), st.none() | st.booleans() | st.text() | counts),
-    created=st.text(),
+    parent=st.none() | st.builds(CommitRef, generations, steps),
+    framework=words,
+    health=st.dictionaries(words, numbers),
+    trainer=st.dictionaries(
+        words,
+        st.none() | st.booleans() | words | numbers | st.integers(-(2**63), 2**63 - 1),
+    ),
+    created=words,
 )
 
 
@@ -94,7 +118,10 @@ def signed(**changes: Any) -> bytes:
 
 
 def with_shard(**changes: Any) -> bytes:
+    """A forgery with one shard, whose key is that of its path."""
     shard = json.loads(encode(MANIFEST))["shards"][0]
+    if "path" in changes:
+        shard["key"] = shard["key"].replace(shard["path"], changes["path"])
     return signed(shards=[shard | changes])
 
 
@@ -233,6 +260,10 @@ def test_only_plain_relative_paths_are_taken(path: str) -> None:
         "my-run/data/",
         "my-run/data/\ud800",
         "/my-run/data/x",
+        "my-run/data/rank-00000/model.pt",
+        "my-run/data/00000001/a/b/00000/rank-00000/model.pt",
+        "my-run/data/00000001/../00000/rank-00000/model.pt",
+        key_of("optim.pt"),
     ],
 )
 def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> None:
@@ -250,7 +281,11 @@ def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> Non
         (lambda: with_shard(size_bytes=2**63), "size_bytes"),
         (lambda: with_shard(part_size_bytes=0), "part size"),
         (lambda: with_shard(part_size_bytes=2**31), "part size"),
-        (lambda: with_shard(part_size_bytes=1, size_bytes=2**40), "part size"),
+        (lambda: with_shard(part_size_bytes=PART_SIZE_BYTES_MAX + 1), "part size"),
+        (lambda: with_shard(part_size_bytes=1, size_bytes=2**40), "parts"),
+        (lambda: with_shard(part_size_bytes=2**30, size_bytes=2**60 + 1), "size_bytes"),
+        (lambda: with_shard(path="x" * 5000), "path"),
+        (lambda: with_shard(key="x" * 5000), "key"),
         (lambda: with_shard(digest="md5:00"), "digest"),
         (lambda: with_shard(crc32c=1), "crc32c"),
         (lambda: with_shard(crc32c="C0FFEE00"), "CRC32C"),
@@ -259,6 +294,19 @@ def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> Non
         (lambda: signed(shards={}), "shards"),
         (lambda: signed(kind="sometimes"), "kind"),
         (lambda: signed(step=-1), "step"),
+        (lambda: signed(step=10**12), "step"),
+        (lambda: signed(generation=10**8), "generation"),
+        (lambda: signed(nodes=10**5), "nodes"),
+        (lambda: signed(parent={"generation": 10**8, "step": 0}), "generation"),
+        (lambda: signed(nonce="x" * 200), "nonce"),
+        (lambda: signed(framework=["x"]), "framework"),
+        (lambda: signed(created="\ud800"), "created"),
+        (lambda: signed(health={"loss": 10**400}), "health"),
+        (lambda: signed(health={f"m{n}": 1 for n in range(200)}), "health"),
+        (lambda: signed(trainer={"deep": {"x": 1}}), "trainer"),
+        (lambda: signed(trainer={"n": 2**63}), "trainer"),
+        (lambda: signed(trainer={f"f{n}": 1 for n in range(200)}), "trainer"),
+        (lambda: signed(trainer={"note": "x" * 5000}), "trainer"),
         (lambda: signed(node=2), "node 2 of 2"),
         (lambda: signed(nodes=0), "node 0 of 0"),
         (lambda: signed(health={"loss": "low"}), "health"),
@@ -301,3 +349,151 @@ def test_a_number_that_json_does_not_have_is_not_encoded(number: float) -> None:
     """Encoding refuses what decoding would."""
     with pytest.raises(ValueError, match="JSON"):
         encode(replace(MANIFEST, health={"loss": number}))
+
+
+# ---------------------------------------------------------------- numbers that cost more than they weigh
+
+
+def hostile_parts() -> bytes:
+    """3.5 KB that name 16 million parts of one byte."""
+    shard = json.loads(encode(MANIFEST))["shards"][0]
+    shard |= {"part_size_bytes": 1, "size_bytes": 10**6}
+    paths = [f"f{number}" for number in range(16)]
+    return signed(shards=[shard | {"path": path, "key": key_of(path)} for path in paths])
+
+
+@pytest.mark.fault("G08")
+def test_a_few_bytes_cannot_name_millions_of_parts() -> None:
+    """The manifest is refused by arithmetic: nothing is made for each part."""
+    data = hostile_parts()
+    assert len(data) < 5000
+    began_s = time.thread_time()
+    with pytest.raises(CorruptError, match="16000000 parts"):
+        decode(data)
+    assert time.thread_time() - began_s < 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 5 * 2**20, 8 * 2**30, 2**40, 4 * 2**40])
+def test_what_a_flush_makes_is_within_the_bounds_on_parts(size_bytes: int) -> None:
+    """With the smallest part size of the configuration a checkpoint of 4 TiB on one VM is accepted."""
+    part_size_bytes = part_size_for(size_bytes, wanted_bytes=5 * 2**20, least_bytes=1)
+    shard = replace(SHARD, size_bytes=size_bytes, part_size_bytes=part_size_bytes)
+    made = replace(MANIFEST, shards=(shard,))
+    assert decode(encode(made)) == made
+
+
+def test_as_many_files_as_a_scan_accepts_fit_into_a_manifest() -> None:
+    """bounds.FILES_MAX files with long paths; one file more is refused."""
+    paths = [f"{'d' * 180}/file-{number:06d}" for number in range(bounds.FILES_MAX + 1)]
+    shards = [replace(SHARD, path=path, key=key_of(path), size_bytes=9) for path in paths]
+    made = replace(MANIFEST, shards=tuple(shards[:-1]))
+    assert decode(encode(made)) == made
+    with pytest.raises(CorruptError, match="shards"):
+        decode(encode(replace(MANIFEST, shards=tuple(shards))))
+
+
+BYTES_MAX = manifests_module.BYTES_MAX
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: b'{"a":[' + b"[]," * (BYTES_MAX // 3 - 10) + b"[]]}",
+    "as many lists as are parsed": lambda: signed(added=[[] for _ in range(240_000)]),
+    "as many keys as are parsed": lambda: signed(added={f"{n:x}": n for n in range(490_000)}),
+    "numbers": lambda: signed(added=[0.125 for _ in range(490_000)]),
+    "text": lambda: signed(added="x" * (BYTES_MAX - 3000) + "\U0001f600"),
+    "deep": lambda: b"[" * 400_000,
+    "one byte too many": lambda: b" " * (BYTES_MAX + 1),
+    "parts": hostile_parts,
+}
+
+MEASURE = """
+import re, sys, time
+from pathlib import Path
+from swansongd.errors import CorruptError
+from swansongd.manifest import decode
+
+def peak_kb():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+data = Path(sys.argv[1]).read_bytes()
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before_kb = peak_kb()
+began_s = time.process_time()
+try:
+    decode(data)
+except CorruptError:
+    pass
+print((peak_kb() - before_kb) // 1024)
+print(time.process_time() - began_s)
+"""
+
+
+@pytest.mark.fault("S13", "G08")
+@pytest.mark.parametrize("name", COSTLY)
+def test_no_manifest_costs_more_than_is_stated(tmp_path: Path, name: str) -> None:
+    """Memory and processor time of decoding stay below the documented bounds, in a process of its own."""
+    path = tmp_path / "manifest"
+    path.write_bytes(COSTLY[name]())
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    grown_mib, seconds = done.stdout.split()
+    assert int(grown_mib) < (50 if name == "parts" else 256)
+    assert float(seconds) < (1 if name == "parts" else 5)
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def test_a_signed_manifest_is_read_with_its_key_and_without_any() -> None:
+    """The signature changes nothing else."""
+    data = encode(MANIFEST, SIGNER)
+    assert decode(data, SIGNER) == decode(data) == MANIFEST
+
+
+@pytest.mark.fault("S25")
+def test_a_reader_with_a_key_refuses_what_that_key_has_not_signed() -> None:
+    """No signature, another key's, that of another object, one of the wrong type: all are refused."""
+    other = Signer(b"K" * 32)
+    body = json.loads(encode(MANIFEST, SIGNER))
+    of_a_claim = SIGNER.signed("swansong-claim", json.loads(encode(MANIFEST)))["signature"]
+    with pytest.raises(CorruptError, match="not signed") as caught:
+        decode(encode(MANIFEST), SIGNER)
+    assert "signing_key_file" in caught.value.hint
+    for forged in (
+        encode(MANIFEST, other),
+        signed(signature=of_a_claim),
+        signed(signature=body["signature"], step=101),
+        signed(signature=body["signature"].upper()),
+        signed(signature=17),
+        signed(signature="\ud800"),
+        signed(signature=""),
+    ):
+        decode(forged)
+        with pytest.raises(CorruptError, match="not of this key"):
+            decode(forged, SIGNER)
+
+
+def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
+    """docs/format.md, in ten lines of standard library."""
+    import hmac
+
+    body = json.loads(encode(MANIFEST, SIGNER))
+    signature = body.pop("signature")
+    del body["digest"]
+    message = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    made = hmac.new(SIGNER.key, b"swansong-manifest\n" + message, "sha256").hexdigest()
+    assert signature == f"hmac-sha256:{made}"
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "kkk" not in repr(SIGNER)
+    assert "kkk" not in repr(RunKeys("r", SIGNER))
+
+
+def test_what_json_does_not_have_is_a_declared_error() -> None:
+    for value in (object(), float("inf"), {1, 2}):
+        with pytest.raises(BoundsError, match="JSON"):
+            encode(replace(MANIFEST, trainer={"x": value}))

@@ -23,6 +23,7 @@ from swansongd.errors import Permanent
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef, Staged, TrainerView
 from swansongd.rejoin import BUDGET_S, Rejoin
+from swansongd.signing import Signer
 from swansongd.staging.prepare import prepare
 from waiting import until
 
@@ -39,6 +40,7 @@ class Vm:
         self.run = prepare(directory / "staging", "r")
         self.staging = self.run.path
         self.state: State = Story().state
+        self.keys = RunKeys("r")
 
     def knows(
         self, *staged: Staged, inherited: bool = False, newest: CommitRef | None = None
@@ -58,7 +60,7 @@ class Vm:
         return self.bucket / made.shards[0].key
 
     def rejoin(self) -> Rejoin:
-        return Rejoin(self.store, RunKeys("r"), self.run, lambda: self.state, threading.Event())
+        return Rejoin(self.store, self.keys, self.run, lambda: self.state, threading.Event())
 
     def ask(self) -> Restored:
         """The answer of a daemon that has just started: none that it gave before stands."""
@@ -184,6 +186,24 @@ def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
     answer = vm.ask()
     assert answer.path == ""
     assert answer.error != ""
+
+
+@pytest.mark.fault("S25")
+def test_only_unsigned_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
+    """With the wrong key, or a key that came later, nobody starts from scratch."""
+    vm.commit(100)
+    vm.keys = RunKeys("r", Signer(b"k" * 32))
+    answer = vm.ask()
+    assert answer.path == ""
+    assert "not signed" in answer.error
+
+
+@pytest.mark.fault("G16")
+def test_an_unknown_object_among_the_commits_is_an_error_and_no_fresh_run(vm: Vm) -> None:
+    vm.store.put("r/commits/100000000/000000000001/00000-of-00001.json", b"{}")
+    answer = vm.ask()
+    assert answer.path == ""
+    assert "r/commits/100000000" in answer.error
 
 
 def test_a_store_that_is_not_there_is_an_error_and_no_fresh_run(vm: Vm) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import committed
 import pytest
 from story import Story, a_set
+from structlog.testing import capture_logs
 from swansong.protocol import Hello, Message, Restored, RestoreQuery
 from swansongd import commit
-from swansongd.clerk import Clerk
+from swansongd.clerk import ClaimRecord, Clerk
 from swansongd.core.events import (
     CheckComplete,
     CommitCompleted,
@@ -134,6 +135,51 @@ def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
     assert desks[0].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
     for clerk in (again, clerks[1]):
         clerk.close()
+
+
+def recorded(desk: Desk) -> ClaimRecord:
+    record = ClaimRecord.load(desk.own)
+    assert record is not None
+    return record
+
+
+@pytest.mark.fault("S25")
+def test_a_record_counts_if_the_claim_is_that_of_its_incarnation(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """The nonce is that of the VM which claimed.  A record of another incarnation joins its own again."""
+    first, second = (Desk(tmp_path / name, store) for name in "ab")
+    for desk in (first, second):
+        clerk = desk.open()
+        clerk.join("start")
+        assert desk.next(GenerationClaimed) == GenerationClaimed(1, None, is_rollback=True)
+        clerk.close()
+    assert recorded(first).nonce != recorded(second).nonce
+    with capture_logs() as logs:
+        for desk in (first, second):
+            desk.open().close()
+            assert desk.next(GenerationClaimed) == GenerationClaimed(1, None)
+    assert not [line for line in logs if line["event"] == "claim_record_refused"]
+    forged = replace(recorded(second), incarnation="another start", nonce="forged")
+    forged.save(second.own)
+    second.open().close()
+    assert second.next(GenerationClaimed) == GenerationClaimed(2, None)
+    assert recorded(second).incarnation == "another start"
+    assert commit.claim_generation(
+        store, KEYS, identity={}, nonce="n", incarnation="another start"
+    ) == commit.Claim(2, honours_if_absent=True)
+
+
+def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """A claim for one VM alone would fence the others: nothing is claimed before a trainer comes."""
+    desk = Desk(tmp_path / "a", store)
+    ClaimRecord("r", store.url, "boot", 1, "n").save(desk.own)
+    clerk = desk.open()
+    assert clerk.drain(10)
+    assert list(store.list("")) == []
+    clerk.close()
 
 
 @pytest.mark.fault("G17")

@@ -35,6 +35,11 @@ FILES_MAX = 20_000
 """Files of one checkpoint on one VM."""
 METRICS_MAX = 100
 """Metrics that a trainer reports with a checkpoint."""
+FACTS_MAX = 100
+"""Facts about the trainer in a manifest."""
+JSON_VALUES_MAX = 500_000
+"""Values of one JSON object, counted by the characters that separate them: the parsed form of a few bytes
+of JSON, such as ``[],[],[]``, has many times their size."""
 
 _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
 
@@ -145,8 +150,32 @@ def metrics(value: Any, field: str) -> dict[str, float]:
     }
 
 
+def facts(value: Any, field: str) -> dict[str, Any]:
+    """An object of scalars: strings, integers of 64 bits, finite numbers, true, false and null.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    return {
+        text(name, f"a key of {field}", ID_CHARS_MAX): _scalar(each, f"{field}[{name[:40]!r}]")
+        for name, each in mapping(value, field, FACTS_MAX).items()
+    }
+
+
+def _scalar(value: Any, field: str) -> Any:
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is str:
+        return text(value, field)
+    if type(value) is float:
+        return number(value, field, -METRIC_MAX, METRIC_MAX)
+    if type(value) is int:
+        return integer(value, field, -(2**63), 2**63 - 1)
+    raise BoundsError(f"{field} is {shown(value)}, not a string, number, true, false or null")
+
+
 def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
-    """Parse one JSON object: limited in size, with each key once.
+    """Parse one JSON object: limited in size and in the number of its values, with each key once.
 
     The parser's own recursion limit bounds the depth.  Numbers too large for a float, such as ``1e999``,
     become infinite, which :func:`number` refuses.
@@ -156,6 +185,8 @@ def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
     """
     if len(data) > max_bytes:
         raise BoundsError(f"{what} has {len(data)} bytes; the limit is {max_bytes}")
+    if sum(data.count(separator) for separator in (b",", b"[", b"{")) > JSON_VALUES_MAX:
+        raise BoundsError(f"{what} has more than {JSON_VALUES_MAX} values")
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

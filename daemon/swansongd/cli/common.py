@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from swansongd import signing
 from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
@@ -58,6 +60,10 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """
     config = load(args.config)
     store = open_configured(config.store)
+    key_file = config.store.signing_key_file
+    # The key belongs to the daemon's user, and root restores, too.
+    owners = None if os.geteuid() == 0 else {0, os.geteuid()}
+    signer = None if key_file is None else signing.load(key_file, owners=owners)
     stop = threading.Event()
     before = {}
 
@@ -71,7 +77,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
         yield Opened(
             config=config,
             store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
-            keys=RunKeys(args.run or config.run.name),
+            keys=RunKeys(args.run or config.run.name, signer),
             stop=stop,
         )
     finally:

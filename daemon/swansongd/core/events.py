@@ -230,7 +230,8 @@ class CommitCompleted:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """``conflict``: another set is committed under this generation and step."""
+    """``conflict``: trying again is useless.  Another set is committed under this generation and step, or no
+    reader would accept a manifest of this set."""
 
     flush_id: str
     reason: str

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swansongd import signing
 from swansongd.config import Config, load
+from swansongd.doctor.accounts import Account, daemon_account
 from swansongd.doctor.findings import (
     Check,
     Finding,
@@ -57,7 +59,14 @@ def _finding(judgement: Judgement) -> Finding:
 def checks(
     config: Config, path: Path, ask_daemon: Callable[[Path], dict[str, Any]]
 ) -> Iterator[Check]:
-    """Cloud and environment."""
+    """Signing key, cloud and environment."""
+    key_file = config.store.signing_key_file
+    if key_file is not None:
+        yield Check(
+            family=FAMILY,
+            name="signing key",
+            ask=lambda: judge_signing_key(key_file, daemon_account()),
+        )
     configured = config.sources.cloud
     emulated = config.sources.metadata_url is not None
     yield Check(
@@ -70,6 +79,19 @@ def checks(
         name="environment",
         ask=lambda: judge_environment(*_environment(config.trainer.socket, ask_daemon)),
     )
+
+
+def judge_signing_key(path: Path, account: Account) -> Judgement:
+    """Whether the daemon will accept the key: it does not start otherwise."""
+    quoted = shlex.quote(str(path))
+    mend = f"chown {account.name}: {quoted} && chmod 0400 {quoted}"
+    try:
+        signing.load(path, owners={0, account.uid})
+    except ConfigError as error:
+        return failure(str(error), mend)
+    if not account.may("r", path):
+        return failure(f"{account.name} may not read {path}", mend)
+    return ok(f"{path} is private, and manifests and claims are signed with it")
 
 
 def judge_cloud(configured: str, detected: str, *, emulated: bool, mend: str) -> Judgement:

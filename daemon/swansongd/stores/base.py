@@ -10,6 +10,7 @@ Every method may be called from many threads at once, and raises only:
 - :class:`~swansongd.errors.Transient` when trying again may help (timeout, reset, 5xx, 429, 409),
 - :class:`~swansongd.errors.NotFound` when the key, the upload or the bucket does not exist,
 - :class:`~swansongd.errors.Exists` when a create-if-absent found the name taken,
+- :class:`~swansongd.errors.TooLarge` when an object is too large to be returned whole,
 - :class:`~swansongd.errors.Permanent` for everything else (no permission, wrong region, bad request).
 
 Errors are classified by code or type, never by message text.  The functions at the end are what the
@@ -27,7 +28,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from swansongd.digests import part_count
-from swansongd.errors import ConfigError, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import ConfigError, NotFound, Permanent, StoreError, TooLarge, Transient
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 2**20
@@ -152,7 +153,7 @@ class ObjectStore(Protocol):
         """
 
     def get(self, key: str) -> bytes:
-        """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises Permanent beyond."""
+        """The whole of a small object (a manifest, a claim).  At most 64 MiB; raises TooLarge beyond."""
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         """Hand ``size_bytes`` bytes of the object, from ``offset``, to ``sink``.
@@ -351,7 +352,7 @@ class BytesBody:
 
 
 class BytesSink:
-    """Keeps a small object; raises Permanent beyond ``max_bytes``."""
+    """Collects a small object; raises TooLarge beyond ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self.data = bytearray()
@@ -362,7 +363,7 @@ class BytesSink:
 
     def write(self, window: memoryview) -> None:
         if len(self.data) + window.nbytes > self._max_bytes:
-            raise Permanent(f"the object has more than {self._max_bytes} bytes")
+            raise TooLarge(f"the object has more than {self._max_bytes} bytes")
         self.data += window
 
 

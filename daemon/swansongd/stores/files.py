@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 from swansong.openat import FILE, open_directory, remove_tree
 
-from swansongd.errors import ConfigError, NotFound, Permanent, Transient
+from swansongd.errors import ConfigError, NotFound, Permanent, TooLarge, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     WINDOW_BYTES,
@@ -98,7 +98,7 @@ class FileStore:
             fd, size_bytes = self._open(key)
             try:
                 if size_bytes > GET_BYTES_MAX:
-                    raise Permanent(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
+                    raise TooLarge(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
                 data = bytearray(size_bytes)
                 read_all(fd, memoryview(data), 0, key)
             finally:

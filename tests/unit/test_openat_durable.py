@@ -11,20 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from swansongd import durable
+from swansong import openat
 
 OLD, NEW = b"old", b"the new content"
 
 _KILLED_EVERYWHERE = """
 import json, os, signal, sys
 from pathlib import Path
-from swansongd import durable
+from swansong import openat
 
-NAMES = ("open", "write", "fsync", "close", "replace")
+NAMES = ("open", "fchmod", "write", "fsync", "close", "rename")
 real = {name: getattr(os, name) for name in NAMES}
 
 def child(path, strike, after):
     calls = 0
+    directory_fd = openat.open_directory(path.parent)
     def struck(name):
         def call(*arguments, **options):
             nonlocal calls
@@ -39,7 +40,7 @@ def child(path, strike, after):
         return call
     for name in NAMES:
         setattr(os, name, struck(name))
-    durable.write(path, b"the new content")
+    openat.replace_file(path.name, b"the new content", dir_fd=directory_fd)
     os._exit(0)
 
 found = []
@@ -62,12 +63,13 @@ print(json.dumps(found))
 _FULL = """
 import json, resource, signal, sys
 from pathlib import Path
-from swansongd import durable
+from swansong import openat
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (7, 7))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
 try:
-    durable.write(Path(sys.argv[1]), b"the new content")
+    openat.replace_file(path.name, b"the new content", dir_fd=openat.open_directory(path.parent))
 except OSError as error:
     sys.stdout.write(str(error.errno))
 """
@@ -85,6 +87,14 @@ def output_of(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def write(path: Path, data: bytes) -> None:
+    directory_fd = openat.open_directory(path.parent)
+    try:
+        openat.replace_file(path.name, data, dir_fd=directory_fd)
+    finally:
+        os.close(directory_fd)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file with the old content."""
@@ -99,7 +109,7 @@ def test_whoever_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> 
     found = json.loads(output_of(_KILLED_EVERYWHERE, str(tmp_path)))
     killed = [content for _, _, code, content in found if code == -9]
     assert len(killed) >= 14, (
-        "struck at open, write, fsync, close, rename, and again for the directory"
+        "struck at open, fchmod, write, fsync, close, rename, and fsync of the directory"
     )
     assert set(killed) == {OLD.decode(), NEW.decode()}
     assert killed == sorted(killed), "once it is new it does not become old again"
@@ -108,14 +118,14 @@ def test_whoever_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> 
 
 def test_what_is_written_is_read(path: Path) -> None:
     """Replaced whole, for nobody else to read, with nothing left beside it."""
-    durable.write(path, NEW)
+    write(path, NEW)
     assert path.read_bytes() == NEW
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_a_file_that_was_not_there_is_made(tmp_path: Path) -> None:
-    durable.write(tmp_path / "first.json", b"")
+    write(tmp_path / "first.json", b"")
     assert (tmp_path / "first.json").read_bytes() == b""
 
 
@@ -136,7 +146,7 @@ def test_a_failed_fsync_keeps_the_old_content(path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match="Input/output"):
-        durable.write(path, NEW)
+        write(path, NEW)
     assert path.read_bytes() == OLD
     assert os.listdir(path.parent) == [path.name]
 
@@ -146,17 +156,17 @@ def test_the_data_is_synced_before_the_name_and_the_name_after(
 ) -> None:
     """The order in which a power cut can do no harm."""
     calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
 
     def noted_fsync(fd: int) -> None:
         calls.append("directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data")
         fsync(fd)
 
-    def noted_replace(source: Path, destination: Path) -> None:
+    def noted_rename(source: str, destination: str, **options: int) -> None:
         calls.append("rename")
-        replace(source, destination)
+        rename(source, destination, **options)
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
-    durable.write(path, NEW)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    write(path, NEW)
     assert calls == ["data", "rename", "directory"]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A writer of the bucket plants claims, commits and junk; and a store does not show what it took."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from swansong import bounds
+from waiting import until
+
+pytestmark = pytest.mark.timeout(90)
+
+CORRUPT = 8
+LAST = f"run/generations/{bounds.GENERATION_MAX}.json"
+
+
+def planted_commit(bucket: Bucket, *, generation: int, step: int) -> str:
+    """A copy of the newest honest manifest under a higher number, with a right digest and no signature."""
+    body = bucket.manifests()[0] | {"generation": generation, "step": step}
+    body.pop("signature", None)
+    del body["digest"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    body["digest"] = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+    key = f"run/commits/{generation:08d}/{step:012d}/00000-of-00001.json"
+    bucket.put(key, json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return key
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "signing.key"
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o400)
+    return path
+
+
+@pytest.mark.fault("S25")
+def test_with_a_signing_key_a_bucket_writer_gains_nothing(
+    bucket: Bucket, new_vm: Any, witness: str, key_file: Path
+) -> None:
+    """A higher generation and a commit under it: the daemon is not fenced, and the next VM restores what
+    was signed."""
+    store = bucket.store | {"signing_key_file": str(key_file)}
+    vm = new_vm("vm", store)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", step=20)
+    bucket.put("run/generations/00000009.json", b'{"nonce": "planted"}')
+    planted_commit(bucket, generation=9, step=90)
+    seen = daemon.lines.all(event="committed")[-1]["step"]
+    daemon.lines.wait(event="committed", step=seen + 40)
+    assert daemon.lines.all(event="unsigned_claim_ignored")
+    assert daemon.popen.poll() is None
+    vm.power_off()
+    newest = max(m["step"] for m in bucket.manifests() if "signature" in m)
+
+    heir = new_vm("heir", store)
+    place = heir.disk / "restored"
+    answer = heir.swansong("restore", "--to", str(place), "--json")
+    assert answer.returncode == 0, answer.stderr
+    restored = json.loads(answer.stdout)
+    assert (restored["generation"], restored["step"]) == (1, newest)
+    (skipped,) = restored["skipped"]
+    assert (skipped["generation"], skipped["step"]) == (9, 90)
+    assert "not signed" in skipped["reason"]
+    rows = heir.commits()
+    assert "not signed" in rows[0]["problem"]
+    assert all(row["problem"] is None for row in rows[1:])
+    assert heir.swansong("verify").returncode == CORRUPT
+    second = heir.start_daemon()
+    trainer = heir.start_trainer(script=witness)
+    assert trainer.lines.wait(event="resumed")["from_step"] == newest
+    assert heir.status()["generation"] == 2
+    assert second.popen.poll() is None
+
+    without = new_vm("without", bucket.store)
+    assert without.commits()[0]["problem"] is None, "a reader without the key accepts both"
+
+
+@pytest.mark.fault("S25")
+def test_a_key_that_others_may_read_keeps_the_daemon_down(
+    bucket: Bucket, new_vm: Any, key_file: Path
+) -> None:
+    """One line with the key of the configuration and the fix, exit code 2, nothing in the bucket."""
+    key_file.chmod(0o444)
+    vm = new_vm("vm", bucket.store | {"signing_key_file": str(key_file)})
+    daemon = vm.start_daemon(ready=False)
+    assert daemon.wait() == 2
+    (line,) = daemon.lines.all(event="cannot_start")
+    assert "store.signing_key_file" in line["problem"]
+    assert f"chmod 0400 {key_file}" in line["problem"]
+    assert bucket.keys() == []
+    answer = vm.swansong("ls")
+    assert answer.returncode == 2
+    assert "store.signing_key_file" in answer.stderr
+
+
+@pytest.mark.fault("S25")
+def test_a_planted_last_generation_is_refused_aloud_and_never_safe(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The daemon stays, shows why, and claims nothing: the verdict is LOST until the object is gone."""
+    bucket.put(LAST, b"{}")
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    line = daemon.lines.wait(event="claim_refused")
+    assert LAST in line["hint"]
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    report = vm.status()
+    assert report["generation"] is None
+    assert report["store"]["health"] != "ok"
+    assert LAST in report["store"]["reason"]
+    aws.notice(in_s=4)
+    assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
+    assert bucket.keys("run/generations/") == [LAST]
+    assert bucket.keys("run/commits/") == []
+    bucket.delete(LAST)
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["generation"] == 1
+    assert [m["generation"] for m in bucket.manifests()] == [1]
+
+
+@pytest.mark.fault("S25", "G16")
+def test_a_commit_that_no_reader_parses_is_not_an_empty_run(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """``restore --fresh-ok`` fails, a trainer gets an error and does not start from scratch; the object to
+    delete is named."""
+    foreign = "run/commits/100000000/000000000020/00000-of-00001.json"
+    bucket.put(foreign, b"{}")
+    vm = new_vm("vm", bucket.store)
+    place = str(vm.disk / "restored")
+    for command in (["restore", "--to", place, "--fresh-ok"], ["ls"], ["verify"]):
+        answer = vm.swansong(*command)
+        assert answer.returncode == CORRUPT, command
+        assert foreign in answer.stderr
+        assert "delete it" in answer.stderr
+    vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    assert trainer.wait() != 0
+    assert not trainer.lines.all(event="resumed")
+    assert bucket.keys() == [foreign]
+    bucket.delete(foreign)
+    assert vm.swansong("restore", "--to", place, "--fresh-ok").returncode == 0
+
+
+@pytest.mark.fault("G08")
+@pytest.mark.parametrize("what", ["GET", "listing"])
+def test_a_store_that_does_not_show_what_it_took_is_never_safe(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, what: str
+) -> None:
+    """Each PUT succeeds, and each GET and HEAD of a manifest is answered with 404, or its listing fails."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    if what == "GET":
+        for method in ("GET", "HEAD"):
+            fault = {"status": 404, "code": "NoSuchKey", "match": "-of-", "times": 10**6}
+            bucket.order("answer", method=method, **fault)
+    else:
+        fault = {"status": 403, "code": "AccessDenied", "match": "/commits/00000001/0"}
+        bucket.order("answer", method="GET", times=10**6, **fault)
+    aws.notice(in_s=5)
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "LOST"
+    assert bucket.keys("run/commits/"), "the manifest is there, and no reader finds it"
+    assert daemon.lines.all(event="commit_failed")
+    assert not daemon.lines.all(event="committed")
+    bucket.order("clear")
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")
+    assert until(vm.commits, what="the commit")[0]["complete"]
