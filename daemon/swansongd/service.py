@@ -175,6 +175,7 @@ class Service:
             answer=self._answer,
             log=_log,
             several_vms=config.run.several_vms,
+            naming_secret=self._staging.naming_secret,
             listener_fd=self._kept.listener_fd(config.trainer.socket),
         )
         self._signal_sender = None

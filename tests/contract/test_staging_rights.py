@@ -177,6 +177,35 @@ def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
     ]
 
 
+@pytest.mark.fault("S3")
+def test_a_member_cannot_give_a_file_of_a_set_a_second_name(run: Path) -> None:
+    """A second name would void the set; where the kernel protects no hard links, the directory does."""
+    path = a_set(run)
+    attempts: list[Callable[[], object]] = [
+        lambda: os.link(path / "rank-00000.json", run / "stolen"),
+        lambda: os.listdir(path),
+        lambda: os.open(path / "rank-00000.json", os.O_RDONLY),
+    ]
+    for attempt in attempts:
+        assert str(as_user(MEMBER, attempt)).startswith("PermissionError")
+
+
+@pytest.mark.fault("S6")
+def test_only_the_ranks_of_one_user_can_compute_the_names_of_their_sets(staging: Path) -> None:
+    """The secret differs by user, and stays the same over a restart of the daemon."""
+
+    def secrets_of() -> list[str]:
+        held = prepare(staging, "r1")
+        return [held.naming_secret(TRAINER), held.naming_secret(MEMBER)]
+
+    first, again = as_user(DAEMON, secrets_of), as_user(DAEMON, secrets_of)
+    assert first == again
+    assert len(set(first)) == 2
+    assert all(len(secret) == 32 for secret in first)
+    key = staging / "r1" / scan.OWN_DIRECTORY / "naming.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
 @pytest.mark.fault("H10")
 def test_a_trainer_cannot_hold_the_lock_of_the_run(run: Path) -> None:
     """Only the daemon's user can open what the lock is on."""

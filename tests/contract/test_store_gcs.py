@@ -445,3 +445,68 @@ def test_what_a_body_or_sink_raises_passes_unchanged(gcs: Cloud) -> None:
     store.put("key", b"abc")
     with pytest.raises(OSError, match=r"^torn$"):
         store.get_range("key", 0, 3, Full())
+
+
+# ---------------------------------------------------------------- settings of the bucket
+
+RULES = {"rule": [{"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 3}}]}
+
+
+@pytest.mark.parametrize(
+    ("lifecycle", "aborts"),
+    [(RULES, True), (None, False), ({"rule": [{"action": {"type": "Delete"}}]}, False)],
+)
+@pytest.mark.usefixtures("cloud_environment")
+def test_a_rule_that_aborts_uploads_is_found(lifecycle: Any, aborts: bool) -> None:
+    """Read through Google's own library."""
+    body: dict[str, Any] = {"kind": "storage#bucket", "name": "bucket"}
+    if lifecycle is not None:
+        body["lifecycle"] = lifecycle
+    server = _Server(lambda to: answer(to, json.dumps(body).encode()))
+    try:
+        assert GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads() is aborts
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.fault("S17")
+@pytest.mark.usefixtures("cloud_environment")
+def test_settings_of_the_bucket_are_read_without_redirects() -> None:
+    """A redirect would carry the token to another host: nothing is asked there."""
+    asked: list[str] = []
+
+    def elsewhere(to: BaseHTTPRequestHandler) -> None:
+        asked.append(to.path)
+        answer(to, b"{}")
+
+    other = _Server(elsewhere)
+
+    def redirect(to: BaseHTTPRequestHandler) -> None:
+        to.send_response(302)
+        to.send_header("Location", f"{other.url}{to.path}")
+        to.send_header("Content-Length", "0")
+        to.end_headers()
+
+    server = _Server(redirect)
+    try:
+        with pytest.raises(Permanent, match="redirects"):
+            GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads()
+        assert asked == []
+    finally:
+        for each in (server, other):
+            each.shutdown()
+            each.server_close()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"lifecycle": 5}', b'{"lifecycle": {"rule": 5}}'])
+@pytest.mark.usefixtures("cloud_environment")
+def test_settings_that_make_no_sense_are_an_error(body: bytes) -> None:
+    """Doctor reports that they cannot be read, and does not fail itself."""
+    server = _Server(lambda to: answer(to, body))
+    try:
+        with pytest.raises(Permanent):
+            GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads()
+    finally:
+        server.shutdown()
+        server.server_close()

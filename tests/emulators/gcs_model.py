@@ -129,6 +129,9 @@ class Gcs:
 
     def _json(self, call: Call, segments: list[str]) -> Answer:
         match call.method, segments[2:]:
+            case "GET", ["b", bucket]:
+                self._objects(unquote(bucket))
+                return _json_answer({"kind": "storage#bucket", "name": unquote(bucket)})
             case "GET", ["b", bucket, "o"]:
                 return self._list(unquote(bucket), call)
             case "GET", ["b", bucket, "o", name]:

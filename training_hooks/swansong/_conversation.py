@@ -160,7 +160,7 @@ class Conversation:
     def _welcomed(self, welcome: Welcome) -> None:
         self.run = welcome.run
         self.grace_s = welcome.grace_s
-        self.naming_secret = getattr(welcome, "naming_secret", "")
+        self.naming_secret = welcome.naming_secret
         if self.assembly is not None:
             self.assembly.start()
         if self.staging == welcome.staging:

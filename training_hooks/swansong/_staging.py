@@ -11,8 +11,8 @@ may store it while the rest is still being written.
 Other members of the group may write to the staging directory of the run.  So each name is opened relative to
 the descriptor of its directory, no link is followed, and what belongs to another user is not touched.  A set
 is writable for its own user, and through the default ACL of the staging directory for the daemon, which
-removes it later; the group may read it.  Therefore all ranks of one VM must run as one user, and the paths
-that a save function gets are safe: nobody else can create anything below the partial directory.
+removes it later; without ACLs the group may read it.  Therefore all ranks of one VM must run as one user,
+and the paths that a save function gets are safe: nobody else can create anything below the partial directory.
 """
 
 from __future__ import annotations

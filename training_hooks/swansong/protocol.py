@@ -229,6 +229,8 @@ class Welcome(Message):
     """None until the store has been reached and a generation claimed."""
     grace_s: Seconds = 0.0
     """Shortest notice that is to be expected here; 0 when nobody knows."""
+    naming_secret: Id = ""
+    """Goes into the names of sets that several ranks write, so that other users cannot take them first."""
     version: Version = VERSION
 
 

@@ -68,7 +68,7 @@ def checks(config: Config, edit: str, *, grace_s: float, speed: bool) -> Iterato
     yield probe.check("read back", probe.read_back, needs="write")
     yield probe.check("delete", probe.delete, needs="write")
     yield probe.check("multipart upload", probe.multipart, needs="bucket")
-    if isinstance(where, S3Store):
+    if isinstance(where, (S3Store, GcsStore)):
         yield probe.check("lifecycle rule", probe.lifecycle, needs="bucket")
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check("clock (store)", probe.clock, needs="bucket")
@@ -164,7 +164,7 @@ class _Probe:
         return ok("begun and aborted")
 
     def lifecycle(self) -> Judgement:
-        assert isinstance(self._store, S3Store)
+        assert isinstance(self._store, (S3Store, GcsStore))
         try:
             aborts = self._store.aborts_incomplete_uploads()
         except StoreError as error:
@@ -172,6 +172,18 @@ class _Probe:
         if aborts:
             return ok("incomplete multipart uploads are aborted by a rule of the bucket")
         bucket, prefix = bucket_and_prefix(self._store.url)
+        problem = (
+            "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
+            "power cost money for ever (the command replaces the rules that there are)"
+        )
+        if isinstance(self._store, GcsStore):
+            action = {"type": "AbortIncompleteMultipartUpload"}
+            rules = json.dumps({"rule": [{"action": action, "condition": {"age": 3}}]})
+            return warning(
+                problem,
+                f"echo {shlex.quote(rules)} | gcloud storage buckets update gs://{bucket} "
+                "--lifecycle-file=/dev/stdin",
+            )
         rule = json.dumps(
             {
                 "Rules": [
@@ -185,8 +197,7 @@ class _Probe:
             }
         )
         return warning(
-            "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
-            "power cost money for ever (the command replaces the rules that there are)",
+            problem,
             f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket} "
             f"--lifecycle-configuration {shlex.quote(rule)}",
         )

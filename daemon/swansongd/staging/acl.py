@@ -2,7 +2,7 @@
 """The default ACL of the staging directory of a run.
 
 A trainer creates files as its own user, and the daemon must read and later prune them.  Group permissions
-would let every other trainer of the group change them as well.  A default ACL names the daemon alone: it is
+would let every other member of the group do the same.  A default ACL names the daemon alone: it is
 inherited by all that is created below, whatever umask the trainer has.  The kernel's format is documented
 in ``linux/posix_acl_xattr.h``.
 """
@@ -21,7 +21,10 @@ _READ, _WRITE, _ENTER = 4, 2, 1
 
 
 def set_default(fd: int, uid: int) -> None:
-    """Let ``uid`` read and prune what others create below an open directory, and its group only read it.
+    """Let ``uid`` read and prune what others create below an open directory, and nobody else enter it.
+
+    The group gets nothing: a member who can reach a file can give it a second name, and a set whose files
+    have several names is refused.
 
     Raises:
         OSError: the file system has no ACLs, or the directory belongs to another user.
@@ -30,7 +33,7 @@ def set_default(fd: int, uid: int) -> None:
     entries = (
         (_OWNER, everything, _NO_ID),
         (_USER, everything, uid),
-        (_GROUP, _READ | _ENTER, _NO_ID),
+        (_GROUP, 0, _NO_ID),
         (_MASK, everything, _NO_ID),
         (_OTHER, 0, _NO_ID),
     )

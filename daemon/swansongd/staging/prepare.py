@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import hmac
 import os
 import secrets
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ RUN_DIRECTORY_MODE = 0o1770
 """Trainers enter by their group; the sticky bit keeps them from renaming what belongs to others."""
 RESTORED_DIRECTORY_MODE = 0o750
 _ATTEMPTS = 3
+_NAMING_KEY = "naming.key"
+_NAMING_KEY_BYTES = 32
 
 _log = structlog.get_logger(__name__)
 
@@ -43,6 +47,17 @@ class RunDirectory:
     def own(self) -> Path:
         """Path of the daemon's own directory."""
         return self.path / OWN_DIRECTORY
+
+    def naming_secret(self, uid: int) -> str:
+        """What the ranks of this user put into the names of their sets; other users cannot compute it.
+
+        It stays the same over a restart of the daemon: ranks reconnect one by one.
+        """
+        try:
+            key = _naming_key(self.own_fd)
+        except OSError:
+            return ""  # a full disk: the names can be computed, which costs no more than a save
+        return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
     def release(self) -> None:
         """Let another daemon have it."""
@@ -124,6 +139,17 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
             raise
         return fd
     raise FileExistsError(errno.EEXIST, "other processes keep taking the name", name)
+
+
+def _naming_key(own_fd: int) -> bytes:
+    with suppress(FileNotFoundError):
+        key = openat.read_file(
+            _NAMING_KEY, dir_fd=own_fd, max_bytes=_NAMING_KEY_BYTES, owners={os.geteuid()}
+        )
+        if len(key) == _NAMING_KEY_BYTES:
+            return key
+    openat.replace_file(_NAMING_KEY, secrets.token_bytes(_NAMING_KEY_BYTES), dir_fd=own_fd)
+    return openat.read_file(_NAMING_KEY, dir_fd=own_fd, max_bytes=_NAMING_KEY_BYTES)
 
 
 def _open_run(staging_fd: int, run: str) -> int:

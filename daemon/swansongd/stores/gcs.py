@@ -225,6 +225,17 @@ class GcsStore:
         """Have a token that lasts for a while; raises Permanent where there are no credentials."""
         self._access.renew_credentials()
 
+    def aborts_incomplete_uploads(self) -> bool:
+        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor.
+
+        Raises:
+            Permanent: the settings of the bucket cannot be read.
+        """
+        return any(
+            rule.get("action", {}).get("type") == "AbortIncompleteMultipartUpload"
+            for rule in self._access.lifecycle_rules(self._bucket)
+        )
+
     # ------------------------------------------------------------ requests
 
     def _metadata(self, key: str) -> tuple[int, int | None] | None:

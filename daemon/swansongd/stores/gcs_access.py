@@ -82,13 +82,15 @@ class GcsAccess:
         if not _ENDPOINT.fullmatch(self._endpoint):
             raise ConfigError([f"store.endpoint: {endpoint!r:.80} must read https://host[:port]"])
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
+        self._ca_bundle = ca_bundle or trusted
+        self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
         self._made_credentials: _Held | None = None
         self._transport = _Transport(trusted, read_timeout_s)
         self._wire = Wire(
             self._endpoint,
             connections=connections,
-            ca_bundle=ca_bundle or trusted,
+            ca_bundle=self._ca_bundle,
             connect_timeout_s=connect_timeout_s,
             stall_s=min(_STALL_S_MAX, read_timeout_s),
             reply_s=read_timeout_s,
@@ -128,6 +130,43 @@ class GcsAccess:
         if credentials is not None:
             credentials.is_accepted(token)
         return answer
+
+    def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
+        """The rules of a bucket as Google's library returns them; for doctor, never while a flush is on.
+
+        Raises:
+            Permanent: they cannot be read, perhaps for want of the right storage.buckets.get.
+        """
+        # The library would fetch the bucket's metadata from threads of its own, for traces nobody reads.
+        os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+        from google.api_core.exceptions import GoogleAPICallError  # noqa: PLC0415
+        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+        from google.auth.transport.requests import AuthorizedSession  # noqa: PLC0415
+        from google.cloud.storage import Client  # noqa: PLC0415
+        from google.oauth2.credentials import Credentials  # noqa: PLC0415
+        from requests.exceptions import RequestException  # noqa: PLC0415
+
+        with _errors_of_credentials():
+            held = self._credentials()
+            known = Credentials(held.header()[0]) if held is not None else AnonymousCredentials()
+        session = AuthorizedSession(known)
+        session.max_redirects = 0  # a redirect would carry the token elsewhere
+        session.verify = self._ca_bundle or True
+        client = Client(
+            project="none",
+            credentials=known,
+            client_options={"api_endpoint": self._endpoint},
+            _http=session,
+        )
+        try:
+            found = client.get_bucket(bucket, timeout=self._read_timeout_s, retry=None)
+            return list(found.lifecycle_rules)
+        except (GoogleAPICallError, RequestException) as error:
+            raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
+        except (ValueError, TypeError, AttributeError) as error:  # the library checks no answer
+            raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
+        finally:
+            session.close()
 
     def _credentials(self) -> _Held | None:
         """The credentials; None where requests are anonymous."""

@@ -73,6 +73,7 @@ class TrainerChannel:
         log: a structlog logger.
         listener_fd: the listening socket when there is one already; ``path`` is then not touched.
         several_vms: whether trainers may have ranks on other VMs.
+        naming_secret: by user id, see :class:`swansong.protocol.Welcome`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TrainerChannel:
         log: Any,
         listener_fd: int | None = None,
         several_vms: bool = False,
+        naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
         self.grace_s = 0.0
         """Shortest notice to be expected, told to trainers; 0 when unknown.  To be set before the start."""
@@ -99,6 +101,7 @@ class TrainerChannel:
         self._log = log
         self._listener_fd = listener_fd
         self._several_vms = several_vms
+        self._naming_secret = naming_secret
         self._born: os.stat_result | None = None  # the socket file, when it is ours
         self._generation: int | None = None
         self._numbers = itertools.count(1)
@@ -422,6 +425,7 @@ class TrainerChannel:
             staging=os.fspath(self._staging),
             generation=self._generation,
             grace_s=self.grace_s,
+            naming_secret=self._naming_secret(connection.peer.uid),
         )
         self._send(connection, protocol.encode(welcome))
         if connection.socket is not None:
