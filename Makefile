@@ -39,11 +39,14 @@ lock: $(STAMP)  ## pin what is installed, with the hash of every file, in constr
 wheelhouse:  ## build/wheelhouse, for packer/provision.sh --wheelhouse: PYTHON of the same minor version as the image's
 	$(PYTHON) -m venv --clear build/wheels
 	build/wheels/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt
-	rm -rf build/wheelhouse
+	rm -rf build/wheelhouse build/sources
 	build/wheels/bin/python -m pip download --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt \
 		--dest build/wheelhouse
+	mkdir -p build/sources
+	tar -c --exclude=__pycache__ training_hooks/pyproject.toml training_hooks/swansong daemon/pyproject.toml daemon/swansongd | \
+		tar -x -C build/sources
 	build/wheels/bin/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
-		--wheel-dir build/wheelhouse ./training_hooks ./daemon
+		--wheel-dir build/wheelhouse build/sources/training_hooks build/sources/daemon
 
 STORE  ?= auto
 CLOUD  ?= aws

@@ -84,10 +84,11 @@ install_distributions() {
 		"${install[@]}" "${wheels[@]}" --only-binary :all: --upgrade swansong swansongd
 	else
 		"${install[@]}" "${hashed[@]}"
-		# A copy, for a build leaves files beside its sources.
+		# A copy, and without what earlier builds left: a build leaves files beside its sources, and takes them up.
 		scratch=$(mktemp -d)
 		trap 'rm -rf "$scratch"' EXIT
-		cp -r "$source/training_hooks" "$source/daemon" "$scratch/"
+		tar -C "$source" --exclude=__pycache__ -c training_hooks/{pyproject.toml,swansong} daemon/{pyproject.toml,swansongd} |
+			tar -C "$scratch" -x
 		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
 	fi
 	"${pip[@]}" check || die "constraints.txt and the two distributions do not fit together: take both from one version"

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from swansong import openat
 from swansongd.config import parse
 from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.checkup import grace_s, longest_grace_s
@@ -30,7 +31,13 @@ from swansongd.doctor.host import (
     seconds,
     written_directories,
 )
-from swansongd.doctor.staging import file_system, judge_devices, judge_parents, judge_space
+from swansongd.doctor.staging import (
+    file_system,
+    judge_devices,
+    judge_parents,
+    judge_space,
+    newest_bytes,
+)
 from swansongd.doctor.store import judge_speed, mending
 from swansongd.errors import NotFound, Permanent, Transient
 
@@ -200,6 +207,30 @@ def test_clock_judgement() -> None:
 def test_space(free: int, newest: int, level: str) -> None:
     """Two checkpoints should fit, one must."""
     assert judge_space(Path("/s"), free, newest).level == level
+
+
+@pytest.mark.fault("S1", "S7")
+def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
+    """Links are not followed, and a directory of any depth is looked at."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "step-1" / "rank-00000").mkdir(parents=True)
+    (run / "step-1" / "rank-00000" / "model").write_bytes(bytes(1000))
+    outside.mkdir()
+    (outside / "large").write_bytes(bytes(10**6))
+    (run / "step-2").symlink_to(outside)
+    assert newest_bytes(run) == 1000
+    (run / "step-1" / "links").symlink_to(outside)
+    fd = os.open(run / "step-1", os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    assert 1000 <= newest_bytes(run) < 10**5
+    run_fd = openat.open_directory(tmp_path)
+    openat.remove_tree("run", dir_fd=run_fd)
+    os.close(run_fd)
 
 
 def test_devices() -> None:
