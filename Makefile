@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -57,6 +57,11 @@ demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, r
 
 test: $(STAMP)  ## all tests but those of whole machines
 	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax $(PYTEST_ARGS)
+
+EXAMPLES ?= 5000
+
+fuzz: $(STAMP)  ## the parsers of everything that comes from outside, with EXAMPLES=5000 inputs for each property
+	SWANSONG_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal --timeout=0 tests/fuzz $(PYTEST_ARGS)
 
 JAX := build/jax/.installed
 
