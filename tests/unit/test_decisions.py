@@ -253,7 +253,7 @@ def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) ->
         service._carry_out(machine_prune(f"step-{number:012d}.gone"), 0.0)
         service._on_signal(15)
         service._on_signal(2)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of other tests may end meanwhile
     until(lambda: service._inbox.get(0.0) == StopRequested("interrupted"))
 
 
