@@ -6,17 +6,19 @@ The only module beside the S3 store that imports boto3, in its own thread and wh
 
 from __future__ import annotations
 
-import json
+import re
 import threading
 import time
 from typing import Any
 
 import structlog
+from swansong.bounds import BoundsError, json_object, text
 
 from swansongd.sources.aws import Imds
 from swansongd.sources.base import Clock
 from swansongd.sources.metadata import (
     DEFAULT_URL,
+    MAX_BODY_BYTES,
     Backoff,
     MetadataClient,
     MetadataUnavailable,
@@ -24,6 +26,9 @@ from swansongd.sources.metadata import (
 )
 
 IDENTITY_PATH = "/latest/dynamic/instance-identity/document"
+_INSTANCE = re.compile(r"[A-Za-z0-9-]{1,64}")
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
+"""Goes into the address of the service."""
 
 _log = structlog.get_logger(__name__)
 
@@ -205,8 +210,17 @@ class LifecycleHook:
     def _identity(self) -> tuple[str, str]:
         with MetadataClient(self._metadata_url, timeout_s=self._timeout_s) as client:
             answer = Imds(client, monotonic=self._monotonic).look(IDENTITY_PATH)
-        try:
-            document = json.loads(answer.body)
-            return str(document["instanceId"]), str(document["region"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise _Unavailable("the identity document names no instance and region") from None
+        return read_identity(answer.body)
+
+
+def read_identity(body: bytes) -> tuple[str, str]:
+    """Instance id and region of an identity document."""
+    try:
+        document = json_object(body, "the identity document", MAX_BODY_BYTES)
+        instance = text(document.get("instanceId"), "instanceId")
+        region = text(document.get("region"), "region")
+    except BoundsError as error:
+        raise _Unavailable(str(error)) from None
+    if not (_INSTANCE.fullmatch(instance) and _REGION.fullmatch(region)):
+        raise _Unavailable("the identity document names no instance and region")
+    return instance, region

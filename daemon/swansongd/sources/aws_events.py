@@ -173,7 +173,7 @@ def read_event(event: dict[str, Any], asked: Moment, assumed_grace_s: float) -> 
         grace_s = max(0.0, begins.timestamp() - asked.wall_s)
         quality = DeadlineQuality.DERIVED
     code = _text(event, "Code")
-    named = _text(event, "EventId") or code or "unknown"
+    named = shortened(_text(event, "EventId") or code, 100) or "unknown"
     return Notice(
         source=AwsScheduledSource.name,
         kind=_EVENT_KINDS.get(code, "maintenance"),

@@ -62,7 +62,8 @@ def complete(what: str) -> Iterator[None]:
     try:
         yield
     except BoundsError as error:
-        raise Transient(f"{what}: the answer is cut, or not that of a store: {error}") from error
+        reason = one_line(str(error), 300)
+        raise Transient(f"{what}: the answer is cut, or not that of a store: {reason}") from error
 
 
 # ---------------------------------------------------------------- XML

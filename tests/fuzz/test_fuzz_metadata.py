@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a metadata server answers: a notice within bounds, or MetadataUnavailable, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.model import Notice
+from swansongd.sources.asg import _Unavailable, read_identity
+from swansongd.sources.aws import (
+    AwsSource,
+    AwsSpotSource,
+    Imds,
+    ImdsSession,
+    Moment,
+    read_instance_action,
+)
+from swansongd.sources.aws_events import (
+    AwsAsgSource,
+    AwsRebalanceSource,
+    AwsScheduledSource,
+    read_rebalance,
+)
+from swansongd.sources.gcp import GcpPreemptedSource, GcpSource, KeyWatch, Sight
+from swansongd.sources.gcp_events import (
+    GcpMaintenanceSource,
+    GcpStopSource,
+    GcpUpcomingSource,
+    _instant,
+    _seconds,
+)
+from swansongd.sources.metadata import Answer, MetadataUnavailable, shortened
+
+GRACE_S = 25.0
+ASKED = Moment(1000.0, 1_700_000_000.0)
+
+RFC_2822 = r"[A-Z][a-z]{2}, \d{1,3} [A-Z][a-z]{2} \d{1,5} [\d:]{1,9} [A-Z+-]{0,4}\d{0,6}"
+times = st.one_of(
+    st.text(max_size=40),
+    st.datetimes().map(lambda when: f"{when:%Y-%m-%dT%H:%M:%SZ}"),
+    st.datetimes().map(lambda when: f"{when:%d %b %Y %H:%M:%S} GMT"),
+    st.from_regex(r"\d{1,5}-\d\d-\d\dT\d\d:\d\d:\d\d([+-]\d\d:\d\d)?", fullmatch=True),
+    st.from_regex(RFC_2822, fullmatch=True),
+    st.integers().map(str),
+)
+words = st.sampled_from([
+    "terminate", "stop", "hibernate", "active", "[Canceled] x", "completed", "instance-stop", "TRUE",
+    "FALSE", "NONE", "Terminated", "InService", "Warmed:Stopped", "TERMINATE_ON_HOST_MAINTENANCE",
+    "PENDING_STOP", "\ud800", "", "x" * 5000, "\x1b[31m\n",
+])  # fmt: skip
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), times, words, st.text(max_size=20)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def objects(*names: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with some of these fields, of whatever types."""
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, st.one_of(scalars, values)))
+
+
+documents = st.one_of(
+    values,
+    objects("action", "time", "noticeTime"),
+    st.lists(
+        objects("NotBefore", "NotAfter", "Code", "EventId", "State", "Description"), max_size=4
+    ),
+    objects(
+        "type", "maintenance-status", "windowStartTime", "window_start_time", "startTime", "error"
+    ),
+    objects("instanceId", "region"),
+)
+bodies = st.one_of(
+    st.binary(max_size=300),
+    times.map(str.encode),
+    words.map(lambda word: word.encode("utf-8", "replace")),
+    documents.map(lambda value: json.dumps(value).encode()),
+    st.builds(
+        lambda value, cut: json.dumps(value).encode()[:cut], documents, st.integers(0, 200)
+    ),
+    st.sampled_from([
+        b"[" * 9_000,
+        b"9" * 9_000,
+        b'{"time":' + b"9" * 5000 + b"}",
+        b"[{}" + b",{}" * 5000 + b"]",
+        b'[{"EventId": "' + b"x" * 9_000 + b'"}]',
+    ]),
+)  # fmt: skip
+names = st.sampled_from(
+    ["date", "etag", "metadata-flavor", "x-aws-ec2-metadata-token-ttl-seconds", "retry-after"]
+)
+headers = st.dictionaries(
+    names, st.one_of(times, st.just("Google"), st.text(max_size=200)), max_size=5
+)
+answers = st.builds(
+    Answer, st.one_of(st.sampled_from([200, 404, 401, 503]), st.integers(100, 599)), headers, bodies
+)
+
+
+def learnt(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; None where that is unknown, for a reason that fits into a log."""
+    try:
+        return call()
+    except MetadataUnavailable as error:
+        reason = str(error)
+    assert len(reason) < 400
+    assert reason.isprintable()
+    return None
+
+
+def expect_bounded(notice: Notice) -> None:
+    """What goes into state, status and log is short, printable and finite."""
+    assert math.isfinite(notice.deadline_mono_s)
+    assert notice.deadline_mono_s >= ASKED.mono_s
+    for text, limit in ((notice.identity, 300), (notice.detail, 300), (notice.kind, 40)):
+        assert len(text) <= limit
+        assert text.isprintable()
+        text.encode()
+
+
+class FakeImds:
+    """Answers each question with the next of a few answers, over and over."""
+
+    def __init__(self, given_answers: list[Answer]) -> None:
+        self._answers = given_answers
+        self._asked = 0
+
+    def request(self, method: str, path: str, **_: object) -> Answer:
+        self._asked += 1
+        return self._answers[self._asked % len(self._answers)]
+
+
+@given(bodies)
+def test_a_spot_notice_is_a_notice_however_mangled(body: bytes) -> None:
+    """At most two minutes, or the assumed grace period, from now on."""
+    notice = read_instance_action(body, ASKED, GRACE_S)
+    expect_bounded(notice)
+    assert notice.deadline_mono_s <= ASKED.mono_s + 120
+
+
+@given(bodies)
+def test_a_recommendation_is_an_advisory_however_mangled(body: bytes) -> None:
+    expect_bounded(read_rebalance(body, ASKED))
+
+
+AWS = [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]
+
+
+@given(st.sampled_from(AWS), st.lists(answers, min_size=1, max_size=5))
+def test_every_look_at_aws_is_a_look_or_unknown(
+    kind: type[AwsSource], given_answers: list[Answer]
+) -> None:
+    """Tokens, redirects, refusals, bodies of all kinds, several times in a row."""
+    source = kind(assumed_grace_s=GRACE_S, monotonic=lambda: 1000.0, wall=lambda: 1.7e9)
+    client: Any = FakeImds(given_answers)
+    session = ImdsSession()
+    session.keep("token", math.inf)
+    imds = Imds(client, monotonic=lambda: 1000.0, session=session)
+    for _ in range(3):
+        seen = learnt(lambda: source._look(imds, ASKED))
+        if seen is not None:
+            assert len(seen.gone) < 100
+            if seen.notice is not None:
+                expect_bounded(seen.notice)
+
+
+@given(st.lists(answers, min_size=1, max_size=3))
+def test_a_token_fits_into_a_header(given_answers: list[Answer]) -> None:
+    """What is sent back is one printable line; all else is no token."""
+    sent: list[str] = []
+    client: Any = FakeImds(given_answers)
+    asked: Callable[..., Answer] = client.request
+
+    def request(method: str, path: str, **options: Any) -> Answer:
+        sent.extend((options.get("headers") or {}).values())
+        return asked(method, path)
+
+    client.request = request
+    imds = Imds(client, monotonic=lambda: 1000.0)
+    for _ in range(2):
+        learnt(lambda: imds.get("/latest/meta-data/"))
+    for value in sent:
+        assert value.isascii()
+        assert value.isprintable()
+        assert 0 < len(value) <= 1024
+
+
+@given(headers)
+def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
+    """The local clock counts where the server's cannot be read."""
+    mended = ASKED.mended(Answer(200, fields, b""))
+    assert mended.mono_s == ASKED.mono_s
+    assert math.isfinite(mended.wall_s)
+
+
+GCP: list[Callable[[], GcpSource]] = [
+    lambda: GcpPreemptedSource(assumed_grace_s=GRACE_S, monotonic=lambda: 1000.0, boot_id="b"),
+    *(
+        lambda kind=kind: kind(
+            grace_s=GRACE_S, monotonic=lambda: 1000.0, wall=lambda: 1.7e9, boot_id="b"
+        )
+        for kind in (GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource)
+    ),
+]
+
+
+class NoDetails:
+    """Stands in for the requests that a stop asks beside."""
+
+    def __init__(self, texts: tuple[str, str]) -> None:
+        self._texts = texts
+
+    def __call__(self) -> tuple[object, object]:
+        return _seconds(self._texts[0]), _instant(self._texts[1])
+
+
+@given(st.sampled_from(GCP), st.lists(answers, min_size=1, max_size=3), st.tuples(times, times))
+def test_every_sight_of_gcp_is_a_notice_or_unknown(
+    make: Callable[[], GcpSource], given_answers: list[Answer], details: tuple[str, str]
+) -> None:
+    """Each key, each value, fresh or not."""
+    source: Any = make()
+    source._details = NoDetails(details)
+    for number, answer in enumerate(given_answers):
+        sight = Sight(answer, is_fresh=bool(number % 2))
+        notice = learnt(lambda s=sight: None if source.is_idle(s) else source.read(s))
+        if notice is not None:
+            expect_bounded(notice)
+
+
+@given(st.lists(answers, min_size=1, max_size=4))
+def test_what_is_asked_of_gcp_next_is_short(given_answers: list[Answer]) -> None:
+    """The ETag of the last answer goes into the next request: short, or none."""
+    asked: list[dict[str, str]] = []
+    client: Any = FakeImds(given_answers)
+    answering: Callable[..., Answer] = client.request
+
+    def request(method: str, path: str, **options: Any) -> Answer:
+        asked.append(options["params"])
+        return answering(method, path)
+
+    client.request = request
+    watch = KeyWatch(client, "instance/preempted", hang_s=10)
+    for _ in range(3):
+        learnt(watch.next)
+    for parameters in asked:
+        assert len(parameters["last_etag"]) <= 128
+        assert parameters["last_etag"].isprintable()
+
+
+@given(bodies)
+def test_an_identity_document_names_the_vm_or_nothing(body: bytes) -> None:
+    """The lifecycle hook gets an instance and a region, or tries again later."""
+
+    try:
+        instance, region = read_identity(body)
+    except _Unavailable:
+        return
+    assert 0 < len(instance) <= 64
+    assert 0 < len(region) <= 64
+    assert (instance + region).isascii()
+
+
+@given(st.text(), st.integers(1, 300))
+def test_what_reaches_the_log_is_one_line(text: str, limit: int) -> None:
+    line = shortened(text, limit)
+    assert len(line) <= limit
+    assert line.isprintable()

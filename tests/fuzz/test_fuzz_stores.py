@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a store answers: what it says, whole and within bounds, or an error of the contract."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from xml.sax.saxutils import escape
+
+import pytest
+from bodies import BytesBody, BytesSink
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong.bounds import BYTES_MAX, BoundsError
+from swansongd.errors import StoreError, Transient
+from swansongd.http1 import HEADERS_MAX, AnswerReader
+from swansongd.stores import answers
+from swansongd.stores.base import ObjectInfo, Page, PartReceipt, Upload, listed
+from swansongd.stores.gcs import GcsStore
+from swansongd.stores.s3 import S3Store
+from swansongd.stores.s3_access import Route
+from swansongd.stores.wire import Answer
+
+MIB = 2**20
+BASE = "prefix/"
+
+# ---------------------------------------------------------------- what stores say
+
+text = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=20)
+keys = st.one_of(text, text.map(lambda key: BASE + key))
+numbers = st.one_of(
+    st.integers().map(str), st.integers(0, 2**64).map(str), st.sampled_from(["", "1e3", "٣", "-0"])
+)
+flags = st.sampled_from(["true", "false", "TRUE", "", "maybe"])
+FIELDS: dict[str, st.SearchStrategy[str]] = {
+    "Key": keys, "Size": numbers, "ETag": text, "UploadId": text, "Initiated": text, "PartNumber": numbers,
+    "ChecksumCRC32C": st.one_of(text, st.just("AAAAAA==")), "IsTruncated": flags, "KeyCount": numbers,
+    "NextContinuationToken": text, "NextKeyMarker": keys, "NextUploadIdMarker": text,
+    "NextPartNumberMarker": numbers, "EncodingType": st.sampled_from(["url", ""]), "Code": text,
+    "Message": text,
+}  # fmt: skip
+ROOTS = ["ListBucketResult", "ListMultipartUploadsResult", "ListPartsResult", "CompleteMultipartUploadResult",
+         "InitiateMultipartUploadResult", "Error", "html", "x"]  # fmt: skip
+
+
+def element(tag: str, inner: str) -> str:
+    return f"<{tag}>{inner}</{tag}>"
+
+
+@st.composite
+def elements(draw: st.DrawFn) -> str:
+    """Some fields, in any order, some of them twice."""
+    chosen = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=6))
+    return "".join(element(tag, escape(draw(FIELDS[tag]))) for tag in chosen)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> bytes:
+    """Documents such as stores send, with anything missing or out of place; some are cut."""
+    items = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["Contents", "Upload", "Part", "Rule"]), elements()),
+            max_size=3,
+        )
+    )
+    inner = draw(elements()) + "".join(element(tag, item) for tag, item in items)
+    body = element(draw(st.sampled_from(ROOTS)), inner).encode()
+    return body[: draw(st.one_of(st.just(len(body)), st.integers(0, len(body))))]
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), keys, numbers),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3)),
+    max_leaves=8,
+)
+json_pages = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(["storage#objects", "storage#object", "x"]),
+        "items": st.one_of(
+            values,
+            st.lists(
+                st.fixed_dictionaries(
+                    {},
+                    optional={"name": st.one_of(keys, values), "size": st.one_of(numbers, values)},
+                ),
+                max_size=3,
+            ),
+        ),
+        "nextPageToken": st.one_of(text, values),
+        "name": st.one_of(st.just(BASE + "key"), values),
+        "size": st.one_of(numbers, values),
+        "crc32c": st.one_of(st.just("AAAAAA=="), values),
+        "error": values,
+    },
+)
+bodies = st.one_of(
+    st.binary(max_size=200),
+    documents(),
+    json_pages.map(lambda page: json.dumps(page).encode()),
+    values.map(lambda value: json.dumps(value).encode()),
+)
+headers = st.dictionaries(
+    st.sampled_from([
+        "etag", "content-length", "content-range", "date", "retry-after", "x-goog-hash", "location",
+        "x-amz-bucket-region", "x-amz-checksum-crc32c",
+    ]),
+    st.one_of(text, numbers, st.sampled_from(['"x"', "crc32c=AAAAAA==", "bytes 0-2/3", "eu-west-1"])),
+    max_size=5,
+)  # fmt: skip
+statuses = st.one_of(
+    st.sampled_from([200, 200, 204, 206, 301, 307, 400, 401, 403, 404, 412]), st.integers(200, 599)
+)
+said = st.builds(Answer, statuses, headers, bodies, st.integers(0, 2**32 - 1))
+
+
+def parsed(call: Callable[[], Any]) -> Any:
+    """What a parser returns; None where it refuses, in one short line that names what is wrong."""
+    try:
+        return call()
+    except BoundsError as error:
+        reason = str(error)
+    assert 0 < len(reason) < 500
+    return None
+
+
+# ---------------------------------------------------------------- parsers
+
+
+@given(bodies, headers)
+def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> None:
+    """Keys lie below the prefix, sizes and numbers within their range, ids and tokens are there."""
+    answer = Answer(200, fields, body, 0)
+    for page in (
+        parsed(lambda: answers.objects(answer, BASE, "")),
+        parsed(lambda: answers.json_objects(answer, BASE, "")),
+    ):
+        for info in page.infos if page is not None else ():
+            assert 0 <= info.size_bytes <= BYTES_MAX
+        if page is not None and page.token is not None:
+            assert 0 < len(page.token) <= 4096
+    found = parsed(lambda: answers.uploads(answer, BASE, ""))
+    for upload in found[0] if found is not None else ():
+        assert 0 < len(upload.upload_id) <= 1024
+        assert upload.age_s >= 0
+    found = parsed(lambda: answers.parts(answer))
+    for part in found[0] if found is not None else ():
+        assert 1 <= part.number <= 10_000
+        assert 0 < len(part.etag) <= 256
+    upload_id = parsed(lambda: answers.begun(answer))
+    assert upload_id is None or 0 < len(upload_id) <= 1024
+    parsed(lambda: answers.completed(answer))
+    metadata = parsed(lambda: answers.json_metadata(answer, BASE + "key"))
+    assert metadata is None or 0 <= metadata[0] <= BYTES_MAX
+
+
+@given(headers, bodies)
+def test_headers_are_read_or_refused(fields: dict[str, str], body: bytes) -> None:
+    etag = parsed(lambda: answers.etag_of(fields))
+    assert etag is None or 0 < len(etag) <= 256
+    parsed(lambda: answers.length_of(fields))
+    crc = answers.hashed_crc32c(fields.get("x-goog-hash", ""))
+    assert crc is None or 0 <= crc < 2**32
+    line = answers.one_line(answers.xml_text(body, "Message"), 200)
+    assert len(line) <= 200
+    assert line.isprintable()
+
+
+INFOS = st.lists(st.tuples(text.filter(bool), st.integers(0, BYTES_MAX)), max_size=5)
+
+
+@given(INFOS, st.one_of(st.none(), text.filter(lambda token: token.strip())))
+def test_a_listing_is_never_cut_unseen(infos: list[tuple[str, int]], token: str | None) -> None:
+    """A whole page is read as it was meant; each beginning of it is refused, wherever it ends."""
+    wanted = Page([ObjectInfo(key, size_bytes) for key, size_bytes in infos], token)
+    items = "".join(
+        element("Contents", element("Key", escape(BASE + key)) + element("Size", str(size_bytes)))
+        for key, size_bytes in infos
+    )
+    more = "" if token is None else element("NextContinuationToken", escape(token))
+    flag = element("IsTruncated", str(token is not None).lower())
+    xml = element("ListBucketResult", flag + items + more).encode()
+    page: dict[str, Any] = {"kind": "storage#objects"}
+    if infos:
+        page["items"] = [{"name": BASE + key, "size": str(size)} for key, size in infos]
+    if token is not None:
+        page["nextPageToken"] = token
+    for body, parse in (
+        (xml, answers.objects),
+        (json.dumps(page).encode(), answers.json_objects),
+    ):
+        assert parse(Answer(200, {}, body, 0), BASE, "") == wanted
+        for end in range(0, len(body), 1 + len(body) // 40):
+            with pytest.raises(BoundsError):
+                parse(Answer(200, {}, body[:end], 0), BASE, "")
+
+
+@given(st.lists(st.lists(st.integers(0, 20), max_size=6), max_size=8))
+def test_a_listing_from_any_pages_names_each_key_once(pages: list[list[int]]) -> None:
+    """Whatever the order of keys, and however often they come."""
+
+    def page(token: str | None) -> Page:
+        number = int(token or 0)
+        infos = [ObjectInfo(f"key-{key}", key) for key in pages[number]] if pages else []
+        return Page(infos, str(number + 1) if number + 1 < len(pages) else None)
+
+    found = [info.size_bytes for info in listed("", page)]
+    assert sorted(found) == sorted({key for keys_ in pages for key in keys_})
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class Split:
+    """Hands out bytes in pieces of at most the given lengths, then ends."""
+
+    def __init__(self, data: bytes, lengths: list[int]) -> None:
+        self._data = data
+        self._lengths = itertools.cycle(lengths)
+
+    def __call__(self, window: memoryview) -> int:
+        count = min(next(self._lengths), window.nbytes, len(self._data))
+        window[:count], self._data = self._data[:count], self._data[count:]
+        return count
+
+
+def read(
+    data: bytes, lengths: list[int], method: str = "GET"
+) -> tuple[int, Mapping[str, str], bytes]:
+    reader = AnswerReader(Split(data, lengths), method)
+    head = reader.head()
+    if not head.has_end:
+        raise Transient("no end")
+    window = memoryview(bytearray(64))
+    return head.status, head.headers, b"".join(bytes(p) for p in reader.pieces(head, window))
+
+
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=4)
+field_lines = st.one_of(
+    st.sampled_from([
+        b"Content-Length: 5", b"Content-Length: 99999999999999999", b"Content-Length: -1", b" folded",
+        b"Content-Length: 5, 5", b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked",
+        b"Connection: close", b":",
+    ]),
+    st.binary(max_size=30),
+)  # fmt: skip
+raw = st.one_of(
+    st.binary(max_size=300),
+    st.builds(
+        lambda line, fields, body: b"\r\n".join([line, *fields, b"", body]),
+        st.sampled_from(
+            [b"HTTP/1.1 200 OK", b"HTTP/1.0 404", b"HTTP/1.1 100 Continue", b"HTTP/1.1 99", b"SSH-2.0"]
+        ),
+        st.lists(field_lines, max_size=5),
+        st.one_of(
+            st.binary(max_size=60),
+            st.sampled_from([
+                b"5\r\nhello\r\n0\r\n\r\n", b"5;x\r\nhello0\r\n\r\n", b"ffffffffffff\r\n", b"0\r\n" * 99,
+            ]),
+        ),
+    ),
+)  # fmt: skip
+
+
+@given(raw, lengths, st.sampled_from(["GET", "HEAD", "PUT"]))
+def test_http_is_read_or_transient(data: bytes, pieces: list[int], method: str) -> None:
+    """Arbitrary bytes, in arbitrary pieces: an answer with bounded headers, or Transient."""
+    try:
+        status, fields, body = read(data, pieces, method)
+    except Transient as error:
+        reason = str(error)
+    else:
+        assert 200 <= status <= 599
+        assert len(fields) <= HEADERS_MAX
+        assert len(body) <= len(data)
+        return
+    assert len(reason) < 300
+
+
+@given(st.binary(max_size=100), st.booleans(), lengths, st.data())
+def test_an_answer_is_never_cut_unseen(
+    body: bytes, is_chunked: bool, pieces: list[int], data: st.DataObject
+) -> None:
+    """A whole answer is read as it was meant, in whatever pieces; each beginning of it is Transient."""
+    if is_chunked:
+        framing = b"Transfer-Encoding: chunked"
+        parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+        sent = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    else:
+        framing, sent = b"Content-Length: %d" % len(body), body
+    whole = b"HTTP/1.1 200 OK\r\nETag: x\r\n" + framing + b"\r\n\r\n" + sent
+    assert read(whole, pieces) == (200, read(whole, pieces)[1], body)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(Transient):
+        read(whole[:cut], pieces)
+
+
+# ---------------------------------------------------------------- whole stores
+
+
+class FakeWire:
+    """Answers all requests with the next of a few answers."""
+
+    host = "store"
+
+    def __init__(self, given_answers: list[Answer]) -> None:
+        self._answers = given_answers
+        self._asked = 0
+
+    def request(self, method: str, target: str, fields: object, **options: Any) -> Answer:
+        self._asked += 1
+        if self._asked > 200:
+            raise Transient("asked too often")
+        answer = self._answers[self._asked % len(self._answers)]
+        sink = options.get("sink")
+        if sink is not None and answer.status in (200, 206):
+            sink.rewind()
+            if answer.body:
+                sink.write(memoryview(answer.body))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+class Keys:
+    """Credentials that need no look-up."""
+
+    access_key, secret_key, token = "a", "b", None
+
+    def get_frozen_credentials(self) -> Keys:
+        return self
+
+    def replace(self, _: object) -> bool:
+        return False
+
+
+def s3(wire: Any) -> S3Store:
+    store: Any = S3Store("s3://bucket/prefix", "http://store", "us-east-1")
+    store._access._credentials = Keys()
+    store._access._found_route = lambda: Route(wire, "http://store", "/bucket", "us-east-1")
+    made: S3Store = store
+    return made
+
+
+def gcs(wire: Any) -> GcsStore:
+    store: Any = GcsStore("gs://bucket/prefix", "http://store")
+    store._access._wire = wire
+    made: GcsStore = store
+    return made
+
+
+UPLOAD = Upload("key", "upload-id", 3, 5 * MIB)
+CALLS: dict[str, Callable[[Any], object]] = {
+    "put": lambda store: store.put("key", b"abc", if_absent=True),
+    "get": lambda store: store.get("key"),
+    "get_range": lambda store: store.get_range("key", 0, 3, BytesSink()),
+    "head": lambda store: store.head("key"),
+    "list": lambda store: list(store.list("")),
+    "delete": lambda store: store.delete("key"),
+    "put_shard": lambda store: store.put_shard("key", BytesBody(b"abc")),
+    "begin": lambda store: store.begin("key", 3, 5 * MIB),
+    "put_part": lambda store: store.put_part(UPLOAD, 1, BytesBody(b"abc")),
+    "parts": lambda store: store.parts(UPLOAD),
+    "complete": lambda store: store.complete(UPLOAD, [PartReceipt(1, '"x"', 7)]),
+    "uploads": lambda store: list(store.uploads("")),
+    "abort": lambda store: store.abort("key", "upload-id"),
+    "check": lambda store: store.check(),
+}
+
+
+@given(
+    st.sampled_from([s3, gcs]),
+    st.sampled_from(sorted(CALLS)),
+    st.lists(said, min_size=1, max_size=4),
+)
+def test_every_call_ends_in_an_error_of_the_contract(
+    make: Callable[[Any], Any], call: str, given_answers: list[Answer]
+) -> None:
+    """No KeyError, no TypeError, no endless loop: a result, or a StoreError of one short line."""
+    try:
+        CALLS[call](make(FakeWire(given_answers)))
+    except StoreError as error:
+        line = error.line()
+    else:
+        return
+    assert len(line) < 1500
+    assert line.isprintable()
