@@ -91,7 +91,7 @@ install_distributions() {
 			tar -C "$scratch" -x
 		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
 	fi
-	"${pip[@]}" check || die "constraints.txt and the two distributions do not fit together: take both from one version"
+	"${pip[@]}" check || die "what is in $VENV does not fit together: take constraints.txt and the wheels from one version, or remove $VENV first"
 	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong
 }
 

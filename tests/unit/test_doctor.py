@@ -220,17 +220,19 @@ def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
     (run / "step-2").symlink_to(outside)
     assert newest_bytes(run) == 1000
     (run / "step-1" / "links").symlink_to(outside)
-    fd = os.open(run / "step-1", os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("d", dir_fd=fd)
-        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+    tmp_fd = openat.open_directory(tmp_path)
+    try:
+        fd = os.open(run / "step-1", os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=fd)
+            below = os.open("d", os.O_RDONLY, dir_fd=fd)
+            os.close(fd)
+            fd = below
         os.close(fd)
-        fd = below
-    os.close(fd)
-    assert 1000 <= newest_bytes(run) < 10**5
-    run_fd = openat.open_directory(tmp_path)
-    openat.remove_tree("run", dir_fd=run_fd)
-    os.close(run_fd)
+        assert 1000 <= newest_bytes(run) < 10**5
+    finally:
+        openat.remove_tree("run", dir_fd=tmp_fd)  # pytest could not
+        os.close(tmp_fd)
 
 
 def test_devices() -> None:
