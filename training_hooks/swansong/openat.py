@@ -223,15 +223,8 @@ def _remove_level(top_fd: int) -> int:
     with os.scandir(top_fd) as entries:
         for entry in entries:
             removed += 1
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.name, dir_fd=top_fd)
+            if _remove_entry(entry, top_fd):
                 continue
-            try:
-                os.rmdir(entry.name, dir_fd=top_fd)
-                continue
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
             inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
             try:
                 removed += _empty_into(inner_fd, top_fd)
@@ -247,16 +240,25 @@ def _empty_into(inner_fd: int, top_fd: int) -> int:
     with os.scandir(inner_fd) as entries:
         for entry in entries:
             removed += 1
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.name, dir_fd=inner_fd)
-                continue
-            try:
-                os.rmdir(entry.name, dir_fd=inner_fd)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                os.rename(entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd)
+            if not _remove_entry(entry, inner_fd):
+                os.rename(
+                    entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd
+                )
     return removed
+
+
+def _remove_entry(entry: os.DirEntry[str], dir_fd: int) -> bool:
+    """Remove a file, a link or an empty directory; False for a directory that contains something."""
+    if not entry.is_dir(follow_symlinks=False):
+        os.unlink(entry.name, dir_fd=dir_fd)
+        return True
+    try:
+        os.rmdir(entry.name, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def has_acl(fd: int) -> bool:
