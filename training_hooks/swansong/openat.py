@@ -241,9 +241,7 @@ def _empty_into(inner_fd: int, top_fd: int) -> int:
         for entry in entries:
             removed += 1
             if not _remove_entry(entry, inner_fd):
-                os.rename(
-                    entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd
-                )
+                os.rename(entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd)
     return removed
 
 
