@@ -97,7 +97,7 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
         vm.start_daemon()
         code, findings = examine(vm)
     assert code == 0, findings
-    assert names(findings, "warning") == set()
+    assert names(findings, "warning") == {"lifecycle rule"}
     assert names(findings, "ok") >= {
         "metadata server", "preemptible", "preempted", "maintenance-event", "upcoming-maintenance",
         "stop-state", "create-if-absent", "read back", "delete", "multipart upload",
@@ -293,7 +293,8 @@ def test_staging_not_writable(open_disk: Path) -> None:
     """Seen as the user who asks."""
     store = open_disk / "store"
     store.mkdir()
-    store.chmod(0o777)
+    if os.geteuid() == 0:
+        os.chown(store, 65534, 65534)
     with Vm(open_disk, {"url": store.as_uri()}) as vm:
         vm.staging.chmod(0o555)
         nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
