@@ -111,7 +111,7 @@ def modes(root: Path) -> tuple[set[int], set[int]]:
 
 
 @as_root
-@pytest.mark.fault("S25")
+@pytest.mark.fault("O23")
 @pytest.mark.parametrize("umask", ["0", "002", "077"])
 def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> None:
     """Whatever the umask: a member of the daemon's own group can neither read nor change an object."""
@@ -130,7 +130,7 @@ def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> 
 
 
 @as_root
-@pytest.mark.fault("S25")
+@pytest.mark.fault("O23")
 def test_members_read_where_the_operator_lets_them(place: Path) -> None:
     """A root of mode 0750 lets the group read everything, and change nothing."""
     (place / "store").mkdir()
@@ -144,7 +144,7 @@ def test_members_read_where_the_operator_lets_them(place: Path) -> None:
 
 
 @as_root
-@pytest.mark.fault("S25")
+@pytest.mark.fault("O23")
 @pytest.mark.parametrize("umask", ["0", "077"])
 @pytest.mark.parametrize(
     ("mode", "directory", "file"),
@@ -167,7 +167,7 @@ def test_the_root_decides(place: Path, mode: int, directory: int, file: int, uma
 
 
 @as_root
-@pytest.mark.fault("S25")
+@pytest.mark.fault("O23")
 def test_a_group_that_may_write_may_write(place: Path) -> None:
     """With 2770 two daemons of one group share a store: one commits what the other goes on with."""
     (place / "store").mkdir()
@@ -214,7 +214,7 @@ def test_an_acl_of_the_root_gives_its_group_nothing(tmp_path: Path) -> None:
     assert not [path for path in files if "system.posix_acl_access" in os.listxattr(path)]
 
 
-@pytest.mark.fault("S25", "O07")
+@pytest.mark.fault("O23", "O07")
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
 def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
     """Refused by every call, with the way out: whoever is on the machine could plant a commit there."""
