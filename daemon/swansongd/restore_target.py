@@ -62,7 +62,8 @@ class Access:
     def by_umask(cls) -> Access:
         """As the umask of the process allows, but never writable for others."""
         with open("/proc/self/status", "rb") as status:
-            mask = next(int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+            masks = (int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+            mask = next(masks, 0o077)  # not every kernel shows the mask
         return cls(0o644 & ~mask)
 
 
@@ -130,13 +131,21 @@ class RestoreTarget:
         self._writing: dict[str, threading.Lock] = {}
 
     def __enter__(self) -> Self:
+        try:
+            self._check_destination()
+        except BaseException:
+            self._close_parent()
+            raise
+        return self
+
+    def _check_destination(self) -> None:
         with self._errors():
             if self._given_parent_fd is not None:
                 self._parent_fd = os.dup(self._given_parent_fd)
             try:
                 found = self._open_destination()
             except FileNotFoundError:
-                return self
+                return
             except NotADirectoryError:
                 found = None
             is_free = found is not None and not os.listdir(found)
@@ -152,7 +161,6 @@ class RestoreTarget:
                     f"{self._destination} is a mount point, which cannot be replaced",
                     hint="Name a directory below it",
                 )
-        return self
 
     def _open_destination(self) -> int | None:
         try:
@@ -182,9 +190,7 @@ class RestoreTarget:
             )
             error.hint = f"{error.hint}. {kept}" if error.hint else kept
         self._close()
-        if self._parent_fd >= 0:
-            os.close(self._parent_fd)
-            self._parent_fd = -1
+        self._close_parent()
 
     def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
         """Make a file for each shard, if there is space for what they will hold.
@@ -345,6 +351,11 @@ class RestoreTarget:
         self._journal_fd = self._files_fd = self._partial_fd = -1
         self._is_locked = self._has_parts = False
         self._directories.clear()
+
+    def _close_parent(self) -> None:
+        if self._parent_fd >= 0:
+            os.close(self._parent_fd)
+            self._parent_fd = -1
 
     # ------------------------------------------------------------ within
 

@@ -200,7 +200,7 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
 
 
 def empty_directory(fd: int) -> None:
-    """Remove all entries of an open directory.
+    """Remove all entries of an open directory, at most :data:`REMOVED_ENTRIES_MAX`.
 
     Neither the depth nor the size of the tree matters: deep directories are moved to the top instead of
     being descended into, so that two descriptors suffice.
@@ -210,18 +210,20 @@ def empty_directory(fd: int) -> None:
     """
     left = REMOVED_ENTRIES_MAX
     while left > 0:
-        removed = _remove_level(fd)
+        removed = _remove_level(fd, left)
         if not removed:
             return
         left -= removed
     raise OSError(errno.EBUSY, f"more than {REMOVED_ENTRIES_MAX} entries")
 
 
-def _remove_level(top_fd: int) -> int:
-    """Remove the entries of a directory, moving what lies two levels below it one level up."""
+def _remove_level(top_fd: int, limit: int) -> int:
+    """Remove about ``limit`` entries of a directory; directories two levels below it move one level up."""
     removed = 0
     with os.scandir(top_fd) as entries:
         for entry in entries:
+            if removed >= limit:
+                break
             removed += 1
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.name, dir_fd=top_fd)
@@ -234,7 +236,7 @@ def _remove_level(top_fd: int) -> int:
                     raise
             inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
             try:
-                removed += _empty_into(inner_fd, top_fd)
+                removed += _empty_into(inner_fd, top_fd, limit - removed)
             finally:
                 os.close(inner_fd)
             with contextlib.suppress(OSError):  # the next round comes back to it
@@ -242,10 +244,12 @@ def _remove_level(top_fd: int) -> int:
     return removed
 
 
-def _empty_into(inner_fd: int, top_fd: int) -> int:
+def _empty_into(inner_fd: int, top_fd: int, limit: int) -> int:
     removed = 0
     with os.scandir(inner_fd) as entries:
         for entry in entries:
+            if removed >= limit:
+                break
             removed += 1
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.name, dir_fd=inner_fd)

@@ -78,7 +78,8 @@ def prepare(staging: Path, run: str) -> RunDirectory:
         raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
-        staging_fd = openat.open_directory(staging)
+        # The operator named the path: it may be a link, to the disk that holds staging.
+        staging_fd = openat.open_directory(os.path.realpath(staging))
     try:
         with _explained(path, "let the daemon's user write to the staging directory"):
             run_fd = _open_run(staging_fd, run)
