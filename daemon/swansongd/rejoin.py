@@ -316,7 +316,7 @@ class Rejoin:
         )
 
     def _progress(self) -> Callable[[int, int], None]:
-        """Tells all that wait, those whose turn has not come yet among them."""
+        """Reports to all waiting queries, those later in the queue included."""
         last_mono_s = self._monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -334,7 +334,7 @@ class Rejoin:
 
 
 def _send(ticket: _Ticket, message: Message) -> None:
-    """Reply to one peer; whatever is wrong with its connection, or its query, is its own affair."""
+    """Reply to one peer; a failure concerns that peer alone."""
     try:
         ticket.reply(message)
     except Exception as error:

@@ -9,8 +9,8 @@
 
 All names are resolved one component at a time, relative to open directories, and through no link, so that a
 user who may write near the destination cannot lead the bytes elsewhere.  An interrupted restore is continued
-only if its directory, and every file in it, is ours alone: whoever owned them before would keep the right to
-change what is published.
+only if its directory, and every file in it, is ours alone: an earlier owner would keep the right to change
+the published files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read what is restored; only its owner may write."""
+    """Read access to the restored files; only their owner may write."""
 
     file_mode: int
     gid: int | None = None
@@ -55,7 +55,7 @@ class Access:
 
     @property
     def directory_mode(self) -> int:
-        """Who may read the files may enter the directories."""
+        """Directories may be entered by those who may read the files."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
 
     @classmethod
@@ -429,7 +429,7 @@ def _open_own(name: str, flags: int, *, dir_fd: int) -> int:
     """Open a file that an earlier restore of ours made.
 
     Raises:
-        OSError: it is gone, a link, of another user, or has a second name, through which it may be changed.
+        OSError: it is gone, a link, of another user, or has a second name, by which others may change it.
     """
     fd = os.open(name, flags, dir_fd=dir_fd)
     facts = os.fstat(fd)

@@ -181,7 +181,7 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
     """Remove a file, a link, or a directory with all that it contains.  Removing nothing is no error.
 
     Raises:
-        OSError: something cannot be removed, or other processes add entries faster than they go.
+        OSError: something cannot be removed, or other processes add entries faster than they are removed.
     """
     try:
         fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
@@ -206,7 +206,7 @@ def empty_directory(fd: int) -> None:
     being descended into, so that two descriptors suffice.
 
     Raises:
-        OSError: something cannot be removed, or other processes add entries faster than they go.
+        OSError: something cannot be removed, or the limit is reached.
     """
     left = REMOVED_ENTRIES_MAX
     while left > 0:
@@ -282,10 +282,10 @@ def drop_acls(fd: int) -> None:
 
 
 def displace(name: str, *, dir_fd: int) -> str:
-    """Move what has no business under this name out of the way; returns its new, hidden name.
+    """Rename an entry that must not have this name; returns its new, hidden name.
 
     Raises:
-        OSError: the directory does not let us, or the entry is gone.
+        OSError: the directory does not permit it, or the entry is gone.
     """
     hidden = f".displaced.{secrets.token_hex(8)}"
     os.rename(name, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

@@ -49,14 +49,14 @@ class RunDirectory:
         return self.path / OWN_DIRECTORY
 
     def naming_secret(self, uid: int) -> str:
-        """What the ranks of this user put into the names of their sets; other users cannot compute it.
+        """Secret part of the names of sets, for the ranks of this user; other users cannot compute it.
 
         It stays the same over a restart of the daemon: ranks reconnect one by one.
         """
         try:
             key = _naming_key(self.own_fd)
         except OSError:
-            return ""  # a full disk: the names can be computed, which costs no more than a save
+            return ""  # a full disk: others can compute the names, and a name that they take costs a save
         return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
     def release(self) -> None:
@@ -212,7 +212,7 @@ def _lock(own_fd: int, path: Path) -> None:
 
 
 def _probe(own_fd: int, path: Path) -> None:
-    """Show that files can be created; a disk without space or inodes is reported, and no reason to stop."""
+    """Show that files can be created; a disk without space or inodes is reported only."""
     name = f"probe-{secrets.token_hex(8)}"
     try:
         os.close(openat.create_file(name, dir_fd=own_fd))
