@@ -73,7 +73,7 @@ install_distributions() {
 	if ! "$VENV/bin/python" -I -c 'import pip' 2>/dev/null; then
 		"$python" -I -m venv --clear "$VENV"
 	fi
-	# What others made is installed only as the very files whose hashes constraints.txt has, and never built
+	# Packages of others are installed only as the files whose hashes constraints.txt has, and never built
 	# here: a build would fetch more, and run it as root.
 	local pip=("$VENV/bin/python" -I -m pip --quiet --no-input --no-cache-dir --disable-pip-version-check)
 	local install=("${pip[@]}" install --no-deps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in the bucket: the commits and generations of a run, as the listing shows them.
+"""The commits and generations of a run, as the listing of the bucket shows them.
 
 Two rules keep a foreign object from being taken for an empty run.  A key below ``commits/`` or
 ``generations/`` that no writer formats is an error that names the object to delete.  With a signing key
@@ -42,9 +42,9 @@ HISTORY_MAX = 8
 FENCE_CLAIMS_MAX = 20
 """Newest claims whose signature the fence checks.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
-"""Of a VM: clocks in claims may be wrong, or lie."""
+"""Longest life of a VM that counts: the times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
-"""Of one generation."""
+"""Farewells of one generation that are read."""
 _FAREWELL_BYTES_MAX = 2**20
 
 _decoding = threading.Lock()
@@ -107,7 +107,7 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
     """The manifests of the commit that are there, by node.
 
     Raises:
-        CorruptError: one is damaged, gone, not signed, or says something else than its key; or together
+        CorruptError: one is damaged, gone, not signed, or does not match its key; or together
             they are larger than any honest ones, or cost more processor time.
         StoreError: the store could not be asked.
     """
@@ -188,7 +188,7 @@ def counting_claims(
     """The newest ``enough`` claims that count, newest first: with a signing key, those that it has signed.
 
     Args:
-        numbers: of the claims to choose from, ascending.
+        numbers: the claims to choose from, ascending.
         examined_max: claims that are read at most.
 
     Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The claim: the object that gives a generation of a run to one VM, or to one start of a job.
 
-docs/format.md describes the bytes.  Whoever can write to the bucket can write a claim, so ``decode``
+docs/format.md describes the bytes.  Every writer of the bucket can write a claim, so ``decode``
 checks every field.
 """
 
@@ -25,7 +25,7 @@ _IDENTITY_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimObject:
-    """What a claim contains."""
+    """Content of a claim."""
 
     run: str
     generation: int

@@ -82,7 +82,7 @@ class ClaimRecord:
 
     @classmethod
     def load(cls, own_directory: Path) -> ClaimRecord | None:
-        """None when there is none that this user wrote, or a field of it is out of bounds."""
+        """None when this user wrote no record, or a field of the record is out of bounds."""
         owners = {os.geteuid()}
         try:
             own_fd = openat.open_directory(own_directory, owners=owners)
@@ -248,7 +248,7 @@ class Clerk:
         while not self._stop.is_set() and incarnation == self.incarnation:
             try:
                 self._store.check()
-                # Before the claim: were it to fail after it, each further try would take another number.
+                # Before the claim: a failure after the claim would take another number at each retry.
                 newest = commit.newest_whole_commit(self._store, self._keys)
                 generation = find()
             except FencedError as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the decision loop, and what is left of it after a fault of our own.
+"""The state of the decision loop, and its repair after a fault of our own.
 
 A fault costs the event that caused it, never the evacuation:
 
 1. An event of trainers or of staging is dropped, and what is due by now is done as on a tick.
 2. When that fails as well, or an event of the daemon's own parts fails, the state itself is spoiled: the
    event is decided again with a state rebuilt from what is trusted (:func:`machine.rebuilt`).
-3. When that fails again and again, nothing is left but to restart the process.
+3. After :data:`UNDECIDED_MAX` such failures in a row the process ends, and systemd restarts it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def request_head(lines: Sequence[str]) -> bytes:
 def receive_until(sock: socket.socket, end_mono_s: float) -> Callable[[memoryview], int]:
     """A ``recv_into`` of ``sock`` that raises TimeoutError from ``end_mono_s`` on.
 
-    A timeout of the socket alone counts from one byte to the next: a byte now and then would go on for ever.
+    A timeout of the socket alone counts from one byte to the next: a slow peer could hold the caller.
     """
 
     def receive_into(window: memoryview) -> int:
@@ -63,10 +63,10 @@ def receive_until(sock: socket.socket, end_mono_s: float) -> Callable[[memoryvie
 
 
 def left_s(end_mono_s: float) -> float:
-    """Seconds until ``end_mono_s``; raises TimeoutError when there are none."""
+    """Seconds until ``end_mono_s``; raises TimeoutError at and after that time."""
     seconds = end_mono_s - time.monotonic()
     if seconds <= 0:
-        raise TimeoutError("nothing whole came in time")
+        raise TimeoutError("no complete answer arrived in time")
     return seconds
 
 
@@ -85,7 +85,7 @@ class Head:
 
     @property
     def has_end(self) -> bool:
-        """Whether a body that was cut can be told from a whole one."""
+        """Whether the end of the body is marked, so that a cut one is recognised."""
         return self.is_chunked or self.size_bytes is not None
 
 

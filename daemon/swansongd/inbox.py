@@ -41,7 +41,7 @@ class Inbox:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Discard all further events: no thread waits any more for room that nobody makes."""
+        """Discard all further events: threads that wait for room return."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -36,7 +36,7 @@ _TEMPORARY = f".{FILE_NAME}.new"
 SETS_MAX = 4
 """Sets that are remembered; the one begun first is forgotten for a fifth."""
 BYTES_MAX = 256 * 2**20
-"""Of a file that is read: a million parts."""
+"""Longest file that is read: a million parts."""
 _COMPACT_OVER_BYTES = 4 * 2**20
 _LINE_BYTES_MAX = 8 * 2**20
 _CRC32C_MAX = 2**32 - 1

@@ -36,8 +36,8 @@ class RunKeys:
 
     run: str
     signer: Signer | None = None
-    """Signs the manifests and claims of the run, and says which ones count; None: all count.  It lies here
-    because every reader and writer of the run has this object, so that none can leave the check out."""
+    """Signs the manifests and claims of the run, and decides which ones count; None: all count.  It is kept
+    here because every reader and writer of the run has this object, so that none can leave the check out."""
 
     @property
     def generations(self) -> str:

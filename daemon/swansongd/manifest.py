@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: what one VM committed at one step.  docs/format.md describes the bytes.
 
-Canonical JSON with its own digest.  Whoever can write to the bucket can write a manifest, and a restore
+Canonical JSON with its own digest.  Every writer of the bucket can write a manifest, and a restore
 acts on its content, so ``decode`` checks every field.
 """
 
@@ -34,7 +34,7 @@ and 256 MiB of memory, whatever it contains."""
 PARTS_MAX = 1_000_000
 """Parts of all shards of one manifest: 16 TiB in parts of 16 MiB.  A restore holds 200 bytes for each."""
 SMALL_PARTS_MAX = 10_000
-"""So many parts may be smaller than a mebibyte, the last parts of the shards not counted."""
+"""Parts that may be smaller than a mebibyte, the last parts of the shards not counted."""
 
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 _CRC32C = re.compile(r"[0-9a-f]{8}")

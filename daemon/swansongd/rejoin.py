@@ -133,6 +133,8 @@ class Rejoin:
     def _serve(self) -> None:
         while not self._stop.is_set():
             ticket = self._next()
+            if ticket is None:
+                return
             try:
                 answer = replace(self._find(ticket), query_id=ticket.query.query_id)
             except SwansongError as error:
@@ -151,19 +153,20 @@ class Rejoin:
             )
             _send(ticket, answer)
 
-    def _next(self) -> _Ticket:
-        """The first query that can be answered now.
+    def _next(self) -> _Ticket | None:
+        """The first query that can be answered now; None after the stop.
 
         A query for an incarnation that has not begun waits without holding up those behind it.
         """
         with self._changed:
-            while True:
+            while not self._stop.is_set():
                 for place, ticket in enumerate(self._waiting):
                     if self._has_begun(ticket) or self._monotonic() > ticket.give_up_mono_s:
                         del self._waiting[place]
                         self._current = ticket
                         return ticket
                 self._changed.wait(_LOOK_INTERVAL_S if self._waiting else None)
+        return None
 
     def _has_begun(self, ticket: _Ticket) -> bool:
         """Whether the decision loop is done with the steps that no longer count."""
@@ -313,7 +316,7 @@ class Rejoin:
         )
 
     def _progress(self) -> Callable[[int, int], None]:
-        """Tells all that wait, those whose turn has not come yet among them."""
+        """Reports to all waiting queries, those later in the queue included."""
         last_mono_s = self._monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -331,7 +334,7 @@ class Rejoin:
 
 
 def _send(ticket: _Ticket, message: Message) -> None:
-    """Reply to one peer; whatever is wrong with its connection, or its query, is its own affair."""
+    """Reply to one peer; a failure concerns that peer alone."""
     try:
         ticket.reply(message)
     except Exception as error:

@@ -9,8 +9,8 @@
 
 All names are resolved one component at a time, relative to open directories, and through no link, so that a
 user who may write near the destination cannot lead the bytes elsewhere.  An interrupted restore is continued
-only if its directory, and every file in it, is ours alone: whoever owned them before would keep the right to
-change what is published.
+only if its directory, and every file in it, is ours alone: an earlier owner would keep the right to change
+the published files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read what is restored; only its owner may write."""
+    """Read access to the restored files; only their owner may write."""
 
     file_mode: int
     gid: int | None = None
@@ -55,14 +55,15 @@ class Access:
 
     @property
     def directory_mode(self) -> int:
-        """Who may read the files may enter the directories."""
+        """Directories may be entered by those who may read the files."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
 
     @classmethod
     def by_umask(cls) -> Access:
         """As the umask of the process allows, but never writable for others."""
         with open("/proc/self/status", "rb") as status:
-            mask = next(int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+            masks = (int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+            mask = next(masks, 0o077)  # not every kernel shows the mask
         return cls(0o644 & ~mask)
 
 
@@ -130,13 +131,21 @@ class RestoreTarget:
         self._writing: dict[str, threading.Lock] = {}
 
     def __enter__(self) -> Self:
+        try:
+            self._check_destination()
+        except BaseException:
+            self._close_parent()
+            raise
+        return self
+
+    def _check_destination(self) -> None:
         with self._errors():
             if self._given_parent_fd is not None:
                 self._parent_fd = os.dup(self._given_parent_fd)
             try:
                 found = self._open_destination()
             except FileNotFoundError:
-                return self
+                return
             except NotADirectoryError:
                 found = None
             is_free = found is not None and not os.listdir(found)
@@ -152,7 +161,6 @@ class RestoreTarget:
                     f"{self._destination} is a mount point, which cannot be replaced",
                     hint="Name a directory below it",
                 )
-        return self
 
     def _open_destination(self) -> int | None:
         try:
@@ -182,9 +190,7 @@ class RestoreTarget:
             )
             error.hint = f"{error.hint}. {kept}" if error.hint else kept
         self._close()
-        if self._parent_fd >= 0:
-            os.close(self._parent_fd)
-            self._parent_fd = -1
+        self._close_parent()
 
     def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
         """Make a file for each shard, if there is space for what they will hold.
@@ -346,6 +352,11 @@ class RestoreTarget:
         self._is_locked = self._has_parts = False
         self._directories.clear()
 
+    def _close_parent(self) -> None:
+        if self._parent_fd >= 0:
+            os.close(self._parent_fd)
+            self._parent_fd = -1
+
     # ------------------------------------------------------------ within
 
     @contextmanager
@@ -418,7 +429,7 @@ def _open_own(name: str, flags: int, *, dir_fd: int) -> int:
     """Open a file that an earlier restore of ours made.
 
     Raises:
-        OSError: it is gone, a link, of another user, or has a second name, through which it may be changed.
+        OSError: it is gone, a link, of another user, or has a second name, by which others may change it.
     """
     fd = os.open(name, flags, dir_fd=dir_fd)
     facts = os.fstat(fd)

@@ -42,13 +42,13 @@ PERSISTENT_LINK = re.compile(
 )
 
 SAMPLES = 65_536
-"""One block in each of so many equal sections of a disk is read: data that fill two sections are found."""
+"""Equal sections of a disk, of each of which one block is read: data that fill two sections are found."""
 BLOCK_BYTES = 4096
 EDGE_BYTES = 4 << 20
 """Read in whole at both ends, where partition tables, RAID and volume managers keep their marks."""
 BATCH = 256
 LIMIT_S = 60.0
-"""Of looking at one disk; local NVMe takes a few seconds."""
+"""Limit for the samples of one disk; local NVMe takes a few seconds."""
 
 
 class Refused(Exception):
@@ -84,7 +84,7 @@ def run(*command: str | Path) -> str:
 
 
 def ephemeral_disks() -> Iterator[Disk]:
-    """Those whose model is that of an ephemeral disk, in the order of their names."""
+    """Disks whose model is that of an ephemeral disk, in the order of their names."""
     found = (SYSFS / "block").glob("nvme*")
     for block in sorted(found, key=lambda path: (len(path.name), path.name)):
         model, device = attribute(block, "model"), DEV / block.name
@@ -93,7 +93,7 @@ def ephemeral_disks() -> Iterator[Disk]:
 
 
 def attribute(block: Path, name: str) -> str:
-    """What the disk itself states, without the blanks at its end; empty where it states nothing."""
+    """An attribute that the disk itself states, without the blanks at its end; empty if it is missing."""
     try:
         return (block / "device" / name).read_text(errors="replace").strip()
     except OSError:
@@ -171,21 +171,21 @@ def first_data(fd: int) -> int | None:
 
 
 def block_offsets(size_bytes: int) -> Iterator[int]:
-    """Where to read a disk of this size: its ends, then one block at random in each of SAMPLES sections."""
+    """Offsets of the blocks to read: both ends, then one block at random in each of SAMPLES sections."""
     yield from range(0, min(EDGE_BYTES, size_bytes), BLOCK_BYTES)
     yield from range(max(0, size_bytes - EDGE_BYTES), size_bytes, BLOCK_BYTES)
     blocks = size_bytes // BLOCK_BYTES
     sections = min(SAMPLES, blocks)
     for section in range(sections):
         first, last = section * blocks // sections, (section + 1) * blocks // sections - 1
-        yield random.randint(first, last) * BLOCK_BYTES  # noqa: S311 - nobody gains by guessing it
+        yield random.randint(first, last) * BLOCK_BYTES  # noqa: S311 - no secret
 
 
 # ------------------------------------------------------------ what this VM has formatted
 
 
 def recorded_uuid() -> str:
-    """UUID of the file system that this VM made; empty where it made none.  Root's word alone counts."""
+    """UUID of the file system that this VM made, else empty.  A record of another user is ignored."""
     try:
         fd = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -210,7 +210,7 @@ def record(made: str) -> None:
 
 
 def uuid_on(disk: Disk) -> str:
-    """UUID of the file system on a disk, read from the disk itself; empty where there is none."""
+    """UUID of the file system on a disk, read from the disk itself; empty for a disk without one."""
     try:
         return run("blkid", "--probe", "--match-tag", "UUID", "--output", "value", disk.device)
     except subprocess.CalledProcessError:

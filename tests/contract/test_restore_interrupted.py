@@ -26,6 +26,7 @@ from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
 from swansongd.restore import Restored, restore, verify
+from swansongd.restore_target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.files import FileStore
 from waiting import until
@@ -405,6 +406,17 @@ def test_only_the_owner_can_write_what_was_restored(
     paths = (to, to / "deep", to / "model.pt", to / "deep" / "optim.pt")
     found = [stat.S_IMODE(path.stat().st_mode) for path in paths]
     assert found == [modes[0], modes[0], modes[1], modes[1]]
+
+
+def test_a_destination_that_cannot_be_used_costs_no_descriptor(to: Path) -> None:
+    (to / "in the way").mkdir(parents=True)
+    parent_fd = os.open(to.parent, os.O_RDONLY | os.O_DIRECTORY)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with pytest.raises(StagingError, match="no empty directory"):
+            RestoreTarget(to, parent_fd=parent_fd).__enter__()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(parent_fd)
 
 
 def cut_off_in(store: FileStore, to: Path) -> Path:

@@ -173,7 +173,10 @@ def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
     )
     assert found[0] == [path.name]
     assert found[1] == [
-        [ALL, f"what belongs to user id {MEMBER} is passed over; add that user to trainer.users"]
+        [
+            ALL,
+            f"entries of user id {MEMBER} are passed over; add that user to trainer.users if it trains",
+        ]
     ]
 
 

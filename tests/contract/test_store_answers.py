@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from bodies import BytesBody
@@ -21,7 +22,9 @@ from contract.store_backends import (
 from emulators.store_control import SPOILS
 from memory_store import MemoryStore
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
+from swansongd.stores import answers
 from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
+from swansongd.stores.wire import Answer
 
 CONTENT = os.urandom(200_000)
 KEYS = [f"run/commits/00000001/{step:012d}" for step in range(7)]
@@ -279,6 +282,23 @@ def test_a_spoilt_answer_about_an_upload(cloud: Cloud, how: str) -> None:
             question(store)
         cloud.order("spoil", how=how, method=method, match=match)
         assert question(retrying(store))
+
+
+@ONE_EACH
+def test_parts_are_the_same_whether_a_listing_quotes_its_etags_or_not(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receipts in the journal, from headers, are compared with those of the listing."""
+    store = cloud.open()
+    upload, receipts = staged_upload(store, CONTENT)
+    parsed = answers.parts
+
+    def without_quotes(answer: Answer) -> tuple[list[answers.ListedPart], answers.Markers | None]:
+        found, markers = parsed(answer)
+        return [replace(part, etag=part.etag.strip('"')) for part in found], markers
+
+    monkeypatch.setattr(answers, "parts", without_quotes)
+    assert [part.etag for part in store.parts(upload)] == [part.etag for part in receipts]
 
 
 @ONE_EACH

@@ -109,3 +109,18 @@ def test_wide_trees_are_removed(top: int) -> None:
             os.makedirs(f"/proc/self/fd/{top}/doomed/{outer}/{inner}/leaf")
     openat.remove_tree("doomed", dir_fd=top)
     assert os.listdir(top) == []
+
+
+@pytest.mark.fault("S7")
+@pytest.mark.parametrize("where", ["doomed", "doomed/inner"])
+def test_one_pass_over_a_directory_that_never_ends_is_limited(
+    top: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that made a directory may add entries to it as fast as they are removed."""
+    monkeypatch.setattr(openat, "REMOVED_ENTRIES_MAX", 10)
+    os.makedirs(f"/proc/self/fd/{top}/{where}")
+    for number in range(100):
+        open(f"/proc/self/fd/{top}/{where}/{number}", "w").close()
+    with pytest.raises(OSError, match="more than 10 entries"):
+        openat.remove_tree("doomed", dir_fd=top)
+    assert len(os.listdir(f"/proc/self/fd/{top}/{where}")) >= 90

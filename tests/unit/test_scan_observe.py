@@ -283,6 +283,15 @@ def test_staging_itself_is_never_made(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_staging_itself_may_be_a_link(tmp_path: Path) -> None:
+    """The operator names it, for example as a link to the disk that the VM has."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "staging").symlink_to(tmp_path / "disk")
+    held = prepare(tmp_path / "staging", "r1")
+    assert (tmp_path / "disk" / "r1").is_dir()
+    held.release()
+
+
 @pytest.mark.fault("S1", "S6")
 def test_the_directory_of_a_run_is_no_link(tmp_path: Path) -> None:
     """Neither the run nor the daemon's own directory may be a way to elsewhere.

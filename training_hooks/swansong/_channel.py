@@ -221,7 +221,7 @@ class Channel:
         try:
             call()
         except Exception as error:
-            text = f"an error in the hooks of Swansong; training goes on: {error!r:.300}"
+            text = f"an error in the hooks of Swansong; training continues: {error!r:.300}"
             self._say("fault", logging.ERROR, text, trace=True)
 
     def _let_go(self) -> None:

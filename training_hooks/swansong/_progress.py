@@ -70,7 +70,7 @@ class Reporter:
 
 
 def _plain(loss: Any) -> float | None:
-    """A loss that is a plain number; None for a tensor and whatever else would have to be waited for."""
+    """A loss that is a plain number; None for a tensor and other values that may block."""
     if not isinstance(loss, (int, float)):
         return None
     try:

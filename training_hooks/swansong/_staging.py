@@ -9,9 +9,10 @@ the end of the save, or when :func:`finish` says so before.  What lies there is 
 may store it while the rest is still being written.
 
 Other members of the group may write to the staging directory of the run.  So each name is opened relative to
-the descriptor of its directory, no link is followed, and what belongs to another user is not touched.  A set
+the descriptor of its directory, no link is followed, and nothing of another user is touched.  A set
 is writable for its own user, and through the default ACL of the staging directory for the daemon, which
-removes it later; without ACLs the group may read it.  Therefore all ranks of one VM must run as one user,
+removes it later.  With that ACL the group has no access to a set; without ACLs it may read one.  Therefore
+all ranks of one VM must run as one user,
 and the paths that a save function gets are safe: nobody else can create anything below the partial directory.
 """
 
@@ -46,9 +47,9 @@ __all__ = [
 _FILE_MODE = 0o640
 _DIRECTORY_MODE = stat.S_ISGID | 0o750
 _WRITING_MODE = stat.S_ISGID | 0o700
-"""What a save function creates there has the mode that its umask gives, until it is finished."""
+"""Files that a save function creates there keep the mode of its umask until they are finished."""
 _MODE_WITH_ACL = stat.S_ISGID | 0o770
-"""With an ACL the group bits are its mask: the group stays at ``r-x``, and the daemon has ``rwx``."""
+"""With an ACL the group bits are its mask: the daemon has ``rwx`` by its own entry, and the group nothing."""
 
 log = logging.getLogger("swansong")
 
@@ -324,7 +325,7 @@ def _seal(
 def _rename(run_fd: int, name: str) -> str:
     """Rename the partial directory of a set; the name that it got.
 
-    Everybody can see which name comes next, and a member of the group can take it.
+    The partial directory shows the name to all members of the group, and one of them can take it.
     """
     partial = name + protocol.PARTIAL_SUFFIX
     try:
@@ -429,7 +430,7 @@ def _own_directory(
 
 
 def _give_to_group(fd: int, parent_fd: int) -> None:
-    """Give a file or directory to the group of the directory above: the daemon may read by that group."""
+    """Give a file or directory to the group of the directory above: without ACLs the daemon reads by it."""
     group = os.fstat(parent_fd).st_gid
     if os.fstat(fd).st_gid != group:
         with contextlib.suppress(PermissionError):  # this user is not in that group

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the process behind the socket may be the daemon, and that its directories are not others'.
+"""Checks that the process behind the socket may be the daemon, and the owners of its directories.
 
-The hooks write where the daemon says, and load what it hands over, with all rights of the trainer.  So its
-user is checked before anything is sent: any user can listen on a path that a script or a variable names.
+The hooks write to directories that the daemon names, and load checkpoints from them, with all rights of the
+trainer.  So the daemon's user is checked before anything is sent: any user can listen on a path that a
+script or a variable names.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check_listener(connection: socket.socket, path: str) -> int:
         OSError: the connection is lost.
     """
     size = _CREDENTIALS.size
-    # Those of the process that called listen(), at that moment.
+    # The credentials of the process that called listen(), at that moment.
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     if uid in (0, os.geteuid()):

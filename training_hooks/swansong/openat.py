@@ -181,7 +181,7 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
     """Remove a file, a link, or a directory with all that it contains.  Removing nothing is no error.
 
     Raises:
-        OSError: something cannot be removed, or other processes add entries faster than they go.
+        OSError: something cannot be removed, or other processes add entries faster than they are removed.
     """
     try:
         fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
@@ -200,34 +200,36 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
 
 
 def empty_directory(fd: int) -> None:
-    """Remove all entries of an open directory.
+    """Remove all entries of an open directory, at most :data:`REMOVED_ENTRIES_MAX`.
 
     Neither the depth nor the size of the tree matters: deep directories are moved to the top instead of
     being descended into, so that two descriptors suffice.
 
     Raises:
-        OSError: something cannot be removed, or other processes add entries faster than they go.
+        OSError: something cannot be removed, or the limit is reached.
     """
     left = REMOVED_ENTRIES_MAX
     while left > 0:
-        removed = _remove_level(fd)
+        removed = _remove_level(fd, left)
         if not removed:
             return
         left -= removed
     raise OSError(errno.EBUSY, f"more than {REMOVED_ENTRIES_MAX} entries")
 
 
-def _remove_level(top_fd: int) -> int:
-    """Remove the entries of a directory, moving what lies two levels below it one level up."""
+def _remove_level(top_fd: int, limit: int) -> int:
+    """Remove about ``limit`` entries of a directory; directories two levels below it move one level up."""
     removed = 0
     with os.scandir(top_fd) as entries:
         for entry in entries:
+            if removed >= limit:
+                break
             removed += 1
             if _remove_entry(entry, top_fd):
                 continue
             inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
             try:
-                removed += _empty_into(inner_fd, top_fd)
+                removed += _empty_into(inner_fd, top_fd, limit - removed)
             finally:
                 os.close(inner_fd)
             with contextlib.suppress(OSError):  # the next round comes back to it
@@ -235,10 +237,12 @@ def _remove_level(top_fd: int) -> int:
     return removed
 
 
-def _empty_into(inner_fd: int, top_fd: int) -> int:
+def _empty_into(inner_fd: int, top_fd: int, limit: int) -> int:
     removed = 0
     with os.scandir(inner_fd) as entries:
         for entry in entries:
+            if removed >= limit:
+                break
             removed += 1
             if not _remove_entry(entry, inner_fd):
                 os.rename(entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd)
@@ -278,10 +282,10 @@ def drop_acls(fd: int) -> None:
 
 
 def displace(name: str, *, dir_fd: int) -> str:
-    """Move what has no business under this name out of the way; returns its new, hidden name.
+    """Rename an entry that must not have this name; returns its new, hidden name.
 
     Raises:
-        OSError: the directory does not let us, or the entry is gone.
+        OSError: the directory does not permit it, or the entry is gone.
     """
     hidden = f".displaced.{secrets.token_hex(8)}"
     os.rename(name, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

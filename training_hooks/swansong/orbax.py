@@ -150,7 +150,7 @@ def _bring(directory: Path, step: int, target: Path) -> None:
 def _copy(source: str, target: str) -> None:
     """Copy a file; file systems that can, such as XFS and Btrfs, share its blocks.
 
-    Not a hard link: what has two names can be changed under the other one, and is not uploaded.
+    Not a hard link: a file with two names can be changed under the other one, and is not uploaded.
     """
     try:
         with open(source, "rb") as read, open(target, "xb") as written:

@@ -370,7 +370,7 @@ _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 
 _CAPABILITIES_MAX = 16
 _KEYS_MAX = 1000
-"""Of a JSON object, fields that are not known included."""
+"""Keys of a JSON object, unknown fields included."""
 
 
 def encode(message: Message) -> bytes:
@@ -585,7 +585,7 @@ def _check_capabilities(value: Any, name: str) -> list[str]:
 
 
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    # What the daemon itself reads comes first, should there be too many.
+    # Names that the daemon itself reads come first, should there be too many.
     names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
     limit = bounds.METRIC_MAX
     fitted = {

@@ -54,7 +54,7 @@ class Daemon:
             try:
                 self._channel.connect(str(self._path))
                 return
-            except BlockingIOError:  # others who connect have filled the kernel's queue
+            except BlockingIOError:  # the kernel's queue of connections is full
                 if time.monotonic() > give_up_mono_s:
                     raise
                 time.sleep(_RETRY_S)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims of generations, at a limited rate.
 
-Trainers cause them: with another start of a job over several VMs, and with a rollback.  Each claim is an
+Trainers cause claims: by another start of a job over several VMs, and by a rollback.  Each claim is an
 object in the bucket that is never removed, so a trainer that does either in a loop must not fill the bucket.
 """
 

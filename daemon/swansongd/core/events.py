@@ -277,7 +277,7 @@ CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed, TrainerSealed,
     TrainerFailed, PeerRequested, IncarnationBegun,
 )  # fmt: skip
-"""Messages of trainers, and the ends of their connections: as many as a trainer likes, and untrusted."""
+"""Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
 
 # ---------------------------------------------------------------- actions

@@ -31,9 +31,9 @@ def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Ac
 
 
 def rebuilt(state: State) -> State:
-    """The state without what trainers and staging have told, as a restart of the daemon leaves it.
+    """The state without the reports of trainers and staging, as a restart of the daemon leaves it.
 
-    For a state that :func:`step` cannot work with: only what came from outside can have spoiled it.  Notices,
+    For a state that :func:`step` cannot work with: only input from outside can have spoiled it.  Notices,
     the generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
     """
     return replace(

@@ -87,7 +87,7 @@ def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -
     """The notice that another VM's request is for this one.
 
     None when the request is known or our own, when no trainer of this VM belongs to a job over several VMs,
-    or when there were too many requests: a trainer that makes requests up costs a few checkpoints.
+    or when there were too many requests: a trainer that forges requests costs a few checkpoints.
     """
     state = turn.state
     known = state.notices.get(PEER_SOURCE)

@@ -23,7 +23,7 @@ _CREDENTIAL_FILES = (
 )  # fmt: skip
 """In a home; of the keys of ssh those that do not end in ``.pub``."""
 _OF_THE_UNIT = ("/etc/swansong/aws/credentials", "/etc/swansong/gcloud/*")
-"""Where the units let the SDKs look instead of in a home."""
+"""Credential files that the units name to the SDKs; those of a home are not read."""
 _TEXTS = (
     "/etc/swansong/*", "/etc/swansong/*/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment",
     "/etc/pip.conf", "/opt/swansong/pip.conf",

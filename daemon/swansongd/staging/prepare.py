@@ -49,14 +49,14 @@ class RunDirectory:
         return self.path / OWN_DIRECTORY
 
     def naming_secret(self, uid: int) -> str:
-        """What the ranks of this user put into the names of their sets; other users cannot compute it.
+        """Secret part of the names of sets, for the ranks of this user; other users cannot compute it.
 
         It stays the same over a restart of the daemon: ranks reconnect one by one.
         """
         try:
             key = _naming_key(self.own_fd)
         except OSError:
-            return ""  # a full disk: the names can be computed, which costs no more than a save
+            return ""  # a full disk: others can compute the names, and a name that they take costs a save
         return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
     def release(self) -> None:
@@ -78,7 +78,8 @@ def prepare(staging: Path, run: str) -> RunDirectory:
         raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
-        staging_fd = openat.open_directory(staging)
+        # The operator named the path: it may be a link, to the disk that holds staging.
+        staging_fd = openat.open_directory(os.path.realpath(staging))
     try:
         with _explained(path, "let the daemon's user write to the staging directory"):
             run_fd = _open_run(staging_fd, run)
@@ -211,7 +212,7 @@ def _lock(own_fd: int, path: Path) -> None:
 
 
 def _probe(own_fd: int, path: Path) -> None:
-    """Show that files can be created; a disk without space or inodes is reported, and no reason to stop."""
+    """Show that files can be created; a disk without space or inodes is reported only."""
     name = f"probe-{secrets.token_hex(8)}"
     try:
         os.close(openat.create_file(name, dir_fd=own_fd))

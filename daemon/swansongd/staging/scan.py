@@ -251,7 +251,7 @@ def same_listing(run_directory: int | Path, staged: Staged) -> bool:
 def remove_set(run_directory: int | Path, directory: str) -> None:
     """Delete a set.  It loses its name first, so that no half of it is ever taken for a set.
 
-    It moves into the daemon's own directory, where nothing but the daemon can put things: all that
+    It moves into the daemon's own directory, where only the daemon can create entries: all that
     :func:`remove_leftovers` finds there is the daemon's to delete.  Removing what is not there is no error.
 
     Raises:

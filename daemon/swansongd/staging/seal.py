@@ -192,7 +192,10 @@ class Scanner:
                 else:
                     foreign_uids.add(uid)
         rejected = [
-            (ALL, f"what belongs to user id {uid} is passed over; add that user to trainer.users")
+            (
+                ALL,
+                f"entries of user id {uid} are passed over; add that user to trainer.users if it trains",
+            )
             for uid in sorted(foreign_uids)
         ]
         names = sorted(steps, key=lambda name: (steps[name], name))

@@ -76,7 +76,7 @@ def xml_text(body: bytes, tag: str) -> str:
 
 
 def one_line(found: str, max_chars: int) -> str:
-    """What a store said, fit for a log."""
+    """Text of a store, made fit for a log line."""
     words = "".join(char if char.isprintable() else " " for char in found[: 2 * max_chars]).split()
     return " ".join(words)[:max_chars]
 
@@ -281,7 +281,7 @@ def _token(value: Any) -> str:
 
 
 def json_metadata(answer: Answer, key: str) -> tuple[int, int | None]:
-    """Size and CRC32C of an object of GCS; None where the store tells no checksum."""
+    """Size and CRC32C of an object of GCS; None where the store returns no checksum."""
     body = json_object(answer.body, "the metadata", ANSWER_BYTES_MAX)
     _expect_kind(body, "storage#object")
     if body.get("name") != key:
@@ -307,7 +307,7 @@ def etag_of(headers: Mapping[str, str]) -> str:
 
 
 def length_of(headers: Mapping[str, str]) -> int:
-    """The length that the answer to a HEAD tells."""
+    """The length that the answer to a HEAD contains."""
     return decimal(headers.get("content-length"), "Content-Length", 0, BYTES_MAX)
 
 
@@ -317,7 +317,7 @@ def quoted(etag: str) -> str:
 
 
 def hashed_crc32c(hashes: str) -> int | None:
-    """The CRC32C among what ``x-goog-hash`` tells; None where there is none."""
+    """The CRC32C in the header ``x-goog-hash``; None where the header has no CRC32C."""
     for item in hashes.split(","):
         kind, _, value = item.strip().partition("=")
         if kind == "crc32c":

@@ -168,7 +168,7 @@ class ObjectStore(Protocol):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with ``prefix``: each key once, in any order.
 
-        It ends only when the store has said that there are no more.  Raises Permanent beyond
+        It ends only at the page that the store marks as the last one.  Raises Permanent beyond
         :data:`LISTED_MAX`, and when the store's pages go round in a circle.
         """
 
@@ -325,7 +325,7 @@ def settle_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> 
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Errors of the contract say ``what`` it was that failed; all others pass."""
+    """Errors of the contract name ``what``, the operation that failed; all others pass."""
     try:
         yield
     except Transient as error:

@@ -61,7 +61,7 @@ class Phase(Enum):
     AWAITING = "awaiting"
     """All is sent; the answer is a short one, or its body has not begun."""
     RECEIVING = "receiving"
-    """The body comes that a sink takes, however long it is."""
+    """The body is on its way to a sink, however long it is."""
 
 
 class Connection:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the file store does to files and directories, and what it calls the errors of that.
+"""Operations of the file store on files and directories, and the classes of their errors.
 
 Everything below the root is reached by descriptors, one name at a time, and no link is followed.
 """
@@ -66,7 +66,7 @@ def errors_of(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permission bits of what the store creates; umask and default ACLs have no say."""
+    """Permission bits of what the store creates; umask and default ACLs have no effect."""
 
     directory: int
     file: int

@@ -7,7 +7,7 @@ multipart upload is a directory there: the bytes, its key, and notes of the part
 Reading below a directory that does not exist is NotFound, like a missing bucket: an empty listing
 there would look like a run that never was.
 
-Who else may read or write there is for the root directory to say, see
+The mode of the root directory decides which other users may read or write there, see
 :class:`~swansongd.stores.file_io.Tree`.
 """
 
@@ -232,7 +232,7 @@ class FileStore:
             for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
                 with suppress(FileNotFoundError):
                     key, begun_s = _upload_at(name, temporary_fd)
-                    # A put, by one who is at it or dead, tells no key: it goes under each prefix.
+                    # A put, of a living or a dead process, has no key: it counts for each prefix.
                     key = prefix if key is None else key
                     if key.startswith(prefix):
                         found.append(OpenUpload(key, name, max(0.0, now_s - begun_s)))
@@ -385,13 +385,13 @@ def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
 
 
 def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectInfo]:
-    """The objects below a directory whose keys begin with ``prefix``; links are none."""
+    """The objects below a directory whose keys begin with ``prefix``; links do not count."""
     if depth > _DEPTH_MAX:
         raise Permanent(f"more than {_DEPTH_MAX} directories lie one in the other: {above:.200}")
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             key = above + entry.name
-            # What is removed meanwhile was not there.
+            # An object that is removed meanwhile is left out.
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     below = f"{key}/"

@@ -112,7 +112,7 @@ class GcsAccess:
         body: Body | None = None,
         sink: Sink | None = None,
     ) -> Answer:
-        """One request to either interface; the answer is a success.  A redirect is none.
+        """One request to either interface; the answer is a success.  A redirect is an error.
 
         A token that the store refuses is renewed, by one thread for all, and the request is Transient;
         when it refuses the new one as well that is Permanent.
@@ -191,7 +191,7 @@ class GcsAccess:
 
 
 def _emulator() -> str | None:
-    """What STORAGE_EMULATOR_HOST names, as an URL."""
+    """The server of STORAGE_EMULATOR_HOST, as a URL."""
     named = os.environ.get("STORAGE_EMULATOR_HOST")
     return named if not named or "://" in named else f"http://{named}"
 

@@ -176,7 +176,7 @@ class S3Store:
                 return answers.parts(answer)
 
         return [
-            PartReceipt(part.number, part.etag, part.crc32c)
+            PartReceipt(part.number, answers.quoted(part.etag), part.crc32c)
             for part in all_pages(f"ListParts {upload.key}", page)
             if part.crc32c is not None
             and part.size_bytes in (None, upload.part_length_bytes(part.number))

@@ -148,7 +148,7 @@ class S3Access:
         trailer: str | None = None,
         sink: Sink | None = None,
     ) -> Answer:
-        """One signed request; the answer is a success.  A redirect to another address is none.
+        """One signed request; the answer is a success.  A redirect to another address is an error.
 
         Args:
             path: of the object below the bucket, with its ``/``, or empty for the bucket itself.
@@ -244,7 +244,7 @@ class S3Access:
         """The bucket is in another region: its name is taken from the answer, and never an address."""
         region = answer.headers.get("x-amz-bucket-region") or xml_text(answer.body, "Region")
         if not region:
-            # A refusal tells it as well: HeadBucket needs no right of its own.
+            # A refusal contains the region too: HeadBucket needs no right of its own.
             head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
             region = head.headers.get("x-amz-bucket-region", "")
         message = f"{one_line(code, 80)}: the bucket is not in {route.region}"

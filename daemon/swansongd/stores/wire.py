@@ -31,7 +31,7 @@ from swansongd.stores.tls import Tls
 ANSWER_BYTES_MAX = 4 * 2**20
 """The longest body of an answer that goes to no sink: a listing of a thousand keys."""
 REFUSAL_BYTES_MAX = 64 * 2**10
-"""So much of the body of a refusal is read."""
+"""The longest part of a refusal's body that is read."""
 _CHUNK_HEAD_BYTES_MAX = 16
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
@@ -294,7 +294,7 @@ class Wire:
                 if len(body) > limit_bytes:
                     if not is_refusal:
                         raise Transient(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
-                    is_whole = False  # enough to say why it refuses
+                    is_whole = False  # enough for the reason of the refusal
                     break
         return Answer(head.status, head.headers, bytes(body), sent_crc), is_whole
 

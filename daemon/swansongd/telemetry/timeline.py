@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from swansongd.core.events import Conclude, Mark
 
 ENTRIES_MAX = 500
-"""Of a timeline: a trainer that answers for ever must not make the farewell grow for ever."""
+"""Entries of a timeline: a trainer that keeps answering must not make the farewell grow without limit."""
 
 
 @dataclass

@@ -15,11 +15,11 @@ CONNECTIONS_MAX = 256
 CONNECTIONS_PER_USER = 128
 """More ranks than any VM has GPUs, several times over."""
 CONNECTIONS_RESERVED = 16
-"""Of all, for root and the daemon's own user: ``swansong status`` and ``swansong notify`` always get in."""
+"""Part of CONNECTIONS_MAX for root and the daemon's own user: ``swansong status`` always gets in."""
 HELLO_LIMIT_S = 5.0
-"""A connection that says neither hello nor anything else for so long is closed."""
+"""A connection that sends no message for this time, and has not said hello, is closed."""
 STATUS_COST = 20.0
-"""A status query costs the daemon as much as so many other messages."""
+"""Cost of a status query, in other messages."""
 QUERIES_MAX = 4
 """Restore queries of one connection that are not answered yet; a rank has one."""
 _HELLOS_AT_ONCE, _HELLOS_PER_S = 2 * CONNECTIONS_PER_USER, 20.0
@@ -31,7 +31,7 @@ class Refusal(Exception):
 
 
 class User:
-    """What one user has taken up."""
+    """The share of the channel that one user has taken up."""
 
     def __init__(self) -> None:
         self.hellos = TokenBucket(_HELLOS_AT_ONCE, _HELLOS_PER_S)
@@ -41,7 +41,7 @@ class User:
 
 
 class Admission:
-    """Decides who gets a seat.
+    """Decides which peers get a connection.
 
     Args:
         privileged: root and the daemon's own user.
@@ -52,7 +52,7 @@ class Admission:
         self._users: dict[int, User] = {}
 
     def user(self, uid: int) -> User:
-        """What this user has taken up; ``uid`` is one that may speak, so there are few."""
+        """The share of this user; ``uid`` is one that may speak, so there are few."""
         return self._users.setdefault(uid, User())
 
     def seat(self, uid: int, connections: Iterable[Connection]) -> Connection | None:
@@ -71,7 +71,7 @@ class Admission:
         limit = CONNECTIONS_MAX - (0 if is_privileged else CONNECTIONS_RESERVED)
         if len(all_) < limit:
             return None
-        # Nobody makes room for a user with fewer rights.
+        # A privileged connection never makes room for an ordinary one.
         others = [each for each in all_ if each.peer.uid not in self._privileged]
         if is_privileged and all(each.has_joined for each in others):
             others = all_

@@ -210,7 +210,7 @@ class TrainerChannel:
         return pause_s
 
     def _drop_silent(self) -> None:
-        """Close the connections that say nothing, so that their seats are free."""
+        """Close the connections that send nothing, so that others get their place."""
         now = time.monotonic()
         if now - self._swept_mono_s < _SWEEP_S:
             return
@@ -259,7 +259,7 @@ class TrainerChannel:
             self._turn_away(connected, str(refusal), uid=peer.uid)
             return
         if makes_room is not None:
-            self._refuse(makes_room, "others need the connection: say hello at once")
+            self._refuse(makes_room, "others need the connection: send hello at once")
         connection = Connection(next(self._numbers), connected, peer, time.monotonic())
         self._connections[connection.number] = connection
         self._selector.register(connected, selectors.EVENT_READ, partial(self._ready, connection))
@@ -513,12 +513,12 @@ class TrainerChannel:
             os.close(earlier.peer.pidfd)
 
     def _complain(self, event: str, *, level: str = "warning", **facts: object) -> None:
-        """Log a line, once a minute for each user: peers may try again for ever."""
+        """Log a line, once a minute for each user: peers may retry for ever."""
         extra = self._complaints.admit((event, facts.get("uid")), time.monotonic())
         if extra is not None:
             getattr(self._log, level)(event, **facts, **extra)
 
 
 def _spans_vms(connection: Connection) -> bool:
-    """Whether the rank said that its job runs on several VMs, which hello is refused for elsewhere."""
+    """Whether the hello of the rank is of a job over several VMs; without ``several_vms`` it was refused."""
     return connection.hello is not None and connection.hello.nodes > 1

@@ -23,7 +23,7 @@ MESSAGES_PER_S_MAX = 200.0
 _HELLOS_AT_ONCE, _HELLOS_PER_S = 10.0, 1.0
 SOCKET_MODE = 0o660
 _BACKLOG = 1024
-"""Connections that wait to be accepted; those beyond it are turned away by the kernel, without a word."""
+"""Connections that wait to be accepted; the kernel refuses those beyond it."""
 
 
 class Connection:

@@ -4,7 +4,7 @@
 The default action of most signals ends the process, so the target must catch the signal, belong to a
 user who may train, and be the training script itself: launchers die of it and leave their workers.
 The number of the process comes from a file that the trainer writes, and the daemon may signal any process
-of the VM: so it is never a process of another user, the daemon itself or one of the daemon's parents.
+of the VM.  The target is therefore never a process of another user, the daemon itself or one of its parents.
 """
 
 from __future__ import annotations

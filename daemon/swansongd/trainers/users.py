@@ -39,6 +39,6 @@ def may_speak(uids: frozenset[int]) -> frozenset[int]:
 def may_be_signalled(uids: frozenset[int], daemon_uid: int) -> frozenset[int]:
     """Users whose processes the daemon may signal: those that are named, root only if root is.
 
-    Where nobody is named, daemon and trainer have the same user.
+    Where no user is named, daemon and trainer have the same user.
     """
     return uids or frozenset({daemon_uid})
