@@ -39,6 +39,8 @@ EXAMINE_CPU_S = 60.0
 """Processor time for the manifests of one commit, over all nodes.  Waiting for the store does not count."""
 HISTORY_MAX = 8
 """Earlier generations that the history covers."""
+HISTORY_CLAIMS_MAX = 40
+"""Newest claims that the history examines to find the ones that count."""
 FENCE_CLAIMS_MAX = 20
 """Newest claims whose signature the fence checks.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
@@ -228,19 +230,29 @@ def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> i
 # ---------------------------------------------------------------- history
 
 
-def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
+def history(
+    store: ObjectStore,
+    keys: RunKeys,
+    generation: int,
+    *,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> History:
     """How long the run's earlier VMs lived, and how many went without a SAFE farewell.
 
     Wall clocks are compared here: what comes of it is an estimate, and orders nothing.
 
     Args:
         generation: our own; the newest ones before it are looked at.
+        gives_up: asked between requests; once it returns True, the history is empty.
 
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
     """
     numbers = [number for number in claimed(store, keys) if number < generation]
-    earlier = counting_claims(store, keys, numbers, enough=HISTORY_MAX)
+    # Whoever can write to the bucket can plant any number of claims.
+    earlier = counting_claims(
+        store, keys, numbers, enough=HISTORY_MAX, examined_max=HISTORY_CLAIMS_MAX
+    )
     if not earlier:
         return History()
     newest: dict[int, Commit] = {}
@@ -250,7 +262,9 @@ def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
     observed_s, uncovered = 0.0, 0
     for number, claim in earlier:
         identity = _identity(claim)
-        farewells = _farewells(store, keys, number)
+        farewells = _farewells(store, keys, number, gives_up)
+        if gives_up():
+            return History()
         last, kind = _last_commit(store, keys, newest.get(number))
         ends = [_instant_s(last), *(_instant_s(written) for _, written in farewells)]
         begun_s = _instant_s(identity.get("claimed", ""))
@@ -270,10 +284,14 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
     return {} if claim is None else claim.identity
 
 
-def _farewells(store: ObjectStore, keys: RunKeys, generation: int) -> list[tuple[str, str]]:
+def _farewells(
+    store: ObjectStore, keys: RunKeys, generation: int, gives_up: Callable[[], bool]
+) -> list[tuple[str, str]]:
     """Verdict and time of the farewells of a generation; those that make no sense are left out."""
     farewells = []
     for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
+        if gives_up():
+            break
         try:
             data = _content(store, info.key, "the farewell")
             body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)

@@ -383,7 +383,9 @@ class Clerk:
         if self._hurry.is_set():
             return
         try:
-            history = catalog.history(self._store, self._keys, generation)
+            history = catalog.history(
+                self._store, self._keys, generation, gives_up=self._hurry.is_set
+            )
         except SwansongError as error:
             _log.warning("history_not_read", error=error.line())
         else:

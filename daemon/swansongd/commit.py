@@ -186,7 +186,7 @@ def commit(
     try:
         store.put(key, data, if_absent=True)
     except Exists:
-        if _committed_nonce(store, keys, key) != manifest.nonce:
+        if not _is_ours(store, keys, key, manifest):
             raise
         is_new = False  # by an attempt whose reply was lost, perhaps of an earlier life: read back just now
     found = next(
@@ -206,8 +206,17 @@ def commit(
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
 
 
-def _committed_nonce(store: ObjectStore, keys: RunKeys, key: str) -> str | None:
+def _is_ours(store: ObjectStore, keys: RunKeys, key: str, manifest: Manifest) -> bool:
+    """Whether the object is a manifest of the same set for the same key.
+
+    The nonce alone does not tell: a signed manifest of the set can be copied from another generation.
+    """
     try:
-        return manifests.decode(store.get(key), keys.signer).nonce
+        found = manifests.decode(store.get(key), keys.signer)
     except (CorruptError, TooLarge):
-        return None
+        return False
+    return _names(found) == _names(manifest)
+
+
+def _names(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.nonce, manifest.run, manifest.ref, manifest.node, manifest.nodes

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
@@ -67,7 +68,7 @@ from swansongd.sources.metadata import DEFAULT_URL
 from swansongd.sources.opening import open_deadline, open_sources, shortest_grace_s
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
-from swansongd.staging.prepare import prepare
+from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import Scanner
 from swansongd.storage import Storage, utc_now
 from swansongd.telemetry import log as logs
@@ -128,6 +129,9 @@ class Service:
         trainers = users.uids_of(config.trainer.users)
         speakers = users.may_speak(trainers)
         self._staging = prepare(config.staging.path, run)
+        # Before a trainer can take the name: a FUSE mount there could not be moved aside.
+        with suppress(OSError):
+            os.close(open_restored(self._staging.fd))
         self._storage = Storage(
             config,
             self._staging,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import ALL, Scanner
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+
+
+_MS_NOSUID_NODEV, _MNT_DETACH = 6, 2
 
 
 @pytest.fixture
@@ -155,6 +159,59 @@ def test_what_a_trainer_plants_under_our_names_is_moved_aside(staging: Path) -> 
     assert as_user(DAEMON, start) == [[], False]
     planted = [path for path in run.iterdir() if path.name.startswith(".displaced.")]
     assert len(planted) == 2
+
+
+@pytest.mark.fault("S24", "S8")
+def test_a_directory_of_mode_0700_under_our_names_is_moved_aside(staging: Path) -> None:
+    """The daemon may not open the member's directory to read its owner, and works all the same."""
+    run = staging / "r1"
+    run.mkdir()
+    os.chown(run, DAEMON, GROUP)
+    run.chmod(0o1770)
+
+    def plant() -> None:
+        for name in (scan.OWN_DIRECTORY, protocol.RESTORED_DIRECTORY):
+            os.mkdir(run / name, 0o700)
+
+    as_user(MEMBER, plant)
+
+    def start() -> str:
+        held = prepare(staging, "r1")
+        os.close(open_restored(held.fd))
+        return "ready"
+
+    assert as_user(DAEMON, start) == "ready"
+    assert (run / protocol.RESTORED_DIRECTORY).stat().st_uid == DAEMON
+
+
+@pytest.mark.fault("S7", "S8")
+def test_a_mount_that_refuses_the_daemon_does_not_hide_the_sets(run: Path) -> None:
+    """stat() of a FUSE mount fails for everyone but the user who mounted it."""
+    path = a_set(run)
+    as_user(MEMBER, lambda: os.mkdir(run / "x"))
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE: {error}")
+    place = os.fsencode(run / "x")
+    options = f"fd={device},rootmode=40000,user_id={MEMBER},group_id={GROUP}".encode()
+    try:
+        if libc.mount(b"x", place, b"fuse", _MS_NOSUID_NODEV, options) != 0:
+            pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+        try:
+
+            def scan_as_daemon() -> list[object]:
+                found = scanned(run)
+                return [[each.directory for each in found.staged], list(found.rejected)]
+
+            names, rejected = as_user(DAEMON, scan_as_daemon)
+        finally:
+            libc.umount2(place, _MNT_DETACH)
+    finally:
+        os.close(device)
+    assert names == [path.name]
+    assert rejected == [[ALL, "an entry that cannot be examined is passed over: Permission denied"]]
 
 
 @pytest.mark.fault("S7", "S8")

@@ -127,14 +127,30 @@ def plant_partials(run: Path, target: Path) -> None:
         path.chmod(0o777)
 
 
+def make_run_directory(run: Path) -> None:
+    """As an earlier daemon left it, without the daemon's own directories."""
+    run.mkdir()
+    os.chown(run, DAEMON, GROUP)
+    run.chmod(0o1770)
+
+
+@pytest.mark.fault("S24", "S8")
+def test_the_names_of_the_daemon_are_taken_from_the_start(site: Site) -> None:
+    """A FUSE mount on a directory that a member made could not be moved aside later."""
+    site.start_daemon()
+    member = as_user(MEMBER, lambda: os.mkdir(site.run_directory / protocol.RESTORED_DIRECTORY))
+    assert member.startswith("FileExistsError")
+
+
 @pytest.mark.fault("S24", "S1", "S2")
 @pytest.mark.parametrize("plant", [plant_link, plant_partials])
 @pytest.mark.parametrize("place", ["home/.aws", "bucket", "staging/run/.swansongd"])
 def test_a_planted_restored_directory_leads_nowhere(site: Site, plant: Any, place: str) -> None:
     """Nothing of the daemon's is written or deleted, and the trainer gets the checkpoint."""
     site.commit(100)
+    make_run_directory(site.run_directory)
+    assert as_user(TRAINER, lambda: plant(site.run_directory, site.disk / place)) is None
     site.start_daemon()
-    as_user(TRAINER, lambda: plant(site.run_directory, site.disk / place))
     before = site.treasure()
     for number in range(2):
         answer = site.ask(query_id=f"q{number}")
@@ -148,9 +164,7 @@ def test_a_planted_restored_directory_leads_nowhere(site: Site, plant: Any, plac
 def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
     """A trainer that was there first plants the daemon's own directory: it is moved aside."""
     run = site.run_directory
-    run.mkdir()
-    os.chown(run, DAEMON, GROUP)
-    run.chmod(0o1770)
+    make_run_directory(run)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     forged = {
         "run": "run", "store_url": f"file://{site.bucket}", "boot_id": boot_id, "generation": 77,

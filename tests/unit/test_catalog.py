@@ -386,3 +386,30 @@ def test_with_a_key_the_history_is_that_of_signed_claims(store: FileStore) -> No
     for generation in range(1, 21):
         put_claim(store, generation, "2030-01-01T00:00:00Z")
     assert catalog.history(store, SIGNED, 21) == History()
+
+
+class Counting(FileStore):
+    """Counts the objects that are read."""
+
+    gets = 0
+
+    def get(self, key: str) -> bytes:
+        self.gets += 1
+        return super().get(key)
+
+
+@pytest.mark.fault("S25")
+def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: Path) -> None:
+    """One thread reads the history and creates manifests: reads are limited, and end with a notice."""
+    store = Counting(f"file://{tmp_path}/store")
+    store.check()
+    put_claim(store, 1, "2030-01-01T00:00:00Z")
+    for generation in range(2, 302):
+        store.put(KEYS.generation(generation), b"{}")
+    assert catalog.history(store, SIGNED, 302) == History()
+    assert store.gets <= catalog.HISTORY_CLAIMS_MAX
+    for number in range(50):
+        store.put(KEYS.farewell(301, f"x{number}"), b"{}")
+    store.gets = 0
+    assert catalog.history(store, KEYS, 302, gives_up=lambda: store.gets > 20) == History()
+    assert store.gets <= 25

@@ -348,6 +348,17 @@ def test_a_planted_manifest_with_our_nonce_is_not_taken_for_ours(tmp_path: Path)
 
 
 @pytest.mark.fault("S25")
+def test_a_signed_manifest_of_another_generation_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """No reader accepts the copy, so the commit must not be reported."""
+    store = file_store(tmp_path / "store")
+    commit.commit(store, SIGNED, a_manifest())
+    copy = store.get(KEYS.commit(CommitRef(1, 10), 0, 1))
+    store.put(KEYS.commit(CommitRef(2, 10), 0, 1), copy)
+    with pytest.raises(Exists):
+        commit.commit(store, SIGNED, a_manifest(generation=2))
+
+
+@pytest.mark.fault("S25")
 def test_an_incarnation_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
     """All VMs of a start share the signed claim of it."""
     store = file_store(tmp_path / "store")

@@ -112,7 +112,8 @@ def open_restored(run_fd: int) -> int:
 def open_own(run_fd: int, name: str, mode: int) -> int:
     """Open a directory of the daemon's in the staging directory of the run, creating it if need be.
 
-    A link, a file, or a directory of another user under that name is moved aside, never followed.
+    A link, a file, or a directory of another user under that name is moved aside, never followed.  Its mode
+    does not matter: a directory that the daemon may not enter is moved aside as well.
 
     Raises:
         OSError: the file system refused, or another process keeps putting something there.
@@ -125,7 +126,7 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
         except FileNotFoundError:
             continue
         except OSError as error:
-            is_foreign = isinstance(error, openat.UnsafeFileError)
+            is_foreign = isinstance(error, openat.UnsafeFileError) or _is_closed_to_us(name, run_fd)
             if not is_foreign and error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             hidden = openat.displace(name, dir_fd=run_fd)
@@ -140,6 +141,14 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
             raise
         return fd
     raise FileExistsError(errno.EEXIST, "other processes keep taking the name", name)
+
+
+def _is_closed_to_us(name: str, run_fd: int) -> bool:
+    """Whether another user owns the entry: the daemon may not open a directory of mode 0700 to find out."""
+    try:
+        return os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid != os.geteuid()
+    except OSError:
+        return False
 
 
 def _naming_key(own_fd: int) -> bytes:

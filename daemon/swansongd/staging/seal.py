@@ -178,6 +178,7 @@ class Scanner:
         """
         steps: dict[str, int] = {}
         foreign_uids: set[int] = set()
+        closed: OSError | None = None
         with os.scandir(run_fd) as entries:
             for entry in entries:
                 name = entry.name
@@ -186,6 +187,9 @@ class Scanner:
                 try:
                     uid = entry.stat(follow_symlinks=False).st_uid
                 except FileNotFoundError:
+                    continue
+                except OSError as error:  # a FUSE mount of another user: stat() is refused
+                    closed = error
                     continue
                 if uid in self._allowed_uids:
                     steps[name] = _step_of(name)
@@ -198,6 +202,9 @@ class Scanner:
             )
             for uid in sorted(foreign_uids)
         ]
+        if closed is not None:
+            reason = f"an entry that cannot be examined is passed over: {closed.strerror}"
+            rejected.append((ALL, reason))
         names = sorted(steps, key=lambda name: (steps[name], name))
         if len(names) > SETS_MAX:
             rejected.append(
