@@ -294,6 +294,8 @@ class Rejoin:
                     destination,
                     parent_fd=parent_fd,
                     access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
+                    # Only the manifests of that step are read: there may be thousands of commits.
+                    step=None if wanted is None or newest is None else newest.step,
                     wanted=wanted,
                     progress=self._progress(),
                     skipped=lambda ref, why: _log.error(

@@ -453,13 +453,18 @@ class Service:
             self._clerk.farewell(generation, farewell)
 
     def _prune(self, directories: tuple[str, ...]) -> None:
+        refused: list[tuple[str, str]] = []
         for directory in directories:
             try:
                 scan.remove_set(self._staging.fd, directory)
             except StagingError as error:
-                _log.warning("not_pruned", directory=directory, error=error.line())
+                refused.append((directory, error.line()))
             else:
                 _log.info("pruned", directory=directory)
+        if refused:
+            # One line for all: a trainer can write-protect its sets, and every commit orders them again.
+            first, reason = refused[0]
+            _log.warning("not_pruned", directory=first, sets=len(refused), error=reason)
         self._observer.rescan()
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:

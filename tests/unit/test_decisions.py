@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from story import a_notice, a_set
-from structlog.testing import CapturingLogger
+from structlog.testing import CapturingLogger, capture_logs
 from swansong import protocol
 from swansongd import decisions
 from swansongd.config import load
@@ -32,6 +32,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, State
 from swansongd.decisions import UNDECIDED_MAX, Decisions
+from swansongd.errors import StagingError
 from swansongd.model import TrainerView
 from swansongd.service import Service
 from waiting import until
@@ -284,3 +285,19 @@ def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
             is_finite = number % 2 == 0
             service._step(TrainerProgress(1, number, loss_is_finite=is_finite), 1.0)
     assert written.count("loss_not_finite") == module._LINES_AT_ONCE
+
+
+@pytest.mark.fault("S12")
+def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer write-protects its sets: the log does not get a line for each of them."""
+    from swansongd import service as module
+
+    def refuses(*_: object) -> None:
+        raise StagingError("cannot be deleted: Permission denied")
+
+    monkeypatch.setattr(module.scan, "remove_set", refuses)
+    with capture_logs() as logs:
+        service._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
+    assert [(line["event"], line["sets"]) for line in logs] == [("not_pruned", 400)]

@@ -419,3 +419,19 @@ def test_only_the_daemon_can_change_what_was_restored(vm: Vm, umask: int) -> Non
         "restored": "0o750", "": "0o750", "/top": "0o640",
         "/deep": "0o750", "/deep/er": "0o750", "/deep/er/file": "0o640",
     }  # fmt: skip
+
+
+@pytest.mark.fault("S12")
+def test_a_query_for_a_commit_that_is_not_there_reads_no_other(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries wait for one thread: none may read the manifests of the whole run."""
+    for step in range(100, 110):
+        vm.commit(step)
+    read: list[str] = []
+    get = vm.store.get
+    monkeypatch.setattr(vm.store, "get", lambda key: read.append(key) or get(key))
+    answers: queue.Queue[Message] = queue.Queue()
+    vm.rejoin().ask(RestoreQuery("q1", generation=5, step=7), answers.put, lambda _: None)
+    assert "step 7 of run r" in vm.answer(answers).error
+    assert not read
