@@ -249,7 +249,7 @@ def history(
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
     """
     numbers = [number for number in claimed(store, keys) if number < generation]
-    # Whoever can write to the bucket can plant any number of claims.
+    # A bucket writer can plant any number of claims.
     earlier = counting_claims(
         store, keys, numbers, enough=HISTORY_MAX, examined_max=HISTORY_CLAIMS_MAX
     )

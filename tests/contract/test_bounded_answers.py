@@ -238,7 +238,7 @@ def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> N
 
 @pytest.mark.fault("O02")
 def test_a_handshake_that_drips(dripping: Callable[..., RawServer]) -> None:
-    """Whoever answers to TLS byte by byte holds a connection no longer than the limit of connecting."""
+    """A host that answers TLS byte by byte holds a connection no longer than the limit of connecting."""
     record = b"\x16\x03\x03\x40\x00\x02\x00\x40\x00\x03\x03"
     server = dripping(record, b"\x00", asks=False)
     began = time.monotonic()

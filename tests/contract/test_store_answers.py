@@ -167,7 +167,7 @@ MISSING = {
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", SPOILS)
 def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
-    """Cut after its headers or in the middle, empty, or somebody else's page: Transient, then whole."""
+    """Cut after its headers or in the middle, empty, or another page: Transient, then whole."""
     store = cloud.open()
     for key in KEYS:
         store.put(key, b"1")
@@ -222,7 +222,7 @@ def test_keys_that_nobody_asked_for(open_cloud: Callable[[str], Cloud]) -> None:
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("how", ["cut", "half a body"])
 def test_an_object_that_ends_with_the_connection(cloud: Cloud, how: str) -> None:
-    """Without a length nobody can tell half of a manifest from the whole: it is read again."""
+    """Without a length half of a manifest looks like the whole: it is read again."""
     store = cloud.open()
     store.put("manifest", CONTENT)
     for read in (store.get, lambda key: get_range(store, key, 0, len(CONTENT))):

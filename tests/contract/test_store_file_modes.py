@@ -69,7 +69,7 @@ print(chr(10).join(done))
 
 
 def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
-    """Run a program as somebody; what it imports is read before, where this user may not."""
+    """Run a program as another user; what it imports is read before, since that user may not."""
     drop = (
         "import os, sys\nfrom bodies import BytesBody\nfrom swansongd.stores.files import FileStore\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
@@ -169,7 +169,7 @@ def test_the_root_decides(place: Path, mode: int, directory: int, file: int, uma
 @as_root
 @pytest.mark.fault("O23")
 def test_a_group_that_may_write_may_write(place: Path) -> None:
-    """With 2770 two daemons of one group share a store: one commits what the other goes on with."""
+    """With 2770 two daemons of one group share a store: one continues from the commit of the other."""
     (place / "store").mkdir()
     os.chown(place / "store", DAEMON, TRAINERS)
     (place / "store").chmod(0o2770)
@@ -217,7 +217,7 @@ def test_an_acl_of_the_root_gives_its_group_nothing(tmp_path: Path) -> None:
 @pytest.mark.fault("O23", "O07")
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
 def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
-    """Refused by every call, with the way out: whoever is on the machine could plant a commit there."""
+    """Refused by every call, with the fix: any user of the machine could plant a commit there."""
     root = tmp_path / "store"
     root.mkdir()
     root.chmod(mode)

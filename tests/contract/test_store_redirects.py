@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No request to a store follows a redirect: whoever answers cannot send our bytes or tokens elsewhere."""
+"""No request to a store follows a redirect: no answer can send our bytes or tokens elsewhere."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_gcs_goes_nowhere_else(
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.endpoint" in caught.value.hint
-        assert places.redirected, f"{name} asked nobody"
+        assert places.redirected, f"{name} sent no request"
         assert all(request.header("authorization") for request in places.redirected)
         places.redirected.clear()
     assert places.elsewhere.accepted == 0
@@ -151,7 +151,7 @@ def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -
         if region != "eu-west-1":
             assert isinstance(caught.value, Permanent)
             assert "store.region" in caught.value.hint
-        assert places.redirected, f"{name} asked nobody"
+        assert places.redirected, f"{name} sent no request"
         places.redirected.clear()
     assert places.elsewhere.accepted == 0
     assert places.got == []
@@ -159,7 +159,7 @@ def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -
 
 @pytest.mark.fault("S17", "O05")
 def test_a_token_is_fetched_nowhere_else(places: Places, token_desk: Callable[[str], None]) -> None:
-    """Whoever hands out tokens may not pass our signed request on to another host."""
+    """A token server cannot pass our signed request on to another host."""
     token_desk(places.store.url)
     store = GcsStore("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
     for status in STATUSES:

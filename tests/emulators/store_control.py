@@ -59,7 +59,7 @@ POINTS = (
 
 SPOILS = ("empty", "cut", "half", "half a body", "foreign")
 """No body; no body and no length, the connection just ends; half of the document, well framed; half of the
-body, and the connection ends; the page of somebody else.  All under the status that the answer had."""
+body, and the connection ends; the page of another listing.  All under the status that the answer had."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_a_value_out_of_range_is_refused_with_its_field(
 
 
 def test_every_field_has_a_declared_range() -> None:
-    """No field of a message or a manifest has a bare type, whose range nobody has declared."""
+    """No field of a message or a manifest has a bare type without a declared range."""
     for kind in (*KINDS, FileEntry, RankManifest):
         for item in dataclasses.fields(kind):
             assert str(item.type).removesuffix(" | None") in protocol._FIELD_TYPES, (kind, item)

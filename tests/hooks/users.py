@@ -118,13 +118,13 @@ def make_run_directory(path: Path, *, has_acl: bool) -> Path:
     os.chown(path, DAEMON, GROUP)
     path.chmod(0o3770)
     if has_acl:
-        nobody = 0xFFFFFFFF
+        no_id = 0xFFFFFFFF
         entries = (
-            (0x01, 7, nobody),  # owner: rwx
+            (0x01, 7, no_id),  # owner: rwx
             (0x02, 7, DAEMON),  # the daemon: rwx
-            (0x04, 5, nobody),  # group: r-x
-            (0x10, 7, nobody),  # mask: rwx
-            (0x20, 0, nobody),  # others: none
+            (0x04, 5, no_id),  # group: r-x
+            (0x10, 7, no_id),  # mask: rwx
+            (0x20, 0, no_id),  # others: none
         )
         acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
         try:

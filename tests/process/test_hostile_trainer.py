@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registered trainer lies on the socket, floods it, or meets a fault of ours: the evacuation goes on."""
+"""A registered trainer lies on the socket, floods it, or meets a fault of ours: the evacuation continues."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def store(tmp_path: Path) -> FileStore:
 
 
 def test_the_newest_generation(store: FileStore) -> None:
-    """The highest claim counts, whoever made it and whatever it contains; none is 0."""
+    """The highest claim counts, of any writer and with any content; without claims the result is 0."""
     assert catalog.newest_generation(store, KEYS) == 0
     for generation in (9, 10):
         store.put(KEYS.generation(generation), b"{}")

@@ -75,7 +75,7 @@ def test_no_claim_costs_much(data: bytes) -> None:
 
 @pytest.mark.fault("S25")
 def test_a_changed_claim_loses_its_signature() -> None:
-    """Every field counts, those that nobody knows as well; so does the kind of the object."""
+    """Every field counts, unknown ones as well; so does the kind of the object."""
     body = json.loads(encode(CLAIM, SIGNER))
     of_a_manifest = SIGNER.signed("swansong-manifest", json.loads(encode(CLAIM)))["signature"]
     for forged in (

@@ -249,7 +249,7 @@ def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
 def test_a_record_that_this_user_did_not_write_does_not_count(
     desk: Desk, tmp_path: Path, plant: str
 ) -> None:
-    """Whatever lies under its name: nothing is followed, and the daemon claims and goes on."""
+    """Any entry under its name: no link is followed, and the daemon claims and continues."""
     assert desk.claimed() == 1
     elsewhere = tmp_path / "elsewhere"
     os.rename(desk.own / "claim.json", elsewhere)
@@ -488,7 +488,7 @@ def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
 
 @pytest.mark.fault("S25")
 def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> None:
-    """A higher claim, junk beside it, and a higher commit: the clerk goes on, and says what it ignores."""
+    """A higher claim, junk beside it, and a higher commit: the clerk continues, and logs what it ignores."""
     keys = RunKeys("r", Signer(b"k" * 32))
     with desk.clerk(keys=keys) as clerk, capture_logs() as logs:
         assert desk.next() == GenerationClaimed(1, None)

@@ -171,7 +171,7 @@ def test_generations_only_grow(tmp_path: Path) -> None:
 
 @pytest.mark.fault("S25")
 def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> None:
-    """One planted claim must not lead to a generation whose commits nobody finds: nothing is claimed."""
+    """One planted claim must not lead to a generation whose commits no reader finds: nothing is claimed."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
     before = committed.tree(tmp_path)
@@ -187,7 +187,7 @@ def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> 
 def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committed(
     tmp_path: Path,
 ) -> None:
-    """It may be a newer generation: the error names the object, and after it is gone all goes on."""
+    """It may be a newer generation: the error names it, and once it is gone a commit succeeds."""
     store = file_store(tmp_path / "store")
     commit.commit(store, KEYS, a_manifest())
     foreign = f"{KEYS.generations}100000000.json"
@@ -215,7 +215,7 @@ def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None
 
 
 class Blind(FileStore):
-    """Takes manifests, and shows some of its objects to nobody."""
+    """Takes manifests, and hides some of its objects."""
 
     hidden_from_list = hidden_from_get = False
 

@@ -64,7 +64,7 @@ def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
 
 @pytest.mark.fault("H07")
 def test_the_decision_loop_never_waits_for_itself() -> None:
-    """It alone makes room, so it posts even when there is none."""
+    """It alone makes room, so it posts even to a full inbox."""
     inbox = Inbox(events_max=2)
     for number in range(10):
         inbox.put(WokeUp(number))

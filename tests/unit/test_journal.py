@@ -358,7 +358,7 @@ def test_a_file_that_this_daemon_did_not_write_is_no_journal(tmp_path: Path, pla
 
 @pytest.mark.fault("S1")
 def test_a_link_in_the_place_of_the_new_file_is_not_written_through(tmp_path: Path) -> None:
-    """As a daemon that was killed, or somebody else, may have left it."""
+    """As a daemon that was killed, or another process, may have left it."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / f".{FILE_NAME}.new").symlink_to(tmp_path / "secret")
@@ -377,7 +377,7 @@ def test_a_journal_of_another_user_is_not_believed(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("y"))
-    assert set(journal.held("1.a")) == {"y"}, "memory goes on"
+    assert set(journal.held("1.a")) == {"y"}, "memory is kept"
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 

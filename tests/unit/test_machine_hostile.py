@@ -249,7 +249,7 @@ def test_a_flood_of_rollbacks_makes_a_handful_of_claims() -> None:
 
 @pytest.mark.fault("S19")
 def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() -> None:
-    """149 of them in 9 s, each with a deadline that has passed: a few evacuations, and training goes on."""
+    """149 of them in 9 s, each with a deadline that has passed: a few evacuations, and training continues."""
     story = node()
     story.tell(IncarnationBegun("start"))
     story.tell(GenerationClaimed(3, None, is_rollback=True))

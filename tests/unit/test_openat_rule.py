@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that works in staging, or beside a destination that others may write to, goes through descriptors.
 
-A path is resolved anew at each call, and whoever may write to one of its directories decides where to.
+A path is resolved again at each call, and a user who may write to one of its directories decides where to.
 """
 
 from __future__ import annotations

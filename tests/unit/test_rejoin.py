@@ -190,7 +190,7 @@ def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
 
 @pytest.mark.fault("S25")
 def test_only_unsigned_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
-    """With the wrong key, or a key that came later, nobody starts from scratch."""
+    """With the wrong key, or a key that came later, no trainer starts from scratch."""
     vm.commit(100)
     vm.keys = RunKeys("r", Signer(b"k" * 32))
     answer = vm.ask()
@@ -376,7 +376,7 @@ def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
 
 
 def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
-    """Its query may be so long that no reply fits a message: the others get theirs."""
+    """No reply to its long query fits a message: the others get theirs."""
     vm.commit(100)
     rejoin = vm.rejoin()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket
@@ -402,3 +403,18 @@ def test_any_tree_is_listed_read_and_removed_whole(
         os.close(fd)
     scan.remove_set(run, "set")
     assert visible(run) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
+@pytest.mark.fault("S7")
+def test_a_set_that_is_a_mount_is_refused(run: Path) -> None:
+    """Its reads may hang for ever, as those of a FUSE mount of the trainer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.fsencode(run / "set")
+    if libc.mount(b"tmpfs", place, b"tmpfs", 0, None) != 0:
+        pytest.skip("does not apply: no mounts in this sandbox")
+    try:
+        with pytest.raises(StagingError, match="another file system"):
+            scan.listing(run, "set")
+    finally:
+        libc.umount2(place, 2)

@@ -12,8 +12,8 @@ Other members of the group may write to the staging directory of the run.  So ea
 the descriptor of its directory, no link is followed, and nothing of another user is touched.  A set
 is writable for its own user, and through the default ACL of the staging directory for the daemon, which
 removes it later.  With that ACL the group has no access to a set; without ACLs it may read one.  Therefore
-all ranks of one VM must run as one user,
-and the paths that a save function gets are safe: nobody else can create anything below the partial directory.
+all ranks of one VM must run as one user, and the paths that a save function gets are safe: no other user can
+create anything below the partial directory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def write_checkpoint(
                 files = _write_part(partial_fd, place, manifest, save, durable=durable)
                 sealed = _seal(run_fd, partial_fd, name, manifest.local_world_size, durable=durable)
         except BaseException:
-            # Without this rank's files the set can never be whole: make room, whoever else still writes.
+            # Without this rank's files the set can never be whole: make room, even while other ranks write.
             _remove_own(partial, run_fd)
             raise
     size_bytes = sum(file.size_bytes for file in files)
@@ -410,7 +410,7 @@ def _own_directory(
         name: of the directory.
         directory_fd: the one that holds it.
         mode: its mode where no ACL is inherited.
-        is_new: whether nobody else may have created it.
+        is_new: whether no other rank may have created it.
     """
     try:
         # For this user alone: whatever the umask, the group must not put anything into it before it has

@@ -21,7 +21,7 @@ _READ, _WRITE, _ENTER = 4, 2, 1
 
 
 def set_default(fd: int, uid: int) -> None:
-    """Let ``uid`` read and prune what others create below an open directory, and nobody else enter it.
+    """Let ``uid`` read and prune what others create below an open directory, and close it to all others.
 
     The group gets nothing: a member who can reach a file can give it a second name, and a set whose files
     have several names is refused.

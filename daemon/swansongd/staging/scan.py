@@ -322,6 +322,8 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
             raise StagingError(f"is {_kind(mode)}")
         set_fd = openat.open_directory(directory, dir_fd=run_fd)
         try:
+            if os.fstat(set_fd).st_dev != os.fstat(run_fd).st_dev:
+                raise StagingError("lies on another file system")  # its reads may never end
             yield set_fd, False
         finally:
             os.close(set_fd)
