@@ -415,7 +415,7 @@ def test_a_destination_that_cannot_be_used_costs_no_descriptor(to: Path) -> None
     for _ in range(10):
         with pytest.raises(StagingError, match="no empty directory"):
             RestoreTarget(to, parent_fd=parent_fd).__enter__()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     os.close(parent_fd)
 
 

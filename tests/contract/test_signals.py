@@ -186,7 +186,7 @@ def test_a_number_that_changes_hands_while_it_is_opened_is_noticed(
     count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ProcessLookupError, match="another process"):
         peers.open_process(os.getpid())
-    assert len(os.listdir("/proc/self/fd")) == count
+    assert len(os.listdir("/proc/self/fd")) <= count
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
@@ -274,11 +274,11 @@ def test_no_thread_is_started_for_a_request(
 ) -> None:
     """A thousand requests are a thousand signals from one thread, and a bounded number of descriptors."""
     signals = sender(events, pid_file(tmp_path, trainer.pid))
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for number in range(1000):
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # threads of other tests may end meanwhile
     assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX
     assert all(isinstance(event, SignalSent) for event in events)
 

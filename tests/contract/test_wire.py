@@ -448,10 +448,10 @@ def test_what_is_idle_is_closed_and_costs_nothing(
         ended.set()
 
     _, wire = plain.both(script, stall_s=0.2)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     get(wire)
     assert ended.wait(10)
-    until(lambda: threading.active_count() < before + 1, what="the end of the watching thread")
+    until(lambda: set(threading.enumerate()) <= before, what="the end of the watching thread")
     ended.clear()
     get(wire)
     assert ended.wait(10)

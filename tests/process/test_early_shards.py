@@ -117,6 +117,10 @@ def test_a_set_that_is_never_sealed_is_no_commit(
     aws.withdraw()
     (left,) = strict_bucket.store.uploads("run/data/")
     assert f"/{step:012d}-" in left.key
+    until(
+        lambda: all(upload.age_s >= 1 for upload in strict_bucket.store.uploads("run/data/")),
+        what="the upload to be old enough",
+    )  # the daemon sweeps once at its start
 
     table = strict_bucket.table() | {"abort_uploads_after_s": "1s"}
     second = new_vm("second", table, metadata=aws.metadata, settings=SETTINGS)
