@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
+    ClaimGeneration,
     CommitCompleted,
     CommitDone,
     CommitFailed,
@@ -34,19 +35,22 @@ from swansongd.core.events import (
     FenceFound,
     GenerationClaimed,
     HistoryRead,
+    JoinGeneration,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
-from swansongd.model import CommitRef
+from swansongd.model import CheckpointId, CommitRef
 from swansongd.sources.base import HealthTracker
 from swansongd.stores.base import ObjectStore
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
 _CLAIM_FILE = "claim.json"
-_RECORD_BYTES_MAX = 16 * 2**10
+_RECORD_BYTES_MAX = 256 * 2**10
+_ABANDONED_MAX = 1000
+"""Twice as many sets as a scan reports."""
 
 _log = structlog.get_logger(__name__)
 
@@ -56,16 +60,22 @@ class ClaimRecord:
     """The generation that this boot has claimed; lies in staging, and dies with it.
 
     The record alone proves nothing: it counts only if the claim object in the store carries its nonce, or
-    the incarnation that it names.
+    the incarnation that it names.  It is written before each claim and again after it, so a daemon that was
+    killed between the two recognises its own claim.
     """
 
     run: str
     store_url: str
     boot_id: str
     generation: int
+    """0 before the first claim."""
     nonce: str
     incarnation: str = ""
     """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
+    next_nonce: str = ""
+    """Of a claim that was ordered, and that may have been made; empty for none."""
+    abandoned: tuple[CheckpointId, ...] = ()
+    """Sets in staging that are not of the line of states, see :mod:`swansongd.core.lineage`."""
 
     def save(self, own_directory: Path) -> None:
         """Replace the record.
@@ -74,6 +84,7 @@ class ClaimRecord:
             OSError: it could not be written; the old one stands.
         """
         body = {name: getattr(self, name) for name in self.__slots__}
+        body["abandoned"] = [str(abandoned) for abandoned in self.abandoned]
         own_fd = openat.open_directory(own_directory, owners={os.geteuid()})
         try:
             openat.replace_file(_CLAIM_FILE, json.dumps(body).encode(), dir_fd=own_fd)
@@ -98,26 +109,45 @@ class ClaimRecord:
                 store_url=bounds.text(body.get("store_url"), "store_url"),
                 boot_id=bounds.text(body.get("boot_id"), "boot_id", bounds.ID_CHARS_MAX),
                 generation=bounds.integer(
-                    body.get("generation"), "generation", 1, bounds.GENERATION_MAX
+                    body.get("generation"), "generation", 0, bounds.GENERATION_MAX
                 ),
-                nonce=bounds.identifier(body.get("nonce"), "nonce"),
+                nonce=bounds.text(body.get("nonce"), "nonce", bounds.ID_CHARS_MAX),
                 incarnation=bounds.text(
                     body.get("incarnation"), "incarnation", bounds.ID_CHARS_MAX
+                ),
+                next_nonce=bounds.text(
+                    body.get("next_nonce", ""), "next_nonce", bounds.ID_CHARS_MAX
+                ),
+                abandoned=tuple(
+                    _checkpoint_id(each)
+                    for each in bounds.items(body.get("abandoned", []), "abandoned", _ABANDONED_MAX)
                 ),
             )
         except (OSError, BoundsError):
             return None
 
-    def is_of(self, run: str, store_url: str, boot_id: str) -> bool:
-        """Whether it was made on this boot for this run and this store."""
-        return (self.run, self.store_url, self.boot_id) == (run, store_url, boot_id)
+    def is_of(self, run: str, store_url: str) -> bool:
+        """Whether it was made for this run and this store."""
+        return (self.run, self.store_url) == (run, store_url)
 
     def is_of_claim(self, claim: ClaimObject | None) -> bool:
         """Whether this claim, of the generation in question, is the one that the record is of."""
-        if claim is None:
+        if claim is None or not self.nonce:
             return False
         is_shared = bool(self.incarnation) and claim.incarnation == self.incarnation
         return claim.nonce == self.nonce or is_shared
+
+
+def _checkpoint_id(value: object) -> CheckpointId:
+    """The id that ``str(CheckpointId)`` gave.
+
+    Raises:
+        BoundsError: it is not one.
+    """
+    step, dot, nonce = bounds.text(value, "abandoned", bounds.ID_CHARS_MAX + 20).partition(".")
+    if not (dot and step.isascii() and step.isdigit() and len(step) <= len(str(bounds.STEP_MAX))):
+        raise BoundsError(f"abandoned contains {bounds.shown(value)}, which is not a set")
+    return CheckpointId(int(step), nonce)
 
 
 class Clerk:
@@ -158,13 +188,19 @@ class Clerk:
         self._health = health
         self._several_vms = several_vms
         record = ClaimRecord.load(own_directory)
-        is_ours = (
-            record is not None
-            and record.is_of(keys.run, store.url, boot_id)
-            and bool(record.incarnation) == several_vms
-        )
-        self._record = record if is_ours else None
-        self.incarnation = self._record.incarnation if self._record else ""
+        if record is None or not record.is_of(keys.run, store.url):
+            record = ClaimRecord(keys.run, store.url, "", 0, "")
+        self.is_first_of_boot = record.boot_id != boot_id
+        """Whether no daemon of this run and store has begun a claim since the VM was booted."""
+        self.sealed_under = record.generation or None
+        """Generation of the sets that earlier lives left in staging; None if unknown."""
+        self.abandoned = frozenset(record.abandoned)
+        """Sets that earlier lives left in staging and that are not of the line of states."""
+        if self.is_first_of_boot or bool(record.incarnation) != several_vms:
+            # Another boot is another VM; what lies in staging is still of that generation.
+            record = replace(record, boot_id=boot_id, nonce="", incarnation="", next_nonce="")
+        self._record = record
+        self.incarnation = record.incarnation
         """The one that this boot has joined last; empty before it has."""
         self._has_read_back = False
         """Whether a manifest of this life was read back, and was the one that was written."""
@@ -194,10 +230,10 @@ class Clerk:
         """Look whether a newer generation is claimed; posts FenceFound if so."""
         self._jobs.put(lambda: self._check_fence(generation))
 
-    def claim_next(self, generation: int) -> None:
+    def claim_next(self, order: ClaimGeneration) -> None:
         """Claim another generation after our own; posts GenerationClaimed or FenceFound."""
 
-        overtaken: int | None = generation
+        overtaken: int | None = order.after
 
         def claim() -> int:
             nonlocal overtaken
@@ -206,12 +242,17 @@ class Clerk:
                 overtaken = None  # from here on, a newer one may be our own
             return self._claim_new()
 
-        self._jobs.put(lambda: self._claim(claim, is_first=False))
+        def run() -> None:
+            # Before the store is asked: were the daemon killed now, the sets would count again.
+            self._note_claim(order.abandoned)
+            self._claim(claim, is_first=False)
 
-    def join(self, incarnation: str) -> None:
+        self._jobs.put(run)
+
+    def join(self, order: JoinGeneration) -> None:
         """Share the generation of this incarnation; posts GenerationClaimed or FenceFound."""
-        self.incarnation = incarnation
-        self._jobs.put(lambda: self._join(incarnation))
+        self.incarnation = order.incarnation
+        self._jobs.put(lambda: self._join(order))
 
     def check_complete(self, order: CheckComplete) -> None:
         """Look for the manifests of all VMs; posts CommitCompleted when they are there."""
@@ -229,7 +270,9 @@ class Clerk:
         self._hurry.set()
 
     def _run(self) -> None:
-        may_claim = not self._several_vms or self._record is not None
+        if self.is_first_of_boot:
+            self._save(self._record)
+        may_claim = not self._several_vms or bool(self._record.incarnation)
         if may_claim and not self._claim(self._claimed) and not self._several_vms:
             return
         while not self._stop.is_set():
@@ -278,15 +321,18 @@ class Clerk:
                 self._stop.wait(0.5)
         return False
 
-    def _join(self, incarnation: str) -> None:
-        if incarnation != self.incarnation:
+    def _join(self, order: JoinGeneration) -> None:
+        if order.incarnation != self.incarnation:
             return  # yet another one has begun meanwhile
-        self._claim(lambda: self._claim_new(incarnation), is_first=False)
+        self._note_claim(order.abandoned, order.incarnation)
+        self._claim(lambda: self._claim_new(order.incarnation), is_first=False)
 
     def _claimed(self) -> int:
         record = self._record
-        if record is None:
-            return self._claim_new()
+        if record.next_nonce:
+            return self._claim_ordered(record)
+        if not record.nonce:
+            return self._claim_new(record.incarnation)
         claim = catalog.claim_of(self._store, self._keys, record.generation)
         if not record.is_of_claim(claim):
             _log.warning(
@@ -300,9 +346,46 @@ class Clerk:
         commit.ensure_not_fenced(self._store, self._keys, record.generation)
         return record.generation
 
+    def _claim_ordered(self, record: ClaimRecord) -> int:
+        """The generation that was ordered before a failure or a restart: claimed by then, or claimed now."""
+        if not self._several_vms:
+            newest = catalog.newest_generation(self._store, self._keys, above=record.generation)
+            is_newer = newest > record.generation
+            claim = catalog.claim_of(self._store, self._keys, newest) if is_newer else None
+            if claim is not None and claim.nonce == record.next_nonce:
+                self._save(replace(record, generation=newest, nonce=claim.nonce, next_nonce=""))
+                return newest
+            if record.nonce and is_newer:
+                raise FencedError(record.generation, newest)
+        return self._claim_new(record.incarnation)
+
+    def _note_claim(self, abandoned: tuple[CheckpointId, ...], incarnation: str = "") -> None:
+        """Record, before the claim, that a generation without these sets is to begin."""
+        self._save(
+            replace(
+                self._record,
+                incarnation=incarnation,
+                next_nonce=secrets.token_hex(16),
+                abandoned=abandoned[-_ABANDONED_MAX:],
+            )
+        )
+
+    def _save(self, record: ClaimRecord) -> None:
+        self._record = record
+        try:
+            record.save(self._own_directory)
+        except OSError as error:
+            _log.warning(
+                "claim_not_recorded",
+                error=str(error),
+                hint="After a restart the daemon will claim another generation, which is harmless",
+            )
+
     def _claim_new(self, incarnation: str = "") -> int:
-        url, run = self._store.url, self._keys.run
-        nonce = secrets.token_hex(16)
+        url = self._store.url
+        if not self._record.next_nonce:
+            self._save(replace(self._record, next_nonce=secrets.token_hex(16)))
+        nonce = self._record.next_nonce
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
             self._store, self._keys, identity=identity, nonce=nonce, incarnation=incarnation
@@ -313,15 +396,14 @@ class Clerk:
                 url=url,
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
-        try:
-            record = ClaimRecord(run, url, self._boot_id, claim.generation, nonce, incarnation)
-            record.save(self._own_directory)
-        except OSError as error:
-            _log.warning(
-                "claim_not_recorded",
-                error=str(error),
-                hint="After a restart the daemon will claim another generation, which is harmless",
-            )
+        record = replace(
+            self._record,
+            generation=claim.generation,
+            nonce=nonce,
+            incarnation=incarnation,
+            next_nonce="",
+        )
+        self._save(record)
         return claim.generation
 
     # ------------------------------------------------------------------ orders

@@ -149,6 +149,8 @@ class Staged:
     nodes: int = 1
     request_id: str = ""
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
+    starts: frozenset[str] = frozenset()
+    """The starts of the training that wrote it, one for each rank of this VM."""
     health: Mapping[str, float] = field(default_factory=dict)
     """Loss and metrics as the trainer reported them."""
     trainer: Mapping[str, object] = field(default_factory=dict)
@@ -211,5 +213,11 @@ class TrainerView:
     takes_periodic: bool = False
     """It leaves it to the daemon to say when a periodic checkpoint is due."""
     reported_mono_s: float | None = None
+    greeted_mono_s: float = 0.0
+    """When its hello arrived."""
+    start_id: str = ""
+    """Of the start of its training; its sets carry it."""
+    start_step: int = -1
+    """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False when the connection is gone but the process may still live, and come back."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers trainers that ask for a checkpoint to resume from, with a local directory.
 
-The newer of two is taken: the newest sealed set that still lies in staging (the trainer crashed, the VM
-lives), or the newest whole commit in the store, downloaded and verified.  Every rank asks for itself, and all
-ranks of one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
+The newer of two is taken, by the rule of :mod:`swansongd.core.resume`: the newest sealed set that is still
+in staging (the trainer crashed, or the disk survived the VM), or the newest whole commit in the store,
+downloaded and verified.  Staging is scanned before the choice.  Every rank asks for itself, and all ranks of
+one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
 
 One thread answers all queries, one after another, from a queue of limited length.  Downloads go to a
 directory that only the daemon can write: trainers can neither lead them elsewhere nor change what was
@@ -26,11 +27,12 @@ from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 
 from swansongd import catalog, commit
+from swansongd.core import resume
 from swansongd.core.events import Event, RolledBack
 from swansongd.core.state import State
 from swansongd.errors import CorruptError, NothingToRestore, StagingError, SwansongError
 from swansongd.keys import RunKeys
-from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
+from swansongd.model import CheckpointId, CommitRef, Staged
 from swansongd.restore import Wanted, health_of, healthy, restore, whole
 from swansongd.restore_target import Access, interrupted
 from swansongd.staging.prepare import RunDirectory, open_restored
@@ -46,6 +48,8 @@ QUERIES_MAX = 1024
 RESTORED_FILE_MODE = 0o640
 _PROGRESS_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 0.02
+_SCAN_PATIENCE_S = 10.0
+"""A scan that takes longer than this is not waited for: the choice is made from the last one."""
 
 _log = structlog.get_logger(__name__)
 
@@ -85,6 +89,7 @@ class Rejoin:
         run: staging directory of the run.
         state: reads the newest state of the decision loop.
         stop: ends it all.
+        rescan: orders a scan of staging, whose result is awaited; None: the last scan is new enough.
         monotonic: the clock.
     """
 
@@ -96,6 +101,7 @@ class Rejoin:
         state: Callable[[], State],
         stop: threading.Event,
         *,
+        rescan: Callable[[], None] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = store
@@ -103,6 +109,7 @@ class Rejoin:
         self._run = run
         self._state = state
         self._stop = stop
+        self._rescan = rescan
         self._monotonic = monotonic
         self._given: _Given | None = None
         self._went_back: tuple[int, float, Restored] | None = None
@@ -184,9 +191,23 @@ class Rejoin:
             return self._rollback(query, ticket.post)
         return self._answer()
 
+    def _scanned(self) -> State:
+        """The state after a scan that begins now, which finds what was sealed a moment ago."""
+        if self._rescan is None:
+            return self._state()
+        begun_mono_s = self._monotonic()
+        self._rescan()
+        while self._monotonic() - begun_mono_s < _SCAN_PATIENCE_S:
+            state = self._state()
+            if state.scanned_mono_s is not None and state.scanned_mono_s >= begun_mono_s:
+                return state
+            if self._stop.wait(_LOOK_INTERVAL_S):
+                break
+        return self._state()
+
     def _answer(self) -> Restored:
-        state = self._state()
-        own = _newest_own(state)
+        state = self._scanned()
+        own = resume.newest_local(state, None)
         local = None if own is None else own.id
         given = self._given
         if given is not None and not (given.local == local and given.still_stands()):
@@ -199,9 +220,11 @@ class Rejoin:
             return given.answer
         store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
+        if own is not None:
+            own = resume.newest_local(state, newest)
         if given is not None and given.newest == newest:
             answer = given.answer
-        elif own is not None and _is_as_good(own, state, newest):
+        elif own is not None:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
@@ -226,9 +249,9 @@ class Rejoin:
             if number == query.rollback and self._monotonic() - mono_s < ONE_START_S:
                 return answer  # to another rank
         store = self._store()
-        own = _newest_healthy_own(state, query.before_step)
         committed = self._newest_healthy_commit(store, query.before_step)
-        if own is not None and _is_as_good(own, state, committed):
+        own = resume.newest_healthy_local(state, query.before_step, committed)
+        if own is not None:
             answer = self._in_staging(own, state)
         elif committed is not None:
             answer = self._fetched(store, committed, lambda ref, _: ref == committed)
@@ -359,34 +382,3 @@ def _remove(names: list[str], parent_fd: int) -> None:
             openat.remove_tree(name, dir_fd=parent_fd)
         except OSError as error:
             _log.warning("not_removed", directory=name, error=error.strerror)
-
-
-def _newest_own(state: State) -> Staged | None:
-    """Newest set in staging that was sealed while this daemon looked on.
-
-    One of another boot is perhaps torn: what is committed of it was read back whole.
-    """
-    local = state.newest_staged
-    return None if local is None or local.id in state.inherited else local
-
-
-def _newest_healthy_own(state: State, before_step: int) -> Staged | None:
-    """Newest set that would do for a rollback."""
-    return max(
-        (
-            staged
-            for staged in state.staged
-            if staged.id not in state.unusable | state.inherited
-            and staged.id.step < before_step
-            and is_healthy(staged.health)
-        ),
-        key=lambda staged: staged.id,
-        default=None,
-    )
-
-
-def _is_as_good(local: Staged, state: State, newest: CommitRef | None) -> bool:
-    """Whether a set in staging is as good as, or better than, the newest commit."""
-    if newest is None or newest.step < local.id.step:
-        return True
-    return newest.generation == state.generation and newest.step == local.id.step

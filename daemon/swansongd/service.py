@@ -45,6 +45,7 @@ from swansongd.core.events import (
     Prune,
     Rescan,
     SendTarget,
+    SetAside,
     SignalTrainer,
     StartFlush,
     StopRequested,
@@ -152,8 +153,16 @@ class Service:
             several_vms=config.run.several_vms,
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
             goes_on_with=self._clerk.incarnation,
+            sealed_under=self._clerk.sealed_under,
+            is_first_of_boot=self._clerk.is_first_of_boot,
         )
-        state = State(settings=settings, incarnation=self._clerk.incarnation)
+        abandoned = self._clerk.abandoned
+        state = State(
+            settings=settings,
+            incarnation=self._clerk.incarnation,
+            abandoned=abandoned,
+            unusable=abandoned,
+        )
         self._decisions = Decisions(state, _log)
         scanner = Scanner(
             self._staging.path,
@@ -169,6 +178,7 @@ class Service:
             self._staging,
             lambda: self._state,
             self._stop,
+            rescan=self._observer.rescan,
         )
         self._channel = TrainerChannel(
             config.trainer.socket,
@@ -386,10 +396,10 @@ class Service:
                 self._flush.cancel(flush_id)
             case CommitManifest():
                 self._clerk.commit(action)
-            case ClaimGeneration(after):
-                self._clerk.claim_next(after)
-            case JoinGeneration(incarnation):
-                self._clerk.join(incarnation)
+            case ClaimGeneration():
+                self._clerk.claim_next(action)
+            case JoinGeneration():
+                self._clerk.join(action)
             case CheckComplete():
                 self._clerk.check_complete(action)
             case CheckFence():
@@ -397,12 +407,8 @@ class Service:
                     self._clerk.check_fence(self._state.generation)
             case Rescan():
                 self._observer.rescan()
-            case Prune(directories):
-                if not self._pruner.submit(partial(self._prune, directories)):
-                    # The next commit orders it again.
-                    _log.warning(
-                        "not_pruned", sets=len(directories), error="too many removals wait"
-                    )
+            case SetAside() | Prune():
+                self._remove(action)
             case Mark():
                 self._mark(action, now)
             case Conclude():
@@ -452,8 +458,26 @@ class Service:
         if generation is not None:
             self._clerk.farewell(generation, farewell)
 
+    def _remove(self, action: SetAside | Prune) -> None:
+        remove = self._set_aside if isinstance(action, SetAside) else self._prune
+        if not self._pruner.submit(partial(remove, action.directories)):
+            # The next commit orders it again.
+            sets = len(action.directories)
+            _log.warning("not_pruned", sets=sets, error="too many removals wait")
+
+    def _set_aside(self, directories: tuple[str, ...]) -> None:
+        for directory in directories:
+            try:
+                scan.set_aside(self._staging.fd, directory)
+            except StagingError as error:
+                _log.warning("not_set_aside", directory=directory, error=error.line())
+            else:
+                _log.info("set_aside", directory=directory)
+        self._observer.rescan()
+
     def _prune(self, directories: tuple[str, ...]) -> None:
         refused: list[tuple[str, str]] = []
+        scan.remove_set_aside(self._staging.fd)
         for directory in directories:
             try:
                 scan.remove_set(self._staging.fd, directory)

@@ -92,7 +92,8 @@ show(len(held)); wait()
 """
     before = """
 def join_on(s):
-    s.send(json.dumps({"type": "hello", "run": "r1"}).encode())
+    rank = {"rank": os.getuid() % 1000, "world_size": 1000}
+    s.send(json.dumps({"type": "hello", "run": "r1", **rank}).encode())
     return s.recv(65536).decode()
 """
     with PeerProcess(running.path, before + script, uid=uid) as peer:

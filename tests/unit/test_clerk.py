@@ -24,6 +24,7 @@ from swansongd import clerk as clerks
 from swansongd import manifest
 from swansongd.clerk import ClaimRecord, Clerk
 from swansongd.core.events import (
+    ClaimGeneration,
     CommitDone,
     CommitFailed,
     CommitManifest,
@@ -598,13 +599,13 @@ def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: D
     """After a rollback, for the same boot; a restarted daemon goes on under it.  Never over a newer VM's."""
     with desk.clerk() as clerk:
         assert desk.next() == GenerationClaimed(1, None)
-        clerk.claim_next(1)
+        clerk.claim_next(ClaimGeneration(1))
         assert desk.next() == GenerationClaimed(2, None, is_rollback=True)
     with desk.clerk() as clerk:
         assert desk.next() == GenerationClaimed(2, None)
         with desk.clerk(boot="other"):
             assert desk.next() == GenerationClaimed(3, None)
-        clerk.claim_next(2)
+        clerk.claim_next(ClaimGeneration(2))
         assert desk.next() == FenceFound(3)
 
 

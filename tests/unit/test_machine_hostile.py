@@ -127,7 +127,13 @@ def happen(story: Story, what: str, *facts: Any) -> None:
             heard = protocol.decode(protocol.encode(hello))
             assert isinstance(heard, protocol.Hello)
             if not translate.problem_with(heard, "r"):
-                story.tell(TrainerJoined(translate.view_of(connection, 100 + connection, heard)))
+                story.tell(
+                    TrainerJoined(
+                        translate.view_of(
+                            connection, 100 + connection, heard, greeted_mono_s=story.now
+                        )
+                    )
+                )
         case "leave", connection, exited:
             story.tell(TrainerLeft(connection, exited, "gone"))
         case "seal", step, size_bytes:

@@ -47,7 +47,7 @@ def join(
         capabilities=["periodic"] if periodic else [],
         version=VERSION,
     )
-    story.tell(TrainerJoined(view_of(1 + rank, 100 + rank, hello)))
+    story.tell(TrainerJoined(view_of(1 + rank, 100 + rank, hello, greeted_mono_s=0.0)))
 
 
 def asks(story: Story) -> list[AskTrainers]:

@@ -7,6 +7,7 @@ import os
 import queue
 import stat
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,21 +146,61 @@ def test_a_newer_commit_beats_an_older_set(vm: Vm) -> None:
     assert vm.ask().step == 100
 
 
-def test_a_commit_of_another_generation_beats_a_set_of_the_same_step(vm: Vm) -> None:
-    """Two lineages: what is committed of this step is what others go on from."""
+@pytest.mark.parametrize("step", [60, 100])
+def test_a_set_of_the_new_line_beats_a_commit_of_the_line_that_was_left(vm: Vm, step: int) -> None:
+    """Generation 2 began at a lower step than the newest commit of generation 1: its set is the newer one."""
     vm.commit(100, generation=1)
-    vm.knows(a_set(100), newest=CommitRef(1, 100))
+    vm.knows(a_set(step), newest=CommitRef(1, 100))
     answer = vm.ask()
-    assert (answer.step, answer.generation) == (100, 1)
+    assert (answer.step, answer.generation) == (step, 2)
 
 
 @pytest.mark.fault("D06")
-def test_a_set_of_another_boot_is_not_trusted(vm: Vm) -> None:
-    """It may be torn: the commit is taken, although its step is smaller; without one the run is fresh."""
-    vm.knows(a_set(200), inherited=True)
-    assert vm.ask() == Restored("q1")
+def test_a_set_that_survived_on_the_disk_is_as_good_as_a_commit(vm: Vm) -> None:
+    """The newer of the two is taken, in the order of generations first, then of steps."""
     vm.commit(100)
+    local = a_set(200)
+    vm.knows(local, inherited=True, newest=CommitRef(1, 100))
+    assert vm.ask().path == str(vm.staging / local.directory)
+    vm.state = replace(vm.state, settings=replace(vm.state.settings, sealed_under=1))
+    assert vm.ask().path == str(vm.staging / local.directory)
+    vm.commit(150, generation=2)  # another VM went on from the commit
+    assert (vm.ask().step, vm.ask().generation) == (150, 2)
+
+
+@pytest.mark.fault("D06")
+def test_a_set_that_may_be_torn_is_not_taken(vm: Vm) -> None:
+    """An emergency set of another boot was not flushed to the disk: the older commit is taken."""
+    vm.commit(100)
+    story = Story(claimed=False)
+    story.state = replace(
+        story.state, settings=replace(story.state.settings, is_first_of_boot=True)
+    )
+    story.staging = [a_set(200, request_id="r1")]
+    story.scan()
+    vm.state = story.state
     assert vm.ask().step == 100
+
+
+def test_a_set_that_was_sealed_a_moment_ago_is_not_overlooked(vm: Vm) -> None:
+    """Staging is scanned before the choice, and the choice waits for the scan."""
+    vm.commit(100)
+    story = Story(newest=CommitRef(1, 100))
+    vm.state = story.state
+
+    def rescan() -> None:
+        def found() -> None:
+            story.staging = [a_set(110)]
+            story.now = time.monotonic() + 1
+            story.scan()
+            vm.state = story.state
+
+        threading.Timer(0.05, found).start()
+
+    answers: queue.Queue[Message] = queue.Queue()
+    rejoin = Rejoin(vm.store, vm.keys, vm.run, lambda: vm.state, threading.Event(), rescan=rescan)
+    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 110
 
 
 def test_a_set_that_turned_out_unusable_is_not_taken(vm: Vm) -> None:

@@ -21,6 +21,7 @@ from swansongd.core.events import (
     Event,
     FenceFound,
     GenerationClaimed,
+    JoinGeneration,
     SourceChanged,
 )
 from swansongd.core.state import State
@@ -120,18 +121,18 @@ def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
     clerks = [desk.open() for desk in desks]
     assert list(store.list(KEYS.generations)) == []
     for desk, clerk in zip(desks, clerks, strict=True):
-        clerk.join("first")
+        clerk.join(JoinGeneration("first"))
         claimed = desk.next(GenerationClaimed)
         assert claimed == GenerationClaimed(1, None, is_rollback=True)
     clerks[0].close()
     again = desks[0].open()
     assert again.incarnation == "first"
     assert desks[0].next(GenerationClaimed) == GenerationClaimed(1, None)
-    clerks[1].join("second")
+    clerks[1].join(JoinGeneration("second"))
     assert desks[1].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
     again.check_fence(1)
     assert desks[0].next(FenceFound) == FenceFound(2)
-    again.join("second")
+    again.join(JoinGeneration("second"))
     assert desks[0].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
     for clerk in (again, clerks[1]):
         clerk.close()
@@ -151,7 +152,7 @@ def test_a_record_counts_if_the_claim_is_that_of_its_incarnation(
     first, second = (Desk(tmp_path / name, store) for name in "ab")
     for desk in (first, second):
         clerk = desk.open()
-        clerk.join("start")
+        clerk.join(JoinGeneration("start"))
         assert desk.next(GenerationClaimed) == GenerationClaimed(1, None, is_rollback=True)
         clerk.close()
     assert recorded(first).nonce != recorded(second).nonce

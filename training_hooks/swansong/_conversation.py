@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import secrets
 from collections.abc import Callable
 
 from swansong._agree import Agreement, Ranks
@@ -62,6 +63,8 @@ class Conversation:
         self.run = run
         self.staging: str | None = None
         """Where to write checkpoints; None before the welcome, and after the end."""
+        self.start_id = secrets.token_hex(8)
+        """Of this start of the training: tells the daemon which sets are of the current line of states."""
         self.naming_secret = ""
         """Goes into the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
@@ -89,6 +92,7 @@ class Conversation:
         return Hello(
             run=self.run,
             step=int(self.agreement.step),
+            start_id=self.start_id,
             capabilities=list(self._capabilities),
             **dataclasses.asdict(self.ranks),
         )

@@ -30,6 +30,8 @@ class Reporter:
     def __init__(self, send: Callable[[Message], object]) -> None:
         self._send = send
         self._last = Progress(step=-1)
+        self._unsent: Progress | None = None
+        """A start that could not be reported yet."""
         self._last_polls = 0
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
@@ -43,6 +45,8 @@ class Reporter:
             measured: what the last save cost; while the loop was held up, it made no steps.
             polls: how often the loop has polled so far.
         """
+        if self._unsent is not None and self._send(self._unsent):
+            self._unsent = None
         now = time.monotonic()
         elapsed_s = now - self._last_mono_s
         last = self._last
@@ -50,7 +54,7 @@ class Reporter:
         if elapsed_s < INTERVAL_S or (step, measured.save_s, polls) == known:
             return
         step_s = last.step_s
-        if step > last.step >= 0:
+        if step > last.step >= 0 and not last.start_id:
             stepping_s = elapsed_s - (measured.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
         number = _plain(loss)
@@ -67,6 +71,16 @@ class Reporter:
             snapshot_s=measured.snapshot_s,
         )
         self._send(self._last)
+
+    def is_behind(self, step: int) -> bool:
+        """Whether a later step was reported: the script has loaded an older state by itself."""
+        return 0 <= step < self._last.step
+
+    def started(self, step: int, start_id: str) -> None:
+        """Report that training starts from ``step``: at once, or as soon as the daemon is connected."""
+        self._last = start = Progress(step=step, start_id=start_id)
+        self._last_mono_s = time.monotonic()
+        self._unsent = None if self._send(start) else start
 
 
 def _plain(loss: Any) -> float | None:

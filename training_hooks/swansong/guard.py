@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -223,6 +224,7 @@ class Guard:
             if answer.path:
                 step = self._load(answer)
         self._agreement.step = step
+        self._started(step)
         self._agreement.plan_periodic(step)
         self._saver.measured.saved_mono_s = time.monotonic()
         return step
@@ -263,6 +265,7 @@ class Guard:
         self._ranks = dataclasses.replace(self._ranks, attempt=attempt)
         self._health.forget()
         self._agreement.step = step
+        self._started(step)
         self._saver.measured.saved_mono_s = time.monotonic()
         self._talk.begin_anew(self._ranks)
         return step
@@ -350,6 +353,11 @@ class Guard:
             owners=self._talk.channel.trusted_uids,
         )
 
+    def _started(self, step: int) -> None:
+        """From here on the checkpoints are of another start."""
+        self._talk.start_id = secrets.token_hex(8)
+        self._reporter.started(step, self._talk.start_id)
+
     def _manifest(self, due: Due, step: int) -> RankManifest:
         return RankManifest(
             run=self._talk.run,
@@ -362,6 +370,7 @@ class Guard:
             node=self._ranks.node,
             nodes=self._ranks.nodes,
             request_id=due.request_id,
+            start_id=self._talk.start_id,
             health=self._health.look(step),
         )
 
@@ -372,6 +381,8 @@ class Guard:
         if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
         step = int(self._agreement.step)
+        if self._reporter.is_behind(step):
+            self._started(step)
         self._reporter.tick(step, self._health.loss, measured, self._polls)
         self._pauses.tick(step, self._polls, self._talk.grace_s)
 

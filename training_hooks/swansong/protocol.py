@@ -97,6 +97,8 @@ class Hello(Message):
     capabilities: Capabilities = field(default_factory=list)
     """``periodic``: takes periodic checkpoints when the daemon asks, and plans none itself."""
     step: Step = -1
+    start_id: Id = ""
+    """Of this start of the training; also in the rank manifests that it writes."""
     version: Version = VERSION
 
 
@@ -114,6 +116,8 @@ class Progress(Message):
     save_bytes: Bytes | None = None
     snapshot_s: Seconds | None = None
     """The part of ``save_s`` for which the training loop stood still."""
+    start_id: Id = ""
+    """Not empty: training starts, or starts again, from ``step``, and this is the id of the start."""
 
 
 @dataclass(frozen=True)
@@ -499,6 +503,8 @@ class RankManifest:
     node: Node = 0
     nodes: Nodes = 1
     request_id: Id = ""
+    start_id: Id = ""
+    """Of the start of the training that wrote it, see :class:`Hello`."""
     framework: Id = "swansong"
     health: Metrics = field(default_factory=dict)
     version: Version = VERSION

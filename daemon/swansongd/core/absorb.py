@@ -9,7 +9,7 @@ from typing import assert_never
 from swansong import protocol
 
 from swansongd.core import absorb_stored as stored
-from swansongd.core import nodes, periodic, rollback, stall
+from swansongd.core import lineage, nodes, periodic, stall
 from swansongd.core.cadence import History
 from swansongd.core.events import (
     AskTrainers,
@@ -47,6 +47,7 @@ from swansongd.core.events import (
     TrainerJoined,
     TrainerLeft,
     TrainerProgress,
+    TrainerRefused,
     TrainerSealed,
     WokeUp,
 )
@@ -85,6 +86,10 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             )
         case TrainerJoined(trainer):
             others = tuple(t for t in state.trainers if t.pid != trainer.pid)
+            known = next((t for t in state.trainers if t.pid == trainer.pid), None)
+            if known is not None:
+                trainer = replace(trainer, start_step=known.start_step)
+            lineage.noted(turn, trainer.start_id)
             if not state.connected:
                 turn.set(joined_mono_s=turn.now)
             turn.set(trainers=(*others, trainer))
@@ -93,9 +98,12 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             nodes.joined(turn, trainer)
             _ask_late(turn, trainer.connection, trainer.rank)
             periodic.joined(turn, trainer.connection)
+        case TrainerRefused(_, reason):
+            turn.set(ranks_refused=state.ranks_refused + 1, refused_why=reason)
         case TrainerLeft():
             _trainer_left(turn, event)
         case TrainerProgress():
+            _placed(turn, event)
             _trainer_progress(turn, event)
         case TrainerAccepted(connection, request_id, at_step):
             _trainer_accepted(turn, connection, request_id, at_step)
@@ -121,7 +129,7 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 turn.fail_ask(reason)
             periodic.failed(turn, request_id, reason)
         case RolledBack(to_step):
-            rollback.rolled_back(turn, to_step)
+            lineage.rolled_back(turn, to_step)
         case HistoryRead(observed_s, uncovered):
             turn.set(history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
@@ -137,17 +145,18 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
         case Scanned():
             _scanned(turn, event)
         case GenerationClaimed(generation, newest, is_rollback):
-            inherited = frozenset(staged.id for staged in state.staged)
-            if is_rollback:  # what was sealed since is of the new lineage
-                inherited = state.inherited
             turn.set(
                 generation=generation,
                 last_commit=newest,
                 last_complete=newest,
-                inherited=inherited,
+                last_commit_seen_mono_s=None,
             )
             if newest is not None:
                 turn.do(TellCommitted(newest))
+            if state.must_claim:
+                lineage.claim_again(turn, generation)
+            elif not is_rollback:
+                lineage.claimed(turn)
         case FlushProgress():
             stored.flush_progress(turn, event)
         case Flushed():
@@ -245,6 +254,22 @@ def _trainer_left(turn: Turn, event: TrainerLeft) -> None:
         turn.do(Rescan())
 
 
+def _placed(turn: Turn, event: TrainerProgress) -> None:
+    """The first report of a connection, and each report of another start, says where training begins."""
+    trainer = next((t for t in turn.state.trainers if t.connection == event.connection), None)
+    is_placed = trainer is not None and trainer.start_step >= 0
+    if trainer is None or event.step < 0 or (is_placed and not event.start_id):
+        return
+    placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
+    if event.start_id:
+        placed = replace(placed, start_id=event.start_id, step=event.step)
+        lineage.noted(turn, event.start_id)
+    others = (t for t in turn.state.trainers if t is not trainer)
+    turn.set(trainers=(*others, placed))
+    before_mono_s = turn.now if is_placed else trainer.greeted_mono_s
+    lineage.started(turn, placed, before_mono_s=before_mono_s)
+
+
 def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
     def updated() -> object:
         for trainer in turn.state.trainers:
@@ -303,6 +328,8 @@ def _ask_late(turn: Turn, connection: int, rank: int) -> None:
 
 def _scanned(turn: Turn, event: Scanned) -> None:
     before = {staged.id for staged in turn.state.staged}
+    is_first = turn.state.scanned_mono_s is None
+    seen = {s.id: turn.state.seen.get(s.id, event.started_mono_s) for s in event.staged}
     for directory, reason in event.rejected:
         if (directory, reason) not in turn.state.rejected:
             turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
@@ -311,6 +338,7 @@ def _scanned(turn: Turn, event: Scanned) -> None:
         pending=event.pending,
         growing=event.growing,
         rejected=frozenset(event.rejected),
+        seen=seen,
     )
     for staged in event.staged:
         if staged.id not in before:
@@ -327,12 +355,15 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     written = {staged.id for staged in event.growing}
     kept = {id_: size for id_, size in turn.state.kept.items() if id_ in present | written}
     turn.set(unusable=turn.state.unusable & present, kept=kept)
-    if turn.state.scanned_mono_s is None:
-        _first_look(turn, present)
+    if is_first:
+        _first_look(turn, event.staged)
+    else:
+        lineage.sealed(turn, [s for s in event.staged if s.id not in before])
     turn.set(scanned_mono_s=event.started_mono_s)
     if turn.state.evacuation is not None:
-        seen = (turn.state.evacuation.newest, *present)
-        turn.set_evacuation(newest=max((i for i in seen if i is not None), default=None))
+        usable = present - turn.state.unusable
+        known = (turn.state.evacuation.newest, *usable)
+        turn.set_evacuation(newest=max((i for i in known if i is not None), default=None))
     flight = turn.state.flight
     if flight is not None and flight.is_sealed and flight.staged.id not in present:
         turn.do(CancelFlush(flight.flush_id))
@@ -365,14 +396,13 @@ def _scanned(turn: Turn, event: Scanned) -> None:
         turn.fail_ask("the trainer's process ended before it had sealed a checkpoint")
 
 
-def _first_look(turn: Turn, present: frozenset[CheckpointId]) -> None:
+def _first_look(turn: Turn, present: tuple[Staged, ...]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
+    lineage.first_look(turn, present)
     nodes.first_look(turn)
-    if turn.state.generation is not None:
-        turn.set(inherited=turn.state.inherited | present)
     evacuation = turn.state.evacuation
     if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
-        turn.set_ask(known=present)
+        turn.set_ask(known=frozenset(staged.id for staged in present))
 
 
 def _answers(staged: Staged, ask: Ask) -> bool:

@@ -126,7 +126,10 @@ def commit_done(turn: Turn, flush_id: str, ref: CommitRef) -> None:
         stored=tuple(item for item in turn.state.stored if item.flush_id != flush_id), failures=0
     )
     if newest is None or ref > newest:
-        turn.set(last_commit=ref, last_commit_mono_s=turn.now)
+        seen_mono_s = turn.now if done is None else turn.state.seen.get(done.staged.id, turn.now)
+        turn.set(last_commit=ref, last_commit_mono_s=turn.now, last_commit_seen_mono_s=seen_mono_s)
+    if ref.generation == turn.state.generation:
+        turn.set(owes_checkpoint=False)
     if done is not None and is_healthy(done.staged.health):
         healthy = turn.state.healthy_commit
         turn.set(healthy_commit=ref if healthy is None else max(ref, healthy))

@@ -298,8 +298,7 @@ def _steer_verdict(turn: Turn) -> None:
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_answered = state.answer is not None and state.is_covered(state.answer)
-    is_busy = not is_answered and (
+    is_busy = not state.is_answered and (
         not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
     )
     out_of_time = turn.left_s <= 0
@@ -330,7 +329,7 @@ def _steer_verdict(turn: Turn) -> None:
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     evacuation = state.evacuation
     assert evacuation is not None
-    if state.answer is not None and state.is_covered(state.answer):
+    if state.is_answered:
         return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
     if state.last_complete is None:
         if out_of_time:
@@ -344,6 +343,11 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     ask = evacuation.ask
     if ask is not None and ask.failure:
         return Verdict.PARTIAL, f"{ask.failure}; {stands}"
+    if ask is not None and state.answer is not None and state.is_covered(state.answer):
+        reason = f"a commit of before the notice stands ahead of step {state.answer.step}"
+        return Verdict.PARTIAL, f"{reason}; {stands}"
+    if state.owes_checkpoint:
+        return Verdict.PARTIAL, f"training started behind the newest commit; {stands}"
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)

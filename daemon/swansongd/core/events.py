@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swansongd.model import (
+    CheckpointId,
     CommitRef,
     Notice,
     SourceStatus,
@@ -47,6 +48,14 @@ class TrainerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerRefused:
+    """A process said hello as a rank that another living process has."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerLeft:
     """A rank's connection ended.  ``exited``: its process is known to be gone, it will not reconnect."""
 
@@ -65,6 +74,8 @@ class TrainerProgress:
     step_s: float | None = None
     loss: float | None = None
     loss_is_finite: bool | None = None
+    start_id: str = ""
+    """Not empty: training starts, or starts again, from ``step``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +277,16 @@ class Tick:
 
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
-    | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed | TrainerSealed
-    | TrainerFailed | PeerRequested | IncarnationBegun
+    | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
+    | TrainerSealed | TrainerFailed | PeerRequested | IncarnationBegun
     | RolledBack | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 CAUSED_BY_TRAINERS = (
-    TrainerJoined, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed, TrainerSealed,
-    TrainerFailed, PeerRequested, IncarnationBegun,
+    TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
+    TrainerSealed, TrainerFailed, PeerRequested, IncarnationBegun,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
@@ -362,6 +373,8 @@ class ClaimGeneration:
 
     after: int
     """Our generation so far."""
+    abandoned: tuple[CheckpointId, ...] = ()
+    """Sets in staging that are not of the new generation's line; recorded before the claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +382,8 @@ class JoinGeneration:
     """Claim a generation for this start of the job, or take part in the one that another VM has claimed."""
 
     incarnation: str
+    abandoned: tuple[CheckpointId, ...] = ()
+    """See ClaimGeneration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +405,15 @@ class Rescan:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAside:
+    """Take local sets of an abandoned line out of the trainers' sight; the next Prune deletes them."""
+
+    directories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prune:
-    """Delete local sets that a commit has made dispensable."""
+    """Delete local sets that a commit has made dispensable, and those that were set aside."""
 
     directories: tuple[str, ...]
 
@@ -438,5 +460,5 @@ Action = (
     AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced
     | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
     | CheckComplete | CheckFence | Rescan
-    | Prune | Mark | Conclude | Log | Exit
+    | SetAside | Prune | Mark | Conclude | Log | Exit
 )  # fmt: skip

@@ -70,4 +70,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,
         is_connected=trainer.is_connected,
+        greeted_mono_s=trainer.greeted_mono_s,
+        start_id=trainer.start_id,
+        start_step=trainer.start_step,
     )

@@ -48,7 +48,7 @@ def incarnation(turn: Turn, name: str) -> None:
         return
     _drop_all(turn)
     turn.set(incarnation=name)
-    claims.order(turn, JoinGeneration(name))
+    claims.order(turn, JoinGeneration(name, tuple(sorted(turn.state.abandoned))))
 
 
 def fenced(turn: Turn, generation: int) -> None:
@@ -78,8 +78,9 @@ def _drop_all(turn: Turn) -> None:
         generation=None,
         incomplete=None,
         periodic=None,
-        inherited=state.inherited | known,
+        inherited=frozenset(),
         unusable=state.unusable | known,
+        abandoned=state.abandoned | known,
     )
 
 
@@ -159,12 +160,15 @@ def completed(turn: Turn, ref: CommitRef) -> None:
         turn.set(last_complete=ref)
     turn.do(TellCommitted(ref))
     # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
+    abandoned = turn.state.abandoned
     dispensable = tuple(
         staged.directory
         for staged in turn.state.staged
         if staged.framework == "swansong"
         and staged != turn.state.pinned
-        and staged.id.step < ref.step
+        and (staged.id.step < ref.step or staged.id in abandoned)
     )
-    if dispensable:
+    if dispensable or abandoned:
+        staged_ids = {staged.id for staged in turn.state.staged}
+        turn.set(abandoned=abandoned & staged_ids)
         turn.do(Prune(dispensable))

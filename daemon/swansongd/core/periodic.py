@@ -17,6 +17,8 @@ from swansongd.core.turn import Turn
 
 PATIENCE_S = 300.0
 """A request that is not answered for so long is withdrawn; ranks wait in vain for each other, perhaps."""
+OWED_EVERY_S = 30.0
+"""A checkpoint that must take the place of a discarded commit is requested again at this interval."""
 UNCOMMITTED_MAX = 2
 """With so many sets that wait for the store, no more are made: the disk has an end."""
 
@@ -89,10 +91,15 @@ def _is_due(turn: Turn) -> bool:
         and state.generation is not None
         and 0 in ranks
         and len(ranks) >= state.local_world_size
-        and all(t.takes_periodic and t.step > 0 for t in state.connected)
         and len(state.uncommitted) < UNCOMMITTED_MAX
     )
     if not is_ready:
+        return False
+    if state.owes_checkpoint and not state.uncommitted and not state.stored:
+        asked_mono_s = state.periodic_mono_s
+        is_placed = all(trainer.start_step >= 0 for trainer in state.connected)
+        return is_placed and (asked_mono_s is None or turn.now - asked_mono_s >= OWED_EVERY_S)
+    if not all(t.takes_periodic and t.step > 0 for t in state.connected):
         return False
     moments = (state.saved_mono_s, state.joined_mono_s, state.periodic_mono_s)
     last = max((moment for moment in moments if moment is not None), default=turn.now)

@@ -55,6 +55,10 @@ class Settings:
     """Tells this VM, as of this boot, from others."""
     goes_on_with: str = ""
     """The incarnation that an earlier life of this daemon, on this boot, was part of."""
+    sealed_under: int | None = None
+    """Generation of the sets that earlier lives of this daemon left in staging; None if unknown."""
+    is_first_of_boot: bool = False
+    """Nothing of this daemon ran since the VM was booted: the power may have been cut before."""
     mtbf_s: float = 4 * 3600.0
     """Mean time between interruptions that is assumed until the run knows better."""
     stall_steps: float = 20.0
@@ -184,6 +188,10 @@ class State:
     precaution_mono_s: float | None = None
     """When the last one was."""
     trainers: tuple[TrainerView, ...] = ()
+    ranks_refused: int = 0
+    """How often a process was turned away because another one has its rank."""
+    refused_why: str = ""
+    """The last reason."""
     generation: int | None = None
     fenced_by: int | None = None
     scanned_mono_s: float | None = None
@@ -197,10 +205,21 @@ class State:
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
     inherited: frozenset[CheckpointId] = frozenset()
-    """Sets that lay in staging before the generation was claimed, or at the first look into it:
-    perhaps of an older lineage."""
+    """Sets that were in staging at the first scan: sealed under ``settings.sealed_under``."""
+    seen: Mapping[CheckpointId, float] = field(default_factory=dict)
+    """When the scan began that first found each set."""
     unusable: frozenset[CheckpointId] = frozenset()
-    """Sets that changed, could not be read, or lost a conflict."""
+    """Sets that changed, could not be read, lost a conflict, or are of an abandoned line."""
+    abandoned: frozenset[CheckpointId] = frozenset()
+    """Sets of states from which training did not continue: never committed, never resumed from."""
+    starts: tuple[str, ...] = ()
+    """Starts of trainers that joined, the newest last."""
+    closed_starts: tuple[str, ...] = ()
+    """Those whose line was left: what they seal is abandoned."""
+    must_claim: bool = False
+    """Training left the line of states before a generation was claimed: the claim needs a successor."""
+    owes_checkpoint: bool = False
+    """Training started behind the newest commit: only a commit of this generation takes its place."""
     flight: Flight | None = None
     stored: tuple[Stored, ...] = ()
     last_commit: CommitRef | None = None
@@ -213,6 +232,8 @@ class State:
     """Which start of a job over several VMs the trainers are of."""
     last_commit_mono_s: float | None = None
     """When this daemon committed it; None for one that it found."""
+    last_commit_seen_mono_s: float | None = None
+    """When the scan began that first found its set; None for one that an earlier life committed."""
     retry_mono_s: float = 0.0
     """After a failure of the store: not before this instant."""
     failures: int = 0
@@ -265,12 +286,6 @@ class State:
         return tuple(trainer for trainer in self.trainers if trainer.is_connected)
 
     @property
-    def newest_staged(self) -> Staged | None:
-        """Newest sealed set that can be used, committed or not."""
-        usable = [staged for staged in self.staged if staged.id not in self.unusable]
-        return max(usable, key=lambda staged: staged.id, default=None)
-
-    @property
     def pinned(self) -> Staged | None:
         """The newest healthy set, while all newer ones are not: it is committed, and kept, all the same."""
         usable = (s for s in self.staged if s.id not in self.unusable | self.inherited)
@@ -297,12 +312,24 @@ class State:
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit as new, or newer, of the same lineage stands."""
+        """Whether a commit as new, or newer, stands in the order in which readers choose."""
         last = self.last_commit
         if last is None:
             return False
-        same_lineage = last.generation == self.generation or checkpoint in self.inherited
-        return same_lineage and checkpoint.step <= last.step
+        ref = self.ref_of(checkpoint)
+        return ref is not None and ref <= last
+
+    def ref_of(self, checkpoint: CheckpointId) -> CommitRef | None:
+        """Where a set in staging stands in the line of states; None before a generation is claimed.
+
+        A set of an earlier life whose generation is unknown is compared with commits by its step alone.
+        """
+        generation = self.generation
+        if checkpoint in self.inherited:
+            generation = self.settings.sealed_under
+            if generation is None and self.last_commit is not None:
+                generation = self.last_commit.generation
+        return None if generation is None else CommitRef(generation, checkpoint.step)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -348,6 +375,21 @@ class State:
         """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
         ask = self.evacuation.ask if self.evacuation is not None else None
         return None if ask is None or ask.sealed in self.unusable else ask.sealed
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the answer to the request is committed, or a newer set that was sealed after the request.
+
+        A commit from before the request, of a later step, is one of another line.
+        """
+        evacuation, last = self.evacuation, self.last_commit
+        if evacuation is None or evacuation.ask is None or last is None or self.answer is None:
+            return False
+        if not self.is_covered(self.answer):
+            return False
+        seen_mono_s = self.last_commit_seen_mono_s
+        is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.ask.asked_mono_s
+        return is_newer or last.step == self.answer.step
 
     @property
     def spans_vms(self) -> bool:

@@ -25,6 +25,7 @@ OWN_DIRECTORY = ".swansongd"
 """The daemon's own, below the staging directory of the run: journal, claim and what is being removed."""
 DIRECTORIES_MAX = FILES_MAX
 _REMOVING_SUFFIX = ".removing"
+_ASIDE_SUFFIX = ".aside"
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -272,11 +273,38 @@ def remove_set(run_directory: int | Path, directory: str) -> None:
         ) from error
 
 
+def set_aside(run_directory: int | Path, directory: str) -> None:
+    """Move a set into the daemon's own directory, out of the trainers' sight; one that is gone is no error.
+
+    :func:`remove_set_aside` deletes it.
+
+    Raises:
+        StagingError: it cannot be moved.
+    """
+    try:
+        with opened(run_directory) as run_fd, _own_directory(run_fd) as own_fd:
+            _check_name(directory)
+            name = f"{directory}.{secrets.token_hex(4)}{_ASIDE_SUFFIX}"
+            with suppress(FileNotFoundError):
+                os.rename(directory, name, src_dir_fd=run_fd, dst_dir_fd=own_fd)
+    except OSError as error:
+        raise StagingError(f"{directory} cannot be moved aside: {error.strerror}") from error
+
+
+def remove_set_aside(run_directory: int | Path) -> None:
+    """Delete the sets that were set aside, as far as possible."""
+    _remove_own(run_directory, _ASIDE_SUFFIX)
+
+
 def remove_leftovers(run_directory: int | Path) -> None:
     """Delete what interrupted removals left behind, as far as possible."""
+    _remove_own(run_directory, _REMOVING_SUFFIX)
+
+
+def _remove_own(run_directory: int | Path, suffix: str) -> None:
     with suppress(OSError), opened(run_directory) as run_fd, _own_directory(run_fd) as own_fd:
         for name in os.listdir(own_fd):
-            if name.endswith(_REMOVING_SUFFIX):
+            if name.endswith(suffix):
                 with suppress(OSError):
                     openat.remove_tree(name, dir_fd=own_fd)
 

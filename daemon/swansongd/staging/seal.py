@@ -416,6 +416,7 @@ def _of_hooks(
         node=lead.node,
         nodes=lead.nodes,
         request_id=lead.request_id,
+        starts=frozenset(each.start_id for each in manifests if each.start_id),
         health=merged_health([manifest.health for manifest in manifests]),
         trainer={
             "world_size": lead.world_size,

@@ -57,6 +57,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
             for trainer in state.trainers[:TRAINERS_MAX]
         ],
         "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
+        "trainers_refused": {"count": state.ranks_refused, "last": state.refused_why or None},
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
         "replication_lag": _lag(state, now_mono_s),
@@ -111,7 +112,9 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
     """What would be lost if the power went now."""
-    committed = state.last_commit.step if state.last_commit else 0
+    # A commit that training started behind is one of another line of states: nothing here is in it.
+    is_ours = state.last_commit is not None and not state.owes_checkpoint
+    committed = state.last_commit.step if state.last_commit and is_ours else 0
     ahead = max((trainer.step for trainer in state.trainers), default=committed)
     newest = state.uncommitted[0].id.step if state.uncommitted else committed
     since = state.last_commit_mono_s

@@ -30,7 +30,7 @@ from typing import Any
 from swansong import protocol
 from swansong.protocol import Message, ProtocolError
 
-from swansongd.core.events import Event, TrainerJoined, TrainerLeft
+from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused
 from swansongd.errors import ConfigError
 from swansongd.rates import LogLimit
 from swansongd.trainers import peers, translate
@@ -409,6 +409,10 @@ class TrainerChannel:
                 self._admission.hello(connection.peer.uid, self._connections.values(), now)
         except Refusal as refusal:
             problem = str(refusal)
+        other = None if problem else self._same_rank(connection, hello)
+        if other is not None:
+            problem = translate.taken(hello, other.peer.pid)
+            self._post(TrainerRefused(pid=connection.peer.pid, reason=problem))
         if problem:
             self._refuse(connection, problem)
             return
@@ -429,7 +433,22 @@ class TrainerChannel:
         )
         self._send(connection, protocol.encode(welcome))
         if connection.socket is not None:
-            self._post(TrainerJoined(translate.view_of(connection.number, pid, hello)))
+            view = translate.view_of(connection.number, pid, hello, greeted_mono_s=now)
+            self._post(TrainerJoined(view))
+
+    def _same_rank(self, connection: Connection, hello: protocol.Hello) -> Connection | None:
+        """The connection of another living process that is the same rank of this VM."""
+        for other in self._connections.values():
+            if (
+                other.has_joined
+                and other.socket is not None
+                and other.hello is not None
+                and other.peer.pid != connection.peer.pid
+                and other.hello.rank == hello.rank
+                and other.is_alive()
+            ):
+                return other
+        return None
 
     # ------------------------------------------------------------------ sending and ending
 

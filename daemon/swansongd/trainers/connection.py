@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import stat
 from collections import deque
@@ -49,6 +50,18 @@ class Connection:
     def is_sending(self) -> bool:
         """Whether messages wait until the peer reads."""
         return bool(self._outgoing)
+
+    def is_alive(self) -> bool:
+        """Whether the process runs and its end of the socket is open, whatever has been read so far."""
+        try:
+            if self.socket is None or select.select([self.peer.pidfd], [], [], 0)[0]:
+                return False
+            # An empty message is the end; an unread one keeps the question open.
+            return bool(self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def receive(self) -> tuple[bytes, int, bool]:
         """The next message, the pid that sent it, and whether it was cut off at the size limit.

@@ -34,6 +34,7 @@ def event_of(connection: int, message: Message) -> Event:
                 step_s=message.step_s,
                 loss=message.loss,
                 loss_is_finite=message.loss_is_finite,
+                start_id=message.start_id,
             )
         case protocol.Accepted():
             return TrainerAccepted(connection, message.request_id, message.step)
@@ -55,7 +56,9 @@ def event_of(connection: int, message: Message) -> Event:
     raise AssertionError(f"no event for {message.TYPE}")
 
 
-def view_of(connection: int, pid: int, hello: protocol.Hello) -> TrainerView:
+def view_of(
+    connection: int, pid: int, hello: protocol.Hello, *, greeted_mono_s: float
+) -> TrainerView:
     """What a hello tells of its rank."""
     return TrainerView(
         connection=connection,
@@ -66,6 +69,8 @@ def view_of(connection: int, pid: int, hello: protocol.Hello) -> TrainerView:
         nodes=hello.nodes,
         step=hello.step,
         takes_periodic="periodic" in hello.capabilities,
+        start_id=hello.start_id,
+        greeted_mono_s=greeted_mono_s,
     )
 
 
@@ -102,6 +107,16 @@ def change_of(before: protocol.Hello, hello: protocol.Hello) -> str:
             f"{hello.rank} of {hello.world_size}: connect once for each rank"
         )
     return ""
+
+
+def taken(hello: protocol.Hello, pid: int) -> str:
+    """Why a rank may not join while another process of the same rank is connected, with the way out."""
+    return (
+        f"rank {hello.rank} of {hello.world_size} is connected already, as process {pid}: a daemon serves "
+        "one job. If these are ranks of one job, start them with torchrun, or set RANK, WORLD_SIZE, "
+        "LOCAL_RANK and LOCAL_WORLD_SIZE; if they are two jobs, give the second one its own daemon, with "
+        "another trainer.socket and run.name"
+    )
 
 
 def _ranks_of(hello: protocol.Hello) -> tuple[int, ...]:

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of states of a run: a trainer that starts from another state than the newest one begins a
+new generation.
+
+Readers take the newest commit by generation and step.  Suppose that a trainer starts at step 60 while step
+220 is committed.  Under the same generation, none of its checkpoints would count before step 220, and the
+next VM would resume from a discarded state.  Under a new generation its first commit is the newest one.
+Sets in staging that training did not continue from are *abandoned*: never committed, never resumed from.
+
+The daemon judges a start by the first progress report on a connection, against the states that existed
+before the connection.  The hello does not count: it may have waited in the socket while its trainer went on.
+A trainer without hooks is judged by the steps of its sets and the times of their files.  A job over several
+VMs has a generation for each start anyway, see :mod:`swansongd.core.nodes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from swansongd.core import claims
+from swansongd.core.events import CancelFlush, ClaimGeneration, SetAside
+from swansongd.core.state import State
+from swansongd.core.turn import Turn
+from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
+
+
+def first_look(turn: Turn, present: Sequence[Staged]) -> None:
+    """The first scan: all that it found is of earlier lives of this daemon, perhaps of an earlier boot."""
+    state = turn.state
+    turn.set(inherited=frozenset(staged.id for staged in present))
+    if not state.settings.is_first_of_boot:
+        return
+    doubtful = [s for s in present if not _is_durable(s) and s.id not in state.unusable]
+    for staged in doubtful:
+        turn.log(
+            "warning",
+            "sealed_set_not_durable",
+            directory=staged.directory,
+            step=staged.id.step,
+            reason="it was not flushed to the disk before the VM was booted again, and may be torn",
+        )
+    turn.set(unusable=state.unusable | {staged.id for staged in doubtful})
+
+
+def _is_durable(staged: Staged) -> bool:
+    """Whether the hooks flushed it to the disk before they sealed it."""
+    return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
+
+
+# ---------------------------------------------------------------- starts
+
+STARTS_MAX = 256
+"""Starts that are remembered; a trainer cannot make the daemon remember more."""
+
+
+def noted(turn: Turn, start_id: str) -> None:
+    """A start of a trainer became known."""
+    if start_id and start_id not in turn.state.starts:
+        turn.set(starts=(*turn.state.starts, start_id)[-STARTS_MAX:])
+
+
+def started(turn: Turn, trainer: TrainerView, *, before_mono_s: float) -> None:
+    """A trainer trains from its ``start_step``; its own sets came after ``before_mono_s``."""
+    state, step = turn.state, trainer.start_step
+    if state.settings.several_vms:
+        return
+    newest_step = _newest_step(state, before_mono_s)
+    if newest_step is not None and step < newest_step:
+        turn.log(
+            "warning",
+            "lineage_left",
+            rank=trainer.rank,
+            from_step=step,
+            newest_step=newest_step,
+            hint="training started behind the newest state: a new generation begins",
+        )
+        living = {t.start_id for t in state.connected}
+        leave(turn, state.staged, closed=[s for s in state.starts if s not in living])
+    _note_older_commit(turn, step)
+
+
+def claimed(turn: Turn) -> None:
+    """The newest commit is known now: judge the trainers that started before."""
+    for trainer in turn.state.trainers:
+        if trainer.start_step >= 0:
+            started(turn, trainer, before_mono_s=trainer.greeted_mono_s)
+
+
+def sealed(turn: Turn, new: Sequence[Staged]) -> None:
+    """Sets that appeared after the first scan.
+
+    Those of a start whose line was left are abandoned: a set can be sealed, or found, after that.  Those of a
+    trainer without hooks tell where it trains.
+    """
+    state = turn.state
+    late = [staged for staged in new if not staged.starts.isdisjoint(state.closed_starts)]
+    if late:
+        _abandon(turn, late)
+        state = turn.state
+    if state.connected or state.settings.several_vms:
+        return
+    old = [s for s in state.staged if s.id not in state.unusable and s not in new]
+    written_ns = max((file.mtime_ns for staged in old for file in staged.files), default=0)
+    # A set can be recognised late.  A set of a new line was written after all that is known.
+    fresh = [
+        s
+        for s in new
+        if s.framework != "swansong" and s.files and min(f.mtime_ns for f in s.files) > written_ns
+    ]
+    if not fresh:
+        return
+    step = min(staged.id.step for staged in fresh)
+    before_mono_s = min(state.seen[staged.id] for staged in fresh)
+    known = [s for s in state.staged if s not in fresh]
+    newest_step = _newest_step(state, math.nextafter(before_mono_s, -math.inf))
+    if newest_step is not None and step < newest_step:
+        turn.log(
+            "warning",
+            "lineage_left",
+            from_step=step,
+            newest_step=newest_step,
+            hint="the trainer writes steps behind the newest state: a new generation begins",
+        )
+        leave(turn, known, closed=state.starts)
+
+
+def _newest_step(state: State, before_mono_s: float) -> int | None:
+    """Step of the newest state of this generation, as of that instant; None without one."""
+    steps = [
+        staged.id.step
+        for staged in state.staged
+        if staged.id not in state.unusable
+        and not state.is_covered(staged.id)
+        and state.seen.get(staged.id, -math.inf) <= before_mono_s
+    ]
+    last, seen_mono_s = state.last_commit, state.last_commit_seen_mono_s
+    if (
+        last is not None
+        and last.generation == state.generation
+        and (seen_mono_s is None or seen_mono_s <= before_mono_s)
+    ):
+        steps.append(last.step)
+    return max(steps, default=None)
+
+
+def _note_older_commit(turn: Turn, step: int) -> None:
+    """A commit of an earlier generation stands ahead of the trainer: it needs a successor soon."""
+    state = turn.state
+    last = state.last_commit
+    if (
+        last is not None
+        and state.generation is not None
+        and last.generation != state.generation
+        and step < last.step
+        and not state.owes_checkpoint
+    ):
+        turn.set(owes_checkpoint=True)
+        turn.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
+
+
+# ---------------------------------------------------------------- the end of a line
+
+
+def leave(turn: Turn, abandoned: Collection[Staged], *, closed: Collection[str]) -> None:
+    """End the line of states: abandon these sets, and have a new generation claimed.
+
+    Args:
+        abandoned: sets that are not of the next line.
+        closed: starts of trainers whose further sets are not of the next line either.
+    """
+    state = turn.state
+    if state.flight is not None:
+        turn.do(CancelFlush(state.flight.flush_id))
+    turn.set(
+        flight=None,
+        stored=(),
+        generation=None,
+        healthy_commit=None,
+        periodic=None,
+        owes_checkpoint=True,
+        inherited=frozenset(),
+        closed_starts=(*state.closed_starts, *closed)[-STARTS_MAX:],
+    )
+    _abandon(turn, abandoned)
+    _claim(turn, state.generation)
+
+
+def _abandon(turn: Turn, sets: Collection[Staged]) -> None:
+    ids = frozenset(staged.id for staged in sets)
+    turn.set(unusable=turn.state.unusable | ids, abandoned=turn.state.abandoned | ids)
+    own = tuple(staged.directory for staged in sets if staged.framework == "swansong")
+    if own:
+        turn.do(SetAside(own))
+
+
+def _claim(turn: Turn, generation: int | None) -> None:
+    due = turn.state.claim_due
+    if generation is None and isinstance(due, ClaimGeneration):
+        generation = due.after
+    if generation is None:
+        turn.set(must_claim=True)  # the claim in flight may be of the line that was left
+    else:
+        claims.order(turn, ClaimGeneration(generation, tuple(sorted(turn.state.abandoned))))
+
+
+def claim_again(turn: Turn, generation: int) -> None:
+    """The line of the generation that was just claimed has been left meanwhile."""
+    turn.set(must_claim=False, generation=None)
+    _claim(turn, generation)
+
+
+def rolled_back(turn: Turn, step: int) -> None:
+    """A trainer went back to ``step`` without ending, to a healthy checkpoint."""
+    state = turn.state
+    # The state that training continues from is committed again: nothing newer stands then under the
+    # new generation.
+    kept = [s for s in state.staged if s.id.step == step and is_healthy(s.health)]
+    later = [staged for staged in state.staged if staged.id.step > step]
+    turn.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
+    # The ranks that went back have other starts from here on.
+    leave(turn, [staged for staged in state.staged if staged not in kept], closed=state.starts)
+    trainers = tuple(replace(t, step=min(t.step, step)) for t in state.trainers)
+    # The hooks save at the next step by themselves.
+    turn.set(trainers=trainers, owes_checkpoint=False)
