@@ -138,6 +138,14 @@ class ClaimRecord:
         return claim.nonce == self.nonce or is_shared
 
 
+def read_record(own_directory: Path, run: str, store_url: str) -> ClaimRecord:
+    """The record of this run and store; an empty one, of no boot, if there is none."""
+    record = ClaimRecord.load(own_directory)
+    if record is None or not record.is_of(run, store_url):
+        return ClaimRecord(run, store_url, "", 0, "")
+    return record
+
+
 def _checkpoint_id(value: object) -> CheckpointId:
     """The id that ``str(CheckpointId)`` gave.
 
@@ -187,9 +195,7 @@ class Clerk:
         self._wall = wall
         self._health = health
         self._several_vms = several_vms
-        record = ClaimRecord.load(own_directory)
-        if record is None or not record.is_of(keys.run, store.url):
-            record = ClaimRecord(keys.run, store.url, "", 0, "")
+        record = read_record(own_directory, keys.run, store.url)
         self.is_first_of_boot = record.boot_id != boot_id
         """Whether no daemon of this run and store has begun a claim since the VM was booted."""
         self.sealed_under = record.generation or None

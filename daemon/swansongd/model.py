@@ -149,6 +149,8 @@ class Staged:
     nodes: int = 1
     request_id: str = ""
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
+    seen_mono_s: float | None = None
+    """When the scan began that first found these files of an adopted set; it has to settle after that."""
     starts: frozenset[str] = frozenset()
     """The starts of the training that wrote it, one for each rank of this VM."""
     health: Mapping[str, float] = field(default_factory=dict)

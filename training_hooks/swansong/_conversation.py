@@ -70,6 +70,8 @@ class Conversation:
         self.grace_s = 0.0
         """Shortest notice that is to be expected; 0 when nobody knows."""
         self.is_fenced = False
+        self.refusal = ""
+        """Why the daemon refused this process the last time; empty while it does not."""
         self.last_committed: Committed | None = None
         self._capabilities = [] if plans_periodic else ["periodic"]
         path, is_expected = socket_path(socket)
@@ -157,11 +159,13 @@ class Conversation:
                 log.warning("another VM has taken the run over (generation %s)", message.generation)
             self.is_fenced = True
         elif isinstance(message, (Restoring, Restored, Refused)):
-            if isinstance(message, Refused):
+            if isinstance(message, Refused) and message.reason != self.refusal:
+                self.refusal = message.reason  # each attempt to connect gets it again
                 log.warning("the daemon at %s refuses us: %s", self.channel.path, message.reason)
             self.restore.heard(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
+        self.refusal = ""
         self.run = welcome.run
         self.grace_s = welcome.grace_s
         self.naming_secret = welcome.naming_secret

@@ -149,6 +149,8 @@ class Guard:
         agreement = self._agreement
         if step is None:
             step = max(0, agreement.step) + 1
+        if agreement.step < 0:
+            self._started(max(0, int(step) - 1))  # nothing was restored
         health = self._health
         health.loss = loss
         health.metrics = metrics
@@ -212,8 +214,8 @@ class Guard:
             Number of completed steps; 0 for a fresh run, or without a daemon.
 
         Raises:
-            RestoreError: there is a checkpoint but it cannot be fetched or loaded.  The state may be
-                half loaded: end the process.
+            RestoreError: there is a checkpoint but it cannot be fetched or loaded, or the daemon refuses this
+                process.  The state may be half loaded: end the process.
         """
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
@@ -223,6 +225,10 @@ class Guard:
             answer = where_to_go_on(self._talk.restore, self._talk.assembly)
             if answer.path:
                 step = self._load(answer)
+        elif (
+            self._talk.refusal
+        ):  # there may be a checkpoint, and another process that trains on from it
+            raise RestoreError(f"the daemon refuses this process: {self._talk.refusal}")
         self._agreement.step = step
         self._started(step)
         self._agreement.plan_periodic(step)

@@ -26,6 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from swansong import bounds
 
 from swansongd import signing
 from swansongd.config import Config, load
@@ -104,6 +105,13 @@ def _run(text: str) -> str:
         return str(run_name(text))
     except Wrong as wrong:
         raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+
+
+def generation(text: str) -> int:
+    """A generation in an argument."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= bounds.GENERATION_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a generation; swansong ls lists them")
+    return int(text)
 
 
 def _step(text: str) -> int:

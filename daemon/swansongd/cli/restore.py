@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from swansongd.cli.common import (
@@ -16,14 +18,17 @@ from swansongd.cli.common import (
     add_json,
     add_run,
     add_step,
+    generation,
     human_bytes,
     note,
     opened,
     print_json,
 )
-from swansongd.errors import NothingToRestore
-from swansongd.model import CommitRef
-from swansongd.restore import healthy, restore
+from swansongd.commit import newest_whole_commit
+from swansongd.errors import ConfigError, NothingToRestore, StagingError
+from swansongd.local_sets import newest_local
+from swansongd.model import CommitRef, Staged
+from swansongd.restore import Wanted, healthy, restore
 
 HELP = "bring the newest whole commit of a run to a directory"
 
@@ -47,6 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="success when the run has no commit at all yet (exit code 0 instead of 7)",
     )
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="prefer a sealed checkpoint in this VM's staging directory that is as new, or newer: DIR "
+        "becomes a link to it; the choice of the daemon when a trainer asks",
+    )
+    parser.add_argument(
+        "--generation", type=generation, metavar="N", help="only commits of this generation"
+    )
     add_json(parser)
 
 
@@ -60,23 +74,31 @@ def run(args: argparse.Namespace) -> int:
         skipped.append({"generation": ref.generation, "step": ref.step, "reason": reason})
         note(f"skipped {ref}: {reason}")
 
+    if args.local and (args.step is not None or args.generation is not None or args.healthy):
+        raise ConfigError(["--local takes the newest checkpoint: leave the other choices out"])
     began_mono_s = time.monotonic()
     with opened(args) as here, ShownProgress("restore") as progress:
         run_name = here.keys.run
+        if args.local and run_name == here.config.run.name:
+            newest = newest_whole_commit(here.store, here.keys)
+            local = newest_local(here.config, here.store.url, newest)
+            if local is not None:
+                return _linked(args, run_name, *local, destination)
         try:
             restored = restore(
                 here.store,
                 here.keys,
                 destination,
                 step=args.step,
-                wanted=healthy if args.healthy else None,
+                wanted=_wanted(args),
                 progress=progress,
                 skipped=on_skipped,
                 stop=here.stop,
             )
         except NothingToRestore:
             # Only a run that never committed is fresh: damaged commits want a person's eye.
-            if not args.fresh_ok or skipped or args.step is not None or args.healthy:
+            is_any = args.step is None and args.generation is None and not args.healthy
+            if not args.fresh_ok or skipped or not is_any:
                 raise
             restored = None
     seconds = time.monotonic() - began_mono_s
@@ -108,5 +130,49 @@ def run(args: argparse.Namespace) -> int:
             f"restored step {ref.step} of run {run_name} (generation {ref.generation}): "
             f"{human_bytes(size_bytes)}{already if restored.reused_bytes else ''} "
             f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
+        )
+    return 0
+
+
+def _wanted(args: argparse.Namespace) -> Wanted | None:
+    if args.generation is None:
+        return healthy if args.healthy else None
+
+    def wanted(ref: CommitRef, health: Mapping[str, float]) -> bool:
+        return ref.generation == args.generation and (not args.healthy or healthy(ref, health))
+
+    return wanted
+
+
+def _linked(
+    args: argparse.Namespace, run_name: str, staged: Staged, path: Path, destination: Path
+) -> int:
+    """Make the destination a link to a sealed set in staging."""
+    try:
+        with suppress(FileNotFoundError):
+            os.rmdir(destination)  # an empty directory gives way, as for a download
+        os.symlink(path, destination)
+    except OSError as error:
+        raise StagingError(
+            f"{destination} cannot be made a link to {path}: {error.strerror}",
+            hint="name a directory that does not exist, or is empty",
+        ) from error
+    if args.json:
+        print_json(
+            {
+                "run": run_name,
+                "skipped": [],
+                "seconds": 0.0,
+                "generation": None,
+                "step": staged.id.step,
+                "path": str(destination),
+                "size_bytes": staged.size_bytes,
+                "reused_bytes": staged.size_bytes,
+            }
+        )
+    else:
+        print(
+            f"step {staged.id.step} of run {run_name} is in staging: {human_bytes(staged.size_bytes)}, "
+            f"{destination} is a link to {path}"
         )
     return 0

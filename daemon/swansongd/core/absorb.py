@@ -328,8 +328,13 @@ def _ask_late(turn: Turn, connection: int, rank: int) -> None:
 
 def _scanned(turn: Turn, event: Scanned) -> None:
     before = {staged.id for staged in turn.state.staged}
-    is_first = turn.state.scanned_mono_s is None
-    seen = {s.id: turn.state.seen.get(s.id, event.started_mono_s) for s in event.staged}
+    is_first = turn.state.first_scan_mono_s is None
+    if is_first:
+        turn.set(first_scan_mono_s=event.started_mono_s)
+    seen = dict(turn.state.seen)
+    for staged in event.staged:
+        first_mono_s = event.started_mono_s if staged.seen_mono_s is None else staged.seen_mono_s
+        seen.setdefault(staged.id, first_mono_s)
     for directory, reason in event.rejected:
         if (directory, reason) not in turn.state.rejected:
             turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
@@ -338,7 +343,6 @@ def _scanned(turn: Turn, event: Scanned) -> None:
         pending=event.pending,
         growing=event.growing,
         rejected=frozenset(event.rejected),
-        seen=seen,
     )
     for staged in event.staged:
         if staged.id not in before:
@@ -354,11 +358,14 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     present = frozenset(staged.id for staged in event.staged)
     written = {staged.id for staged in event.growing}
     kept = {id_: size for id_, size in turn.state.kept.items() if id_ in present | written}
-    turn.set(unusable=turn.state.unusable & present, kept=kept)
+    # A set that was there and is gone is forgotten: another one may get its name.
+    abandoned = turn.state.abandoned - (before - present)
+    unusable = (turn.state.unusable | abandoned) & present
+    seen = {id_: seen_mono_s for id_, seen_mono_s in seen.items() if id_ in present}
+    turn.set(unusable=unusable, abandoned=abandoned, kept=kept, seen=seen)
+    lineage.found(turn, [s for s in event.staged if s.id not in before], is_first=is_first)
     if is_first:
         _first_look(turn, event.staged)
-    else:
-        lineage.sealed(turn, [s for s in event.staged if s.id not in before])
     turn.set(scanned_mono_s=event.started_mono_s)
     if turn.state.evacuation is not None:
         usable = present - turn.state.unusable
@@ -398,7 +405,6 @@ def _scanned(turn: Turn, event: Scanned) -> None:
 
 def _first_look(turn: Turn, present: tuple[Staged, ...]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
-    lineage.first_look(turn, present)
     nodes.first_look(turn)
     evacuation = turn.state.evacuation
     if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:

@@ -26,10 +26,26 @@ from swansongd.core.turn import Turn
 from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
 
 
-def first_look(turn: Turn, present: Sequence[Staged]) -> None:
-    """The first scan: all that it found is of earlier lives of this daemon, perhaps of an earlier boot."""
+def found(turn: Turn, new: Sequence[Staged], *, is_first: bool) -> None:
+    """A scan found these sets, and none before it did.
+
+    What the first scan came across is of earlier lives of this daemon, perhaps of an earlier boot.  An
+    adopted set counts from the scan that first found its files: it had to settle since then.
+    """
+    first_mono_s = turn.state.first_scan_mono_s
+    assert first_mono_s is not None
+    old = [
+        staged
+        for staged in new
+        if is_first or (staged.seen_mono_s is not None and staged.seen_mono_s <= first_mono_s)
+    ]
+    _inherit(turn, old)
+    _sealed(turn, [staged for staged in new if staged not in old])
+
+
+def _inherit(turn: Turn, present: Sequence[Staged]) -> None:
     state = turn.state
-    turn.set(inherited=frozenset(staged.id for staged in present))
+    turn.set(inherited=state.inherited | {staged.id for staged in present})
     if not state.settings.is_first_of_boot:
         return
     doubtful = [s for s in present if not _is_durable(s) and s.id not in state.unusable]
@@ -88,7 +104,7 @@ def claimed(turn: Turn) -> None:
             started(turn, trainer, before_mono_s=trainer.greeted_mono_s)
 
 
-def sealed(turn: Turn, new: Sequence[Staged]) -> None:
+def _sealed(turn: Turn, new: Sequence[Staged]) -> None:
     """Sets that appeared after the first scan.
 
     Those of a start whose line was left are abandoned: a set can be sealed, or found, after that.  Those of a

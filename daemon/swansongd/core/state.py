@@ -194,6 +194,8 @@ class State:
     """The last reason."""
     generation: int | None = None
     fenced_by: int | None = None
+    first_scan_mono_s: float | None = None
+    """When the first scan of this life began; None before."""
     scanned_mono_s: float | None = None
     """When the newest walk over staging began; None before the first."""
     staged: tuple[Staged, ...] = ()
@@ -205,7 +207,7 @@ class State:
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
     inherited: frozenset[CheckpointId] = frozenset()
-    """Sets that were in staging at the first scan: sealed under ``settings.sealed_under``."""
+    """Sets that were in staging at the first scan, settled or not: sealed under ``settings.sealed_under``."""
     seen: Mapping[CheckpointId, float] = field(default_factory=dict)
     """When the scan began that first found each set."""
     unusable: frozenset[CheckpointId] = frozenset()

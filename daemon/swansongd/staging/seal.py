@@ -85,6 +85,8 @@ class _Seen:
 
     files: tuple[StagedFile, ...]
     since_mono_s: float
+    scan_mono_s: float
+    """When the scan began that first found these files."""
     outcome: Staged | str | None = None
     """The set, or why it is none; None while it has not settled."""
 
@@ -146,7 +148,7 @@ class Scanner:
                     if layout is None:
                         continue
                 try:
-                    found = self._examine(run_fd, name, layout)
+                    found = self._examine(run_fd, name, layout, started_mono_s)
                 except StagingError as error:
                     rejected.append((name, error.line()))
                     continue
@@ -226,7 +228,7 @@ class Scanner:
                 return self._growing.get(name)
             return None
 
-    def _examine(self, run_fd: int, name: str, layout: Layout | None) -> _Seen:
+    def _examine(self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float) -> _Seen:
         """What is known of the entry now.
 
         Raises:
@@ -236,7 +238,7 @@ class Scanner:
         files = scan.listing(run_fd, name, self._allowed_uids)
         seen = self._seen.get(name)
         if seen is None or seen.files != files:
-            seen = _Seen(files, now_mono_s)
+            seen = _Seen(files, now_mono_s, scan_mono_s)
         if seen.outcome is not None:
             return seen
         try:
@@ -244,7 +246,8 @@ class Scanner:
                 return replace(seen, outcome=_sealed(run_fd, self.run_directory.name, name, files))
             if now_mono_s - seen.since_mono_s < self.settle_s or is_written(run_fd, name, files):
                 return seen
-            return replace(seen, outcome=_adopted(name, layout, files))
+            adopted = replace(_adopted(name, layout, files), seen_mono_s=seen.scan_mono_s)
+            return replace(seen, outcome=adopted)
         except StagingError as error:
             return replace(seen, outcome=error.line())
 

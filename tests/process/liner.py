@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer whose state is its step: it resumes, makes 100 steps a second, and saves where it is told to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import swansong
+from swansong import RestoreError
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=0, help="last step")
+    parser.add_argument("--for-ever", action="store_true")
+    parser.add_argument("--from", dest="begin", type=int, help="start here, and restore nothing")
+    parser.add_argument("--save-at", default="", help="steps after which it saves")
+    args = parser.parse_args()
+    wanted = {int(step) for step in args.save_at.split(",") if step}
+    counter = Counter()
+    with swansong.attach({"counter": counter}) as guard:
+        if args.begin is None:
+            try:
+                step = guard.restore()
+            except RestoreError as error:
+                say(event="error", reason=str(error))
+                return
+            assert step == counter.value
+        else:
+            step = counter.value = args.begin
+        say(event="resumed", step=step)
+        while args.for_ever or step < args.steps:
+            step += 1
+            counter.value = step
+            guard.step(step)
+            if step in wanted:
+                assert guard.save(step)
+            time.sleep(0.01)
+        guard.wait_saved()
+
+
+if __name__ == "__main__":
+    main()

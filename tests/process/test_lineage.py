@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line of states: what a trainer discarded by starting behind it is not what the next VM resumes from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from process.conftest import NewVm
+from rig import Process, Vm
+from staged import seal_files
+from waiting import until
+
+pytestmark = pytest.mark.timeout(110)
+
+WITNESS = Path(__file__).with_name("liner.py")
+
+
+@contextmanager
+def outage(bucket: Bucket) -> Iterator[None]:
+    """The store refuses all requests meanwhile."""
+    bucket.order("outage", seconds=600)
+    yield
+    bucket.order("clear")
+
+
+def train(vm: Vm, *arguments: str, **env: str) -> Process:
+    """A trainer with hooks that steps when told to; its lines are what it did."""
+    command = [sys.executable, "-u", str(WITNESS), *arguments]
+    return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket), **env)
+
+
+def newest(vm: Vm) -> tuple[int, int]:
+    row = vm.commits()[0]
+    return row["generation"], row["step"]
+
+
+@pytest.mark.fault("G03", "T12")
+def test_a_discarded_commit_is_not_what_the_verdict_names(
+    aws: Aws, bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """An operator goes back to step 60 while step 220 is committed.
+
+    SAFE names a step of the new line, and the next VM resumes from it.
+    """
+    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    first = train(vm, "--steps", "220", "--save-at", "60,220")
+    daemon.lines.wait(event="committed", step=220)
+    assert first.wait() == 0
+    chosen = tmp_path / "chosen"
+    assert vm.swansong("restore", "--step", "60", "--to", str(chosen)).returncode == 0
+
+    second = train(vm, "--for-ever", SWANSONG_RESTORE=str(chosen))
+    assert second.lines.wait(event="resumed")["step"] == 60
+    assert daemon.lines.wait(event="lineage_left")["newest_step"] == 220
+    replaced = daemon.lines.wait(event="committed", generation=2)  # at once, without a notice
+    assert 60 < replaced["step"] < 220
+    aws.notice(in_s=60)
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 2)
+    assert verdict["step"] > 60
+
+    vm.power_off()
+    aws.withdraw()
+    next_vm = new_vm("b", bucket.store)
+    next_vm.start_daemon()
+    third = train(next_vm, "--steps", "1")
+    assert third.lines.wait(event="resumed")["step"] == verdict["step"]
+
+
+@pytest.mark.fault("O04", "T12")
+def test_with_the_store_cut_off_nothing_of_the_old_line_is_called_safe(
+    aws: Aws, bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """Sealed sets ahead of the trainer are not its answer, and are not committed once the store is back."""
+    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
+    daemon.lines.wait(event="committed", step=50)
+    with outage(bucket):
+        assert train(vm, "--from", "50", "--steps", "120", "--save-at", "100,120").wait() == 0
+        daemon.lines.wait(event="sealed_set_found", step=120)
+        trainer = train(vm, "--from", "70", "--for-ever")
+        daemon.lines.wait(event="lineage_left")
+        aws.notice(in_s=8)
+        assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
+    until(lambda: newest(vm)[0] == 2, timeout_s=60, what="a commit of the new line")
+    trainer.kill()
+    assert not [row for row in vm.commits() if row["step"] in (100, 120)]
+
+
+@pytest.mark.fault("D06", "G11")
+def test_a_set_that_survived_a_power_cut_is_resumed_from(
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """The store was down: step 175 is sealed on the disk, and the newest commit is step 120.
+
+    The restore command of the unit and the hooks choose the same, nothing is repeated, the set is committed.
+    """
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    assert train(vm, "--steps", "120", "--save-at", "120").wait() == 0
+    daemon.lines.wait(event="committed", step=120)
+    with outage(bucket):
+        assert train(vm, "--steps", "175", "--from", "120", "--save-at", "175").wait() == 0
+        daemon.lines.wait(event="sealed_set_found", step=175)
+        vm.power_off(keep_disk=True)
+    another_boot(vm)
+
+    there = tmp_path / "there"
+    answer = vm.swansong("restore", "--local", "--to", str(there), "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["step"] == 175
+    trainer = train(vm, "--steps", "3", SWANSONG_RESTORE=str(there))
+    assert trainer.lines.wait(event="resumed")["step"] == 175
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="committed", step=175)
+    trainer = train(vm, "--steps", "3")
+    assert trainer.lines.wait(event="resumed")["step"] == 175
+    assert not daemon.lines.all(event="lineage_left")
+
+
+@pytest.mark.fault("G04", "D06")
+def test_what_another_vm_went_past_is_not_resumed_from(
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """Step 175 survived on one VM, another VM trained on from step 120: its commit is the newest state."""
+    first = new_vm("a", bucket.store)
+    daemon = first.start_daemon()
+    assert train(first, "--steps", "120", "--save-at", "120").wait() == 0
+    daemon.lines.wait(event="committed", step=120)
+    daemon.kill()
+    seal_files(first.run_directory, 175, {"x": b"175"})
+    another_boot(first)
+    second = new_vm("b", bucket.store)
+    daemon = second.start_daemon()
+    assert train(second, "--steps", "130", "--save-at", "130").wait() == 0
+    daemon.lines.wait(event="committed", step=130)
+    daemon.kill()
+
+    there = tmp_path / "there"
+    answer = first.swansong("restore", "--local", "--to", str(there), "--json")
+    assert json.loads(answer.stdout)["step"] == 130, answer.stderr
+    first.start_daemon()
+    assert train(first, "--steps", "1").lines.wait(event="resumed")["step"] == 130
+    assert {row["step"] for row in first.commits()} == {120, 130}
+
+
+@pytest.mark.fault("H01")
+def test_a_restart_of_the_daemon_does_not_bring_the_old_line_back(
+    bucket: Bucket, new_vm: NewVm
+) -> None:
+    """The record outlives the daemon: sets of the old line that still lie in staging are not committed."""
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
+    daemon.lines.wait(event="committed", step=50)
+    with outage(bucket):
+        # Those of a framework are not moved aside.
+        for name in ("checkpoint-9000", "checkpoint-9500"):
+            adopted(vm.run_directory / name)
+        daemon.lines.wait(event="sealed_set_found", step=9500)
+        trainer = train(vm, "--from", "70", "--for-ever")
+        daemon.lines.wait(event="lineage_left")
+        until(lambda: b'"9500.' in record_of(vm), what="the record of the abandoned sets")
+        daemon.kill()
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="sealed_set_found", step=9500)
+    until(lambda: vm.status()["trainers"], what="the trainer to be back")
+    assert vm.swansong("notify", "--in", "60s", "--wait").returncode == 0
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 2)
+    trainer.kill()
+    assert not [row for row in vm.commits() if row["step"] in (9000, 9500)]
+
+
+@pytest.mark.fault("S19", "T12")
+def test_a_second_process_of_the_same_rank_is_refused(
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """Of three processes that were started without RANK one trains, and the others get an error with the fix.
+
+    A successor of the first is welcome at once.
+    """
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    first = train(vm, "--for-ever")
+    first.lines.wait(event="resumed")
+    for _ in range(2):
+        other = train(vm, "--for-ever")
+        assert "rank 0 of 1 is connected already" in other.lines.wait(event="error")["reason"]
+    status = vm.status()
+    assert status["trainers_refused"]["count"] >= 2
+    assert "RANK" in status["trainers_refused"]["last"]
+    assert len(status["trainers"]) == 1
+    first.kill()
+    assert train(vm, "--for-ever").lines.wait(event="resumed")["step"] == 0
+    assert daemon.popen.poll() is None
+
+
+def another_boot(vm: Vm) -> None:
+    """The VM was booted again since the daemon ran: the record of its claim is of another boot."""
+    record = vm.run_directory / ".swansongd" / "claim.json"
+    body: dict[str, Any] = json.loads(record.read_bytes())
+    record.write_text(json.dumps({**body, "boot_id": "another"}))
+
+
+def record_of(vm: Vm) -> bytes:
+    return (vm.run_directory / ".swansongd" / "claim.json").read_bytes()
+
+
+def adopted(directory: Path) -> None:
+    """A checkpoint of the Hugging Face Trainer."""
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "trainer_state.json").write_text("{}")
