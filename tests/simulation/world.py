@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 
 from story import a_notice, a_set, shards_of
 from swansongd import commit, manifest
-from swansongd.core import machine
+from swansongd.core import machine, resume
 from swansongd.core.events import (
     Action,
     AskTrainers,
     CancelFlush,
+    ClaimGeneration,
     CommitDone,
     CommitFailed,
     CommitManifest,
@@ -38,6 +39,7 @@ from swansongd.core.events import (
     Rescan,
     Scanned,
     SendTarget,
+    SetAside,
     StartFlush,
     Tick,
     TrainerAccepted,
@@ -66,7 +68,7 @@ FILES = 4
 """Of each set; those of an emergency save are final one after the other."""
 FAULTS = (
     "lost_reply", "refused", "restart", "trainer_death", "withdrawn", "second_vm", "void",
-    "slow_network", "torn_save", "never_answers", "late_scan", "claim_lost", "vanishes",
+    "slow_network", "torn_save", "never_answers", "late_scan", "claim_lost", "vanishes", "starts_behind",
 )  # fmt: skip
 
 
@@ -165,6 +167,7 @@ class Trainer:
     accepted: int = -1
     target: int | None = None
     is_standing: bool = False
+    start_id: str = ""
     withdrawn: set[str] = field(default_factory=set)
     """Periodic requests that are not to be answered any more."""
 
@@ -180,7 +183,10 @@ class World:
     def __init__(self, seed: int, *, is_calm_from_s: float | None = None) -> None:
         self.random = random.Random(seed)
         # A random subset of faults for each seed finds more than all of them at once.
-        self.faults = {name for name in FAULTS if self.random.random() < 0.4}
+        self.faults = {name for name in FAULTS[:-1] if self.random.random() < 0.4}
+        # A stream of its own: the seeds that found something before find it again.
+        if random.Random(f"starts {seed}").random() < 0.4:
+            self.faults.add("starts_behind")
         self.fired: set[str] = set()
         self.is_calm_from_s = is_calm_from_s
         self.now = 1000.0
@@ -197,6 +203,11 @@ class World:
         self.life = 0
         """Events for an earlier life of the daemon are lost."""
         self.generation: int | None = None
+        self.abandoned: tuple[CheckpointId, ...] = ()
+        """As recorded with the claim; it outlives the daemon."""
+        self.starts: dict[str, tuple[str, int]] = {}
+        """For each start of a trainer: the start whose state it continued, and the step of that state."""
+        self.aside: list[Staged] = []
         self.own: set[int] = set()
         self.trainer: Trainer | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -257,9 +268,13 @@ class World:
     def _start_daemon(self) -> None:
         self.life += 1
         settings = Settings(
-            reserve_s=RESERVE_S, signals_trainer=False, checkpoint_interval_s=self.interval_s
+            reserve_s=RESERVE_S,
+            signals_trainer=False,
+            checkpoint_interval_s=self.interval_s,
+            sealed_under=self.generation,
         )
-        self.state = State(settings=settings)
+        abandoned = frozenset(self.abandoned)
+        self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
         self._flush_id = ""
         self.post(self._scan_result, 0.3)
         self._claim()
@@ -299,15 +314,15 @@ class World:
 
         self.at(TICK_S, happens)
 
-    def _claim(self) -> None:
+    def _claim(self, *, is_rollback: bool = False) -> None:
         life = self.life
 
         def happens() -> None:
             if life != self.life:
                 return
             try:
-                if self.chance("claim_lost", 0.5):
-                    self.generation = None  # the record of it is gone
+                if not is_rollback and self.chance("claim_lost", 0.5):
+                    self.generation, self.abandoned = None, ()  # the record of it is gone
                 if self.generation is None:
                     nonce = f"{self.random.getrandbits(64):x}"
                     claim = commit.claim_generation(self.store, KEYS, identity={}, nonce=nonce)
@@ -321,7 +336,7 @@ class World:
             except StoreError:
                 self.at(2.0, happens)
             else:
-                self.step(GenerationClaimed(self.generation, newest))
+                self.step(GenerationClaimed(self.generation, newest, is_rollback=is_rollback))
 
         self.at(self.delay_s(1.0), happens)
 
@@ -335,9 +350,12 @@ class World:
                 trainer = self.trainer
                 if trainer is not None and trainer.request == request_id and trainer.target is None:
                     trainer.target = target
-                    if target != trainer.step + 1:
+                    # More than one ahead: the target was set with a trainer that died since.
+                    ahead = target - trainer.step
+                    if ahead < 1 or (ahead > 1 and len(self.starts) < 2):
                         raise Broken(f"target {target} is not one ahead of {trainer.step}")
-                    self.at(self._boundary_s, lambda: self._saves(trainer, target, request_id))
+                    wait_s = ahead * self._boundary_s
+                    self.at(wait_s, lambda: self._saves(trainer, target, request_id))
             case WithdrawRequest(request_id, _):
                 if self.trainer is not None:
                     self.trainer.is_standing = False
@@ -354,6 +372,11 @@ class World:
                 self._commit(action)
             case Rescan():
                 self.post(self._scan_result, 0.3)
+            case ClaimGeneration(_, abandoned):
+                self.generation, self.abandoned = None, abandoned
+                self._claim(is_rollback=True)
+            case SetAside(directories):
+                self._set_aside(directories)
             case Prune(directories):
                 self._prune(directories)
             case Conclude():
@@ -373,7 +396,8 @@ class World:
         nonce = f"{self.random.getrandbits(32):08x}"
         whole = a_set(step, nonce, size_bytes=self._size_bytes // FILES, request_id=request_id)
         files = (replace(whole.files[0], path=f"{i}.bin", inode=i) for i in range(FILES))
-        return replace(whole, files=tuple(files))
+        starts = frozenset({self.trainer.start_id} if self.trainer is not None else ())
+        return replace(whole, files=tuple(files), starts=starts)
 
     def _seal(self, staged: Staged) -> Staged:
         self.staging.append(staged)
@@ -382,18 +406,51 @@ class World:
         return staged
 
     def _trainer_starts(self) -> None:
-        """A trainer goes on from the newest commit or set, as the rejoin would have it."""
+        """A trainer resumes from the newest state, by the daemon's rule, or from an older one, by its own."""
         if self.is_over:
             return
-        steps = self.commits()
-        start = max(steps).step if steps else 0
-        start = max([start, *(s.id.step for s in self.staging)])
+        newest = max(self.commits(), default=None)
+        scanned, _ = machine.step(self.state, self._scan_result(), self.now)
+        local = resume.newest_local(scanned, newest)
+        step, parent = 0, ""
+        if local is not None:
+            step, parent = local.id.step, self._written_by(local.id)
+        elif newest is not None:
+            step, parent = newest.step, self._written_by_commit(newest)
+        if step and self.chance("starts_behind", 0.5):
+            step = self.random.randrange(step)  # on the line, but not its newest state
         self._count += 1
-        self.trainer = Trainer(connection=self._count, pid=self._count, step=start)
-        self._connect(self.trainer)
-        self._trains(self.trainer)
+        trainer = Trainer(connection=self._count, pid=self._count, step=step)
+        trainer.start_id = f"start-{self._count}"
+        self.starts[trainer.start_id] = parent, step
+        self.trainer = trainer
+        self._connect(trainer, starts=True)
+        self._trains(trainer)
 
-    def _connect(self, trainer: Trainer) -> None:
+    def _written_by(self, checkpoint: CheckpointId) -> str:
+        return next((min(s.starts, default="") for s in self.sealed if s.id == checkpoint), "")
+
+    def _written_by_commit(self, ref: CommitRef) -> str:
+        keys = [key for key in self.store.objects if key.startswith(KEYS.commits)]
+        for key in keys:
+            parsed = KEYS.parse_commit(key)
+            if parsed is not None and parsed.ref == ref:
+                made = manifest.decode(self.store.objects[key])
+                return self._written_by(CheckpointId(made.step, made.nonce))
+        return ""
+
+    def is_on_line(self, step: int, written_by: str) -> bool:
+        """Whether the trainer's state came from this one: the fact that the daemon has to find out."""
+        if self.trainer is None or not written_by:
+            return True
+        start_id, limit = self.trainer.start_id, step
+        while start_id:
+            if start_id == written_by:
+                return step <= limit or start_id == self.trainer.start_id
+            start_id, limit = self.starts[start_id]
+        return False
+
+    def _connect(self, trainer: Trainer, *, starts: bool = False) -> None:
         self._count += 1
         trainer.connection = self._count
         view = TrainerView(
@@ -405,8 +462,17 @@ class World:
             step=trainer.step,
             save_s=trainer.saved_s,
             takes_periodic=self.takes_periodic,
+            start_id=trainer.start_id,
+            greeted_mono_s=self.now,
         )
-        self.post(lambda: TrainerJoined(view), 1.0)
+        start = TrainerProgress(trainer.connection, trainer.step, start_id=trainer.start_id)
+
+        def joined() -> Event:
+            if starts:  # right after the hello, and never before it
+                self.post(lambda: start, 0.002)
+            return TrainerJoined(view)
+
+        self.post(joined, 1.0)
 
     def _trains(self, trainer: Trainer) -> None:
         def happens() -> None:
@@ -505,10 +571,24 @@ class World:
             0.05,
         )
 
+    def _set_aside(self, directories: tuple[str, ...]) -> None:
+        for staged in self.staging:
+            if staged.directory in directories:
+                trainer = self.trainer
+                if trainer is not None and trainer.start_id in staged.starts:
+                    raise Broken(f"I18: {staged.directory} is set aside, and its trainer lives")
+                self.aside.append(staged)
+        self.staging = [s for s in self.staging if s.directory not in directories]
+
     def _prune(self, directories: tuple[str, ...]) -> None:
         newest = max(self.commits(), default=None)
         for staged in self.staging:
-            if staged.directory in directories and (newest is None or staged.id.step > newest.step):
+            is_abandoned = staged.id in self.state.abandoned
+            if (
+                staged.directory in directories
+                and not is_abandoned
+                and (newest is None or staged.id.step > newest.step)
+            ):
                 raise Broken(f"I18: {staged.directory} is deleted and no commit replaces it")
         self.staging = [s for s in self.staging if s.directory not in directories]
 
@@ -736,7 +816,13 @@ class World:
         assert evacuation is not None
         # What was sealed well before cannot have been overlooked.
         answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
-        known = [s for s in self.state.staged if s.id not in self.state.inherited]
+        known = [
+            s for s in self.state.staged if s.id not in self.state.inherited | self.state.unusable
+        ]
+        if not self.is_on_line(conclusion.commit.step, self._written_by_commit(conclusion.commit)):
+            raise Broken(
+                f"I7: SAFE at {conclusion.commit}, a state that training did not continue from"
+            )
         for staged in answers or known:
             if staged.id.step > conclusion.commit.step:
                 raise Broken(f"I7: SAFE at {conclusion.commit}, and {staged.id} is sealed")
