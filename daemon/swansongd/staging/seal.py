@@ -83,7 +83,8 @@ _FINAL = re.compile(r"rank-[0-9]{5,}(\.json|/.*)")
 class _Seen:
     """What is known of one entry of the staging directory."""
 
-    files: tuple[StagedFile, ...]
+    files: tuple[StagedFile, ...] | None
+    """None when they could not be listed."""
     since_mono_s: float
     outcome: Staged | str | None = None
     """The set, or why it is none; None while it has not settled."""
@@ -145,13 +146,8 @@ class Scanner:
                     layout = _layout_of(run_fd, name)
                     if layout is None:
                         continue
-                try:
-                    found = self._examine(run_fd, name, layout)
-                except StagingError as error:
-                    rejected.append((name, error.line()))
-                    continue
-                except Exception as error:  # one set must not hide the others
-                    rejected.append((name, f"cannot be examined: {type(error).__name__}"))
+                found = self._look_at(run_fd, name, layout)
+                if found is None:
                     continue
                 seen[name] = found
                 if isinstance(found.outcome, Staged):
@@ -226,6 +222,26 @@ class Scanner:
                 return self._growing.get(name)
             return None
 
+    def _look_at(self, run_fd: int, name: str, layout: Layout | None) -> _Seen | None:
+        """What is known of the entry now; None when it lost its name meanwhile.
+
+        A set that is removed loses its name first.  So whatever is wrong with a set that still has its
+        name was not caused by :func:`scan.remove_set`.
+        """
+        identity = _identity(run_fd, name)
+        try:
+            found = self._examine(run_fd, name, layout)
+        except StagingError as error:
+            # A file was removed during the scan: the next one lists the entry again.
+            is_changing = isinstance(error.__cause__, FileNotFoundError)
+            outcome = None if is_changing else error.line()
+            found = _Seen(None, self._monotonic(), outcome)
+        except Exception as error:  # one set must not hide the others
+            reason = f"cannot be examined: {type(error).__name__}"
+            found = _Seen(None, self._monotonic(), reason)
+        is_set = isinstance(found.outcome, Staged)
+        return found if is_set or _identity(run_fd, name) == identity else None
+
     def _examine(self, run_fd: int, name: str, layout: Layout | None) -> _Seen:
         """What is known of the entry now.
 
@@ -246,6 +262,8 @@ class Scanner:
                 return seen
             return replace(seen, outcome=_adopted(name, layout, files))
         except StagingError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise
             return replace(seen, outcome=error.line())
 
 
@@ -273,6 +291,15 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
         finally:
             os.close(fd)
     return False
+
+
+def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
+    """Device and inode of the entry; None when there is none."""
+    try:
+        facts = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def _is_partial(name: str) -> bool:
