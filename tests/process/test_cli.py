@@ -450,6 +450,10 @@ REPORT = {
     ],
     "trainers": [{"pid": 4242, "rank": 0, "step": 1234, "extra": 1}],
     "last_commit": {"generation": 2, "step": 1200, "age_s": 12.5},
+    "failed_saves": {
+        "count": 2,
+        "last": {"step": 1100, "rank": 0, "reason": "disk\x1b full", "age_s": 240},
+    },
     "replication_lag": {"steps": 34, "seconds": 41.0, "bytes": 1_234_000_000},
     "pending_bytes": 2_000_000,
     "evacuation": {"reason": "aws.spot", "seconds_left": 87.0, "plan": "TAKE", "phase": "flush"},
@@ -508,6 +512,7 @@ def test_status_for_people(place: Place) -> None:
         "last commit generation 2 step 1200, 12.5 s ago",
         "replication lag 34 steps, 41 s, 1.23 GB",
         "pending 2 MB",
+        "failed saves 2, the last one 4 min ago at step 1100 of rank 0: disk\\x1b full",
         "evacuation aws.spot: TAKE, flush, 87 s left",
         "daemon version 0.1.0, pid 77, up 25 h",
         "SOURCE NAME HEALTH REASON FOR aws.spot ok answers 2 h",
@@ -527,6 +532,19 @@ def test_status_of_a_daemon_that_knows_little(place: Place) -> None:
     assert "no generation claimed yet" in text
     assert "last commit none" in text
     assert "replication lag unknown" in text
+
+
+def test_status_says_in_words_what_is_not_known(place: Place) -> None:
+    """A commit whose age is unknown was made before the daemon started; no question mark stands for it."""
+    report = {
+        "last_commit": {"generation": 2, "step": 1200, "age_s": None},
+        "replication_lag": {"steps": 34, "seconds": None, "bytes": 0},
+    }
+    with daemon_that_says(place.socket, encode(Status(report))):
+        done = place.run("status")
+    text = " ".join(done.stdout.split())
+    assert "last commit generation 2 step 1200, from before the daemon started" in text
+    assert "replication lag 34 steps, unknown time, 0 B" in text
 
 
 def test_status_without_a_daemon(place: Place) -> None:
