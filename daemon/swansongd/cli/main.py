@@ -29,16 +29,16 @@ EXIT_CODES = {
     0: "done",
     1: "a fault of swansong itself",
     2: "the configuration or the command line is wrong",
-    3: "the daemon does not answer on its socket",
-    4: "a newer generation of this run exists",
-    5: "the staging directory or the restore target cannot be used",
-    6: "the object store refused or failed",
-    7: "nothing to restore: the run has no commit that is whole",
     8: "stored bytes or a manifest do not match their digest",
     9: "stopped before it was done",
     10: "notify --wait: PARTIAL, an older commit stands",
     11: "notify --wait: LOST, nothing of the run is committed",
     12: "doctor found a failure",
+    13: "the daemon does not answer on its socket",
+    14: "a newer generation of this run exists",
+    15: "the staging directory or the restore target cannot be used",
+    16: "the object store refused or failed",
+    17: "nothing to restore: the run has no commit that is whole",
 }
 
 
