@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swansongd
 from committed import commit, file_store, flip_bit, object_path, tree
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
@@ -616,7 +617,8 @@ def test_a_store_that_fails_is_exit_16(place: Place) -> None:
 def test_version_and_help(place: Place) -> None:
     """The version needs no configuration; the help documents every exit code of errors.py."""
     place.config.unlink()
-    assert place.run("version").stdout.startswith("swansong ")
+    assert place.run("version").stdout == place.run("--version").stdout
+    assert place.run("--version").stdout == f"swansong {swansongd.__version__}\n"
     shown = place.run("--help").stdout
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SwansongError)} | {

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from swansongd import __version__
 from swansongd.cli import doctor, ls, notify, restore, status, verify, version
 from swansongd.cli.common import note
 from swansongd.config import DEFAULT_PATH
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"the configuration (default {DEFAULT_PATH})",
     )
+    top.add_argument("--version", action="version", version=f"swansong {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         below = commands.add_parser(name, help=command.HELP, description=command.HELP)
