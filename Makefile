@@ -42,10 +42,8 @@ wheelhouse:  ## build/wheelhouse, for packer/provision.sh --wheelhouse: PYTHON o
 	rm -rf build/wheelhouse build/sources
 	build/wheels/bin/python -m pip download --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt \
 		--dest build/wheelhouse
-	mkdir -p build/sources
-	tar -c --exclude=__pycache__ training_hooks/pyproject.toml training_hooks/swansong daemon/pyproject.toml daemon/swansongd | \
-		tar -x -C build/sources
-	build/wheels/bin/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+	packer/sources.sh build/sources
+	SOURCE_DATE_EPOCH=315532800 build/wheels/bin/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
 		--wheel-dir build/wheelhouse build/sources/training_hooks build/sources/daemon
 
 STORE  ?= auto

@@ -17,6 +17,27 @@ source "amazon-ebs" "swansong" {
     most_recent = true
   }
 
+  # Of a Debian image, 8 GB; base images with GPU drivers bring what they need.
+  dynamic "launch_block_device_mappings" {
+    for_each = var.aws_disk_gb > 0 ? [var.aws_disk_gb] : []
+    content {
+      device_name           = var.aws_root_device
+      volume_size           = launch_block_device_mappings.value
+      volume_type           = "gp2"
+      delete_on_termination = true
+    }
+  }
+
+  encrypt_boot = var.aws_encrypt
+  kms_key_id   = var.aws_kms_key
+
+  # Version 2 of the metadata service: for the build VM, and for VMs of the image.
+  # Packer 1.6 knows neither: leave the four lines out there.
+  imds_support = "v2.0"
+  metadata_options {
+    http_tokens = "required"
+  }
+
   ssh_username              = var.aws_ssh_username
   ssh_clear_authorized_keys = true
 

@@ -42,13 +42,20 @@ find_python() {
 	return 1
 }
 
+# Installs packages without a word; what the package manager said goes to package_errors when it fails.
 install_packages() {
+	local said
 	if command -v apt-get >/dev/null; then
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends "$@" </dev/null
+		if [ "$lists_updated" = no ]; then
+			said=$(apt-get update -qq 2>&1) || package_errors+=$'\n'"apt-get update: $said"
+			lists_updated=yes
+		fi
+		said=$(DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null 2>&1) ||
+			{ package_errors+=$'\n'"apt-get install $*: $said" && return 1; }
 	elif command -v dnf >/dev/null; then
-		dnf install -y -q "$@"
+		said=$(dnf install -y -q "$@" 2>&1) || { package_errors+=$'\n'"dnf install $*: $said" && return 1; }
 	else
+		package_errors+=$'\n'"there is neither apt-get nor dnf to install $* with"
 		return 1
 	fi
 }
@@ -58,11 +65,13 @@ ensure_packages() {
 		# The distribution's own Python first; Ubuntu 22.04 and Amazon Linux have 3.11 beside an older one.
 		install_packages python3 python3-venv ca-certificates || true
 		find_python >/dev/null || install_packages python3.11 python3.11-venv || install_packages python3.11 || true
+		find_python >/dev/null ||
+			die "Python 3.11 or later with the venv module cannot be installed; name one with PYTHON=...$package_errors"
 	fi
 	# Without polkit logind refuses a delay lock to anyone but root; the daemon then works without it.
 	if ! command -v pkaction >/dev/null; then
 		install_packages polkitd || install_packages polkit ||
-			say "no polkit: shutdowns that nobody announced will not wait for the flush"
+			die "polkit cannot be installed; with --no-packages, shutdowns that nobody announced do not wait for the flush$package_errors"
 	fi
 }
 
@@ -87,8 +96,7 @@ install_distributions() {
 		# A copy, and without what earlier builds left: a build leaves files beside its sources, and takes them up.
 		scratch=$(mktemp -d)
 		trap 'rm -rf "$scratch"' EXIT
-		tar -C "$source" --exclude=__pycache__ -c training_hooks/{pyproject.toml,swansong} daemon/{pyproject.toml,swansongd} |
-			tar -C "$scratch" -x
+		"$source/packer/sources.sh" "$scratch"
 		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
 	fi
 	"${pip[@]}" check || die "what is in $VENV does not fit together: take constraints.txt and the wheels from one version, or remove $VENV first"
@@ -145,6 +153,15 @@ enable_service() {
 	systemctl enable --quiet swansongd.service
 }
 
+# A daemon that runs goes on with the program that it was started from.
+next_steps() {
+	if [ "$booted" = yes ] && systemctl --quiet is-active swansongd.service; then
+		echo "systemctl restart swansongd, when swansong status shows no evacuation, then swansong doctor"
+	else
+		echo "edit $CONFIG, then systemctl start swansongd, then swansong doctor"
+	fi
+}
+
 # What tells one VM from another; the first boot of the image makes it anew.
 forget_this_machine() {
 	if command -v cloud-init >/dev/null; then
@@ -156,6 +173,7 @@ forget_this_machine() {
 	rm -f /var/lib/swansong/nvme.uuid # which disk swansong-nvme formatted
 }
 
+lists_updated=no package_errors=''
 wheelhouse='' config='' run='' store='' packages=yes image=no
 while [ $# -gt 0 ]; do
 	case $1 in
@@ -199,5 +217,5 @@ if [ "$image" = yes ]; then
 	forget_this_machine
 	"$VENV/bin/swansong" --config "$CONFIG" doctor --image || die "this must not become an image"
 else
-	say "done: edit $CONFIG, then systemctl start swansongd, then swansong doctor"
+	say "done: $(next_steps)"
 fi

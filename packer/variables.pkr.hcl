@@ -12,7 +12,7 @@ variable "config_file" {
   description = "Becomes /etc/swansong/swansong.toml in the image. Holds no secret."
 }
 
-# Empty: as config_file has it, for every VM to name its own; see cloud-init/ and startup-script/.
+# Empty: as config_file has it, for every VM to name its own; see first-boot/.
 
 variable "run_name" {
   type        = string
@@ -52,6 +52,30 @@ variable "aws_instance_type" {
   description = "Of the build VM; needs no GPU."
 }
 
+variable "aws_disk_gb" {
+  type        = number
+  default     = 0
+  description = "Root disk of the image; 0: as the base image has it."
+}
+
+variable "aws_root_device" {
+  type        = string
+  default     = "/dev/xvda"
+  description = "Name of the base image's root device, for aws_disk_gb: /dev/xvda on Debian and Amazon Linux, /dev/sda1 on Ubuntu."
+}
+
+variable "aws_encrypt" {
+  type        = bool
+  default     = true
+  description = "Encrypt the image; VMs of other accounts then need the key as well."
+}
+
+variable "aws_kms_key" {
+  type        = string
+  default     = ""
+  description = "Key for that; empty: the account's own for EBS."
+}
+
 variable "aws_source_image" {
   type        = string
   default     = "debian-12-amd64-*"
@@ -89,6 +113,24 @@ variable "gcp_subnetwork" {
 variable "gcp_machine_type" {
   type    = string
   default = "e2-small"
+}
+
+variable "gcp_disk_gb" {
+  type        = number
+  default     = 20
+  description = "Boot disk of the image; not less than the base image has."
+}
+
+variable "gcp_disk_type" {
+  type        = string
+  default     = "pd-balanced"
+  description = "Of the build VM's boot disk."
+}
+
+variable "gcp_iap" {
+  type        = bool
+  default     = false
+  description = "Reach the build VM through Identity-Aware Proxy, without an external address; needs gcloud, and a way out."
 }
 
 variable "gcp_source_family" {

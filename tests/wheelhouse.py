@@ -88,4 +88,9 @@ def write_wheelhouse(wheels: Path, lock: Path) -> None:
     lock.write_text("".join(lines))
     for folder in ("training_hooks", "daemon"):
         about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
-        _write_wheel(wheels, about["name"], about["version"], REPOSITORY / folder / about["name"])
+        package = REPOSITORY / folder / about["name"]
+        version = re.search(
+            r'^__version__ = "(.*)"', (package / "__init__.py").read_text(), re.MULTILINE
+        )
+        assert version
+        _write_wheel(wheels, about["name"], version[1], package)

@@ -266,8 +266,8 @@ def history(
         if gives_up():
             return History()
         last, kind = _last_commit(store, keys, newest.get(number))
-        ends = [_instant_s(last), *(_instant_s(written) for _, written in farewells)]
-        begun_s = _instant_s(identity.get("claimed", ""))
+        ends = [instant_s(last), *(instant_s(written) for _, written in farewells)]
+        begun_s = instant_s(identity.get("claimed", ""))
         ended_s = max((end for end in ends if end is not None), default=None)
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
@@ -313,7 +313,8 @@ def _last_commit(
     return (manifests[0].created, manifests[0].kind) if manifests else ("", None)
 
 
-def _instant_s(text: str) -> float | None:
+def instant_s(text: str) -> float | None:
+    """Seconds since 1970 of a wall-clock time as text; None when the text is none."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):

@@ -36,6 +36,7 @@ from swansongd.core.events import (
     GenerationClaimed,
     HistoryRead,
     JoinGeneration,
+    NewestDated,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.journal import Journal
@@ -463,8 +464,14 @@ class Clerk:
                 if found.is_complete:
                     manifests = catalog.load(self._store, self._keys, found)
                     self._journal.seed([shard for made in manifests for shard in made.shards])
+                    self._date(newest, manifests[0].created)
         except SwansongError as error:
             _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
+
+    def _date(self, newest: CommitRef, created: str) -> None:
+        then_s, now_s = catalog.instant_s(created), catalog.instant_s(self._wall())
+        if then_s is not None and now_s is not None:
+            self._post(NewestDated(newest, max(0.0, now_s - then_s)))
 
     def _read_history(self, generation: int) -> None:
         """How often VMs of this run were lost; an evacuation does not wait for it."""

@@ -5,21 +5,24 @@
 
     SwansongError
     ├── ConfigError              2   the configuration is wrong; lists every problem
-    ├── Unreachable              3   the daemon does not answer on its socket
-    ├── FencedError              4   a newer generation of this run exists
-    ├── StagingError             5   the staging directory or a restore target cannot be used
-    ├── StoreError               6   the object store refused or failed
+    ├── Unreachable             13   the daemon does not answer on its socket
+    ├── FencedError             14   a newer generation of this run exists
+    ├── StagingError            15   the staging directory or a restore target cannot be used
+    ├── StoreError              16   the object store refused or failed
     │   ├── Transient                may work when tried again
     │   ├── Permanent                will not work until somebody mends something
     │   ├── NotFound                 the key (or the bucket) does not exist
     │   ├── TooLarge                 the object has more bytes than a small object may have
     │   └── Exists                   create-if-absent found the name taken
-    ├── NothingToRestore         7   the run has no commit that is whole
+    ├── NothingToRestore        17   the run has no commit that is whole
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
     ├── Stopped                  9   somebody asked for the end before it was done
     └── Unready                 12   ``swansong doctor`` found a failure
 
 Each error says what happened in its message and the way out in ``hint``.
+
+systemd names the codes 3 to 7, 64 to 78, 200 to 244 and 255 after errors of its own, of the LSB and of BSD: 6
+would be shown as NOTCONFIGURED.  None of them is used, and 2 has the name INVALIDARGUMENT, which fits.
 """
 
 from __future__ import annotations
@@ -50,13 +53,13 @@ class ConfigError(SwansongError):
 
 
 class Unreachable(SwansongError):
-    exit_code = 3
+    exit_code = 13
 
 
 class FencedError(SwansongError):
     """Generation ``own`` may not commit any more: generation ``newer`` has taken the run over."""
 
-    exit_code = 4
+    exit_code = 14
 
     def __init__(self, own: int, newer: int) -> None:
         super().__init__(
@@ -68,11 +71,11 @@ class FencedError(SwansongError):
 
 
 class StagingError(SwansongError):
-    exit_code = 5
+    exit_code = 15
 
 
 class StoreError(SwansongError):
-    exit_code = 6
+    exit_code = 16
     retryable = False
 
 
@@ -105,7 +108,7 @@ class Exists(Permanent):
 class NothingToRestore(SwansongError):
     """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing."""
 
-    exit_code = 7
+    exit_code = 17
 
     def __init__(self, message: str, *, hint: str = "", is_fresh: bool = False) -> None:
         super().__init__(message, hint=hint)

@@ -1,14 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Startup script: names run and bucket.  Put your words in place of the two below, or let Terraform do it:
-# see examples/gcp.  It runs at each boot, and after the daemon was started: the image should have a store
+# Startup script: names run and bucket.  Put your words in place of the three below, or let Terraform do it:
+# see examples/gcp.  The third is the VM's preemption notice, 0 or 120 s.  It runs at each boot, and after the daemon was started: the image should have a store
 # of its own disk (the default), so that no run without a name gets into your bucket.
-# shellcheck disable=SC2016 # the two words are filled in before any shell sees them
-run='${run}' store='${store}'
+# shellcheck disable=SC2016 # the three words are filled in before any shell sees them
+run='${run}' store='${store}' notice='${notice}'
 set -euo pipefail
 
 config=/etc/swansong/swansong.toml
-named=$(sed -e "s|^name = .*|name = \"$run\"|" -e "s|^url = .*|url = \"$store\"|" "$config")
+named=$(sed -e "s|^name = .*|name = \"$run\"|" -e "s|^url = .*|url = \"$store\"|" \
+	-e "s|^gcp_preemption_notice_s = .*|gcp_preemption_notice_s = $notice|" "$config")
 if [ "$named" != "$(cat "$config")" ]; then
 	printf '%s\n' "$named" >"$config"
 	systemctl restart swansongd.service

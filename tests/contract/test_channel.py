@@ -61,7 +61,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         TrainerProgress(number, 4, 1.5, 10),
         TrainerAccepted(number, "q", 4),
         TrainerSealed(number, "q", 5, 2.0, 11),
-        TrainerFailed(number, "q", "disk full"),
+        TrainerFailed(number, "q", "disk full", 5),
         TrainerFailed(number, "q", "declined: busy"),
         TrainerLeft(number, exited=True, reason="done"),
     ]

@@ -129,31 +129,72 @@ def test_a_daemon_that_starts_during_a_shutdown_learns_of_it(fake_host: FakeHost
         assert not run.is_now(Health.BLIND)
 
 
+class Store:
+    """What systemd's file descriptor store holds of the lock."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def keep(self, lock_fd: int | None) -> None:
+        while self.held:
+            os.close(self.held.pop())
+        if lock_fd is not None:
+            self.held.append(os.dup(lock_fd))
+
+
 @pytest.mark.fault("H01")
 def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -> None:
-    """A copy of each lock goes to the keeper; the next daemon has its whole delay, and lets go of it."""
-    kept: list[int] = []
-
-    def keep(lock_fd: int | None) -> None:
-        while kept:
-            os.close(kept.pop())
-        if lock_fd is not None:
-            kept.append(os.dup(lock_fd))
-
-    with SourceRun(fake_host.source(keep_lock=keep)) as run:
+    """A copy of the lock is stored while a shutdown waits; the next daemon has its whole delay."""
+    store = Store()
+    with SourceRun(fake_host.source(keep_lock=store.keep)) as run:
         until(lambda: run.is_now(Health.OK))
         fake_host.order("shutdown")
         until(lambda: run.notices)
     fake_host.shows(locks=1, shutdown="waiting")  # the source has ended, and the lock is held
 
-    again = fake_host.source(lock_fd=os.dup(kept[0]), keep_lock=keep)
+    again = fake_host.source(lock_fd=os.dup(store.held[0]), keep_lock=store.keep)
     with SourceRun(again) as run:
         until(lambda: run.notices)
         assert run.notices[0].deadline_quality is DeadlineQuality.DERIVED
         fake_host.shows(locks=1, shutdown="waiting")
         again.release()
         fake_host.shows(locks=0, shutdown="gone")
-    assert kept == []
+    assert store.held == []
+
+
+def test_the_lock_is_not_stored_before_a_shutdown(fake_host: FakeHost) -> None:
+    """When the daemon ends before a shutdown, or after a cancelled one, nothing delays the next one."""
+    store = Store()
+    with SourceRun(fake_host.source(keep_lock=store.keep)) as run:
+        until(lambda: run.is_now(Health.OK))
+        assert store.held == []
+        fake_host.order("shutdown")
+        until(lambda: run.notices)
+        assert store.held
+        fake_host.order("cancel")
+        until(lambda: run.withdrawals)
+        assert store.held == []
+        fake_host.shows(locks=1)
+    fake_host.shows(locks=0)
+
+
+def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
+    """The second daemon of a shutdown keeps the lock in its process; the next shutdown finds it stored."""
+    connection = logind.Logind(fake_host.bus)
+    inherited_fd = connection.take_delay_lock()
+    connection.close()
+    fake_host.order("shutdown")
+    store = Store()
+    with SourceRun(fake_host.source(lock_fd=inherited_fd, keep_lock=store.keep)) as run:
+        until(lambda: run.notices)
+        assert store.held == []
+        fake_host.order("cancel")
+        until(lambda: run.withdrawals)
+        fake_host.order("shutdown")
+        until(lambda: len(run.notices) == 2)
+        assert store.held
+        store.keep(None)
+    fake_host.shows(locks=0, shutdown="gone")
 
 
 def test_a_limit_that_is_too_short_is_said_with_the_remedy(fake_host: FakeHost) -> None:

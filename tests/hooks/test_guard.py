@@ -533,6 +533,36 @@ def test_a_failed_save_does_not_reach_the_loop(
     guard.step(3)
 
 
+def test_a_failed_save_without_a_request_is_reported(daemon: FakeDaemon, attach: Attach) -> None:
+    """The daemon learns of each checkpoint that fails, also of one that the trainer planned itself."""
+
+    def save(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    guard = attach(save=save, load=lambda _: None, every_steps=2)
+    guard.restore()
+    for step in (1, 2, 3):
+        guard.step(step)
+    failed = daemon.wait_for(Failed)
+    assert (failed.request_id, failed.step) == ("", 2)
+    assert "No space left" in failed.reason
+    assert not guard.save(3)
+    assert daemon.wait_for(Failed, 2).step == 3
+
+
+def test_a_staging_directory_that_cannot_be_used_is_reported(
+    daemon: FakeDaemon, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that continues without checkpoints says so to the daemon, and not only in its own log."""
+    daemon.staging = daemon.staging / "absent"
+    guard = attach({})
+    failed = daemon.wait_for(Failed)
+    assert (failed.request_id, failed.step) == ("", -1)
+    assert "cannot write to" in failed.reason
+    assert not guard.save(1)
+    assert "training continues without checkpoints" in caplog.text
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_the_users_interrupt_passes(
     daemon: FakeDaemon, attach: Attach, error: type[BaseException]

@@ -29,7 +29,7 @@ import swansong
 total = {"total": 0}
 
 def save(directory):
-    if sys.argv[1] == "broken":
+    if sys.argv[1] == "broken" or sys.argv[1] == "falters" and total["total"] == 1:
         raise RuntimeError("no save today")
     (directory / "total").write_text(json.dumps(total))
 
@@ -41,6 +41,8 @@ for step in range(guard.restore() + 1, 1000):
     total["total"] += step
     print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
     guard.step(step)
+    if sys.argv[1] == "falters" and step == 1:
+        assert not guard.save(1)
     if sys.argv[1] == "leaves" and guard.should_stop or sys.argv[1] == "broken" and step == 900:
         guard.close()
         sys.exit(75)
@@ -151,3 +153,10 @@ def test_the_reason_of_a_failed_save_is_reported(
     order(first=lambda event: isinstance(event, int), held=is_answer)
     with pytest.raises(TrainerFailedError, match=r"the trainer did not save: .*no save today"):
         check(tmp_path, TRAINER, "broken")
+
+
+def test_a_failed_save_without_a_request_is_no_answer(tmp_path: Path) -> None:
+    """A checkpoint that the trainer planned itself and could not write does not end the check."""
+    report = check(tmp_path, TRAINER, "falters")
+    assert report.saved_steps == [KILL_AT]
+    assert report.losses == STEPS

@@ -364,6 +364,23 @@ def test_a_failed_write_is_reported_and_training_goes_on(
     assert len(daemon.sealed()) == 1
 
 
+@pytest.mark.fault("D01")
+def test_a_failed_background_write_without_a_request_is_reported(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon learns of a periodic checkpoint that was copied and could not be written."""
+    held, trainer = Held(monkeypatch), Trainer(1)
+    held.error = OSError(28, "No space left on device")
+    held.released.set()
+    guard = attach(trainer.state)
+    guard.restore()
+    guard.step(1)
+    assert guard.save(1)
+    failed = daemon.wait_for(Failed)
+    assert (failed.request_id, failed.step) == ("", 1)
+    assert "No space left" in failed.reason
+
+
 def test_the_end_waits_for_the_copy_and_says_what_it_cost(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-WRONG_CONFIG, BAD_STAGING = 2, 5
+WRONG_CONFIG, BAD_STAGING = 2, 15
 
 
 # ---------------------------------------------------------------- at the start
@@ -57,7 +57,7 @@ def test_every_mistake_in_the_configuration_is_named_at_once(new_vm: Any) -> Non
 def test_staging_that_cannot_be_used_is_said_and_not_made(
     new_vm: Any, tmp_path: Path, what: str
 ) -> None:
-    """Were the mount missing, a directory made in its place would fill the root disk; exit code 5."""
+    """Were the mount missing, a directory made in its place would fill the root disk; exit code 15."""
     place = tmp_path / "nvme"
     if what == "a file":
         place.write_text("not a directory")
@@ -73,7 +73,7 @@ def test_staging_that_cannot_be_used_is_said_and_not_made(
 
 @pytest.mark.fault("D08")
 def test_staging_that_cannot_be_written_to_is_said(bucket: Bucket, new_vm: Any) -> None:
-    """A read-only file system: exit code 5 before anything is promised to anybody."""
+    """A read-only file system: exit code 15 before anything is promised to anybody."""
     vm = new_vm("vm", bucket.store)
     with mounted_tmpfs(vm.staging, "ro,size=1m"):
         daemon = vm.start_daemon(ready=False)

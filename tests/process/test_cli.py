@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swansongd
 from committed import commit, file_store, flip_bit, object_path, tree
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
@@ -130,9 +131,9 @@ def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
 
 
 def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
-    """7 by default; 0 with --fresh-ok, which is what the boot unit asks for."""
+    """17 by default; 0 with --fresh-ok, which is what the boot unit asks for."""
     done = place.run("restore", "--to", str(place.to))
-    assert done.returncode == 7
+    assert done.returncode == 17
     assert is_one_line_of_swansong(done.stderr)
     done = place.run("restore", "--to", str(place.to), "--fresh-ok")
     assert (done.returncode, done.stdout) == (
@@ -150,12 +151,12 @@ def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> Non
     flip_bit(
         object_path(place.tmp_path / "store", RunKeys("r").commit(CommitRef(1, 100), 0, 1)), 99
     )
-    assert place.run("restore", "--to", str(place.to), "--fresh-ok").returncode == 7
+    assert place.run("restore", "--to", str(place.to), "--fresh-ok").returncode == 17
 
 
 @pytest.mark.fault("G12")
 def test_a_full_target_is_found_before_the_download(place: Place) -> None:
-    """On a file system of 64 KiB: exit 5 with the numbers, and nothing is left there."""
+    """On a file system of 64 KiB: exit 15 with the numbers, and nothing is left there."""
     if not shutil.which("unshare"):
         pytest.skip("needs unshare")
     small = place.tmp_path / "small"
@@ -173,9 +174,9 @@ def test_a_full_target_is_found_before_the_download(place: Place) -> None:
         timeout=60,
         check=False,
     )
-    if done.returncode not in (0, 5):
+    if done.returncode not in (0, 15):
         pytest.skip(f"no mount namespace here: {done.stderr}")
-    assert done.returncode == 5
+    assert done.returncode == 15
     assert is_one_line_of_swansong(done.stderr)
     assert "needs 100000 bytes; 65536 are free" in done.stderr
     assert done.stdout == ""
@@ -183,7 +184,7 @@ def test_a_full_target_is_found_before_the_download(place: Place) -> None:
 
 @pytest.mark.fault("G12")
 def test_a_target_that_refuses_in_the_middle_is_an_error_and_no_older_commit(place: Place) -> None:
-    """Writing hits a limit: exit 5, the older commit does not come back instead, nothing is left."""
+    """Writing hits a limit: exit 15, the older commit does not come back instead, nothing is left."""
     commit(place.store, {"a": b"small"}, step=50)
     commit(place.store, FILES, step=100)
     limited = 'ulimit -f 8; exec "$@"'
@@ -194,7 +195,7 @@ def test_a_target_that_refuses_in_the_middle_is_an_error_and_no_older_commit(pla
         timeout=60,
         check=False,
     )
-    assert done.returncode == 5
+    assert done.returncode == 15
     assert "File too large" in done.stderr
     assert os.listdir(place.to.parent) == []
 
@@ -405,7 +406,7 @@ def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> N
     """Newer ones are passed over; with none that is known to be healthy there is nothing to restore."""
     commit(place.store, {"a": b"unknown"}, step=1, attempt="x")
     refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
-    assert refused.returncode == 7
+    assert refused.returncode == 17
     commit(place.store, {"a": b"good"}, step=2, attempt="y", health={"loss_is_finite": 1.0})
     commit(place.store, {"a": b"bad"}, step=3, attempt="z", health={"loss_is_finite": 0.0})
     restored = place.run_json("restore", "--healthy", "--to", str(place.to))
@@ -434,7 +435,7 @@ def test_verify_finds_damage(place: Place) -> None:
         {"generation": 1, "step": 200, "problem": "a does not match its digest"}
     ]
     assert place.run("verify", "--step", "100").returncode == 0
-    assert place.run("verify", "--step", "7").returncode == 7
+    assert place.run("verify", "--step", "7").returncode == 17
 
 
 # ---------------------------------------------------------------- status
@@ -450,6 +451,10 @@ REPORT = {
     ],
     "trainers": [{"pid": 4242, "rank": 0, "step": 1234, "extra": 1}],
     "last_commit": {"generation": 2, "step": 1200, "age_s": 12.5},
+    "failed_saves": {
+        "count": 2,
+        "last": {"step": 1100, "rank": 0, "reason": "disk\x1b full", "age_s": 240},
+    },
     "replication_lag": {"steps": 34, "seconds": 41.0, "bytes": 1_234_000_000},
     "pending_bytes": 2_000_000,
     "evacuation": {"reason": "aws.spot", "seconds_left": 87.0, "plan": "TAKE", "phase": "flush"},
@@ -508,6 +513,7 @@ def test_status_for_people(place: Place) -> None:
         "last commit generation 2 step 1200, 12.5 s ago",
         "replication lag 34 steps, 41 s, 1.23 GB",
         "pending 2 MB",
+        "failed saves 2, the last one 4 min ago at step 1100 of rank 0: disk\\x1b full",
         "evacuation aws.spot: TAKE, flush, 87 s left",
         "daemon version 0.1.0, pid 77, up 25 h",
         "SOURCE NAME HEALTH REASON FOR aws.spot ok answers 2 h",
@@ -529,21 +535,34 @@ def test_status_of_a_daemon_that_knows_little(place: Place) -> None:
     assert "replication lag unknown" in text
 
 
+def test_status_says_in_words_what_is_not_known(place: Place) -> None:
+    """A commit whose age is unknown was made before the daemon started; no question mark stands for it."""
+    report = {
+        "last_commit": {"generation": 2, "step": 1200, "age_s": None},
+        "replication_lag": {"steps": 34, "seconds": None, "bytes": 0},
+    }
+    with daemon_that_says(place.socket, encode(Status(report))):
+        done = place.run("status")
+    text = " ".join(done.stdout.split())
+    assert "last commit generation 2 step 1200, from before the daemon started" in text
+    assert "replication lag 34 steps, unknown time, 0 B" in text
+
+
 def test_status_without_a_daemon(place: Place) -> None:
-    """Exit 3, one line, and what to do: no socket, nobody listening, refused, closed, nonsense."""
+    """Exit 13, one line, and what to do: no socket, nobody listening, refused, closed, nonsense."""
     for prepare in ("nothing", "dead"):
         if prepare == "dead":
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
                 dead.bind(str(place.socket))
         done = place.run("status")
-        assert (done.returncode, done.stdout) == (3, "")
+        assert (done.returncode, done.stdout) == (13, "")
         assert is_one_line_of_swansong(done.stderr)
         assert "systemctl status swansongd" in done.stderr
     for answers in ([encode(Refused("uid 7 is not allowed"))], [], [b"not json"]):
         place.socket.unlink()
         with daemon_that_says(place.socket, *answers):
             done = place.run("status")
-        assert (done.returncode, done.stdout) == (3, "")
+        assert (done.returncode, done.stdout) == (13, "")
         assert is_one_line_of_swansong(done.stderr)
 
 
@@ -586,19 +605,20 @@ def test_a_wrong_command_line_is_exit_2(place: Place, arguments: list[str]) -> N
     assert place.run(*arguments).returncode == 2
 
 
-def test_a_store_that_fails_is_exit_6(place: Place) -> None:
+def test_a_store_that_fails_is_exit_16(place: Place) -> None:
     """A store that is not there is neither a fresh run nor a crash."""
     shutil.rmtree(place.tmp_path / "store")
     for command in (["ls"], ["verify"], ["restore", "--fresh-ok", "--to", str(place.to)]):
         done = place.run(*command)
-        assert done.returncode == 6
+        assert done.returncode == 16
         assert is_one_line_of_swansong(done.stderr)
 
 
 def test_version_and_help(place: Place) -> None:
     """The version needs no configuration; the help documents every exit code of errors.py."""
     place.config.unlink()
-    assert place.run("version").stdout.startswith("swansong ")
+    assert place.run("version").stdout == place.run("--version").stdout
+    assert place.run("--version").stdout == f"swansong {swansongd.__version__}\n"
     shown = place.run("--help").stdout
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SwansongError)} | {

@@ -83,7 +83,7 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
         "rebalance", "Auto Scaling", "scheduled events", "event history", "clock (metadata)",
         "credentials", "bucket", "write", "create-if-absent", "read back", "delete",
         "multipart upload", "clock (store)", "staging", "staging rights", "staging parents", "file system",
-        "free space", "disk speed", "socket directory", "daemon", "trainer users", "socket",
+        "free space", "disk speed", "socket directory", "daemon", "version", "trainer users", "socket",
     }  # fmt: skip
     assert "MB/s" in findings["disk speed"]["found"]
     assert bucket.keys("run/probes/") == []

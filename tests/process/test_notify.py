@@ -106,9 +106,9 @@ def test_a_wrong_command_line_is_refused(bucket: Bucket, new_vm: Any, arguments:
 
 
 def test_without_a_daemon_nobody_took_note(bucket: Bucket, new_vm: Any) -> None:
-    """Exit code 3 and one line."""
+    """Exit code 13 and one line."""
     done = new_vm("vm", bucket.store).swansong("notify", "--in", "5s")
-    assert done.returncode == 3
+    assert done.returncode == 13
     assert done.stderr.startswith("swansong: no daemon answers at ")
 
 

@@ -12,7 +12,7 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-FENCED = 4
+FENCED = 14
 
 
 @pytest.mark.fault("G03")

@@ -217,3 +217,30 @@ def test_periodic_checkpoints_are_taken_and_committed() -> None:
         elif not world.takes_periodic:
             assert not world.periodic, f"seed {seed}"
     assert tried > 3 or ONE_SEED
+
+
+@pytest.mark.fault("G03", "T12", "T09")
+def test_a_trainer_that_starts_behind_takes_the_place_of_the_newest_commit() -> None:
+    """Restarts at lower steps at any time, any number of lives, with restarts of the daemon in between.
+
+    Soon after, the next VM would resume from a state of the last trainer, and a notice ends SAFE.
+    """
+    tried = 0
+    for seed in seeds()[:15]:
+        world = World(seed, is_calm_from_s=1250.0)
+        world.faults = {"restart", "late_scan", "refused", "lost_reply"} & world.faults
+        world._boundary_s, world._save_s = 1.0, 2.0
+        world._size_bytes, world._bandwidth = 100 * MIB, 50 * MIB
+        world.every_steps = 20
+        world.run(1020 + world.delay_s(80))
+        for _ in range(world.random.randrange(1, 4)):
+            world.restart_trainer_behind()
+            world.run(world.now + world.delay_s(50))
+        world.run(1250.0 + 100)
+        assert world.is_newest_on_line(), f"seed {seed}: {max(world.commits())}"
+        world.raise_notice(120.0)
+        world.run(world.now + 60)
+        assert world.verdict is not None, f"seed {seed}"
+        assert world.verdict.verdict is Verdict.SAFE, f"seed {seed}: {world.verdict}"
+        tried += world.generation is not None and world.generation > 1
+    assert tried > 5 or ONE_SEED, "hardly any start was behind a state of its generation"

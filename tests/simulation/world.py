@@ -180,7 +180,9 @@ class World:
         is_calm_from_s: no fault begins after this instant; None: the seed may break things to the end.
     """
 
-    def __init__(self, seed: int, *, is_calm_from_s: float | None = None) -> None:
+    def __init__(  # noqa: PLR0915 - all that a world begins with
+        self, seed: int, *, is_calm_from_s: float | None = None
+    ) -> None:
         self.random = random.Random(seed)
         # A random subset of faults for each seed finds more than all of them at once.
         self.faults = {name for name in FAULTS[:-1] if self.random.random() < 0.4}
@@ -405,7 +407,14 @@ class World:
         self.post(self._scan_result, 3.0 if self.chance("late_scan", 0.5) else 0.1)
         return staged
 
-    def _trainer_starts(self) -> None:
+    def restart_trainer_behind(self) -> None:
+        """The trainer ends, and another one starts from a state before the newest one."""
+        if self.trainer is not None:
+            trainer, self.trainer = self.trainer, None
+            self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="ended"), 0.1)
+        self._trainer_starts(is_behind=True)
+
+    def _trainer_starts(self, *, is_behind: bool = False) -> None:
         """A trainer resumes from the newest state, by the daemon's rule, or from an older one, by its own."""
         if self.is_over:
             return
@@ -417,7 +426,7 @@ class World:
             step, parent = local.id.step, self._written_by(local.id)
         elif newest is not None:
             step, parent = newest.step, self._written_by_commit(newest)
-        if step and self.chance("starts_behind", 0.5):
+        if step and (is_behind or self.chance("starts_behind", 0.5)):
             step = self.random.randrange(step)  # on the line, but not its newest state
         self._count += 1
         trainer = Trainer(connection=self._count, pid=self._count, step=step)
@@ -438,6 +447,11 @@ class World:
                 made = manifest.decode(self.store.objects[key])
                 return self._written_by(CheckpointId(made.step, made.nonce))
         return ""
+
+    def is_newest_on_line(self) -> bool:
+        """Whether the next VM would resume from a state that training continued from."""
+        newest = max(self.commits(), default=None)
+        return newest is not None and self.is_on_line(newest.step, self._written_by_commit(newest))
 
     def is_on_line(self, step: int, written_by: str) -> bool:
         """Whether the trainer's state came from this one: the fact that the daemon has to find out."""

@@ -53,6 +53,7 @@ def templates(tmp_path: Path, url: str) -> Path:
     shutil.copytree(PACKER, folder)
     (folder / "plugins.pkr.hcl").unlink()
     source = (folder / "aws.pkr.hcl").read_text()
+    source = re.sub(r"\n  (imds_support.*|metadata_options \{(.|\n)*?\n  \})", "", source)
     head, opening, rest = source.partition('source "amazon-ebs" "swansong" {')
     (folder / "aws.pkr.hcl").write_text(head + opening + MOTO.format(url=url) + rest)
     build = (folder / "build.pkr.hcl").read_text()
@@ -110,6 +111,25 @@ def test_an_ami_is_built_and_nothing_else_is_left(ec2: tuple[Any, str], tmp_path
     assert (vm["ImageId"], vm["InstanceType"]) == (base["ImageId"], "t3.small")
     assert client.describe_key_pairs()["KeyPairs"] == []
     assert {g["GroupId"] for g in client.describe_security_groups()["SecurityGroups"]} == groups
+
+
+def test_templates_for_current_packer_say_what_images_need() -> None:
+    """IMDSv2, encryption, disk sizes and IAP; and comments name folders that exist."""
+    texts = {path.name: path.read_text() for path in PACKER.glob("*.pkr.hcl")}
+    aws = hcl2.loads(texts["aws.pkr.hcl"])["source"][0]['"amazon-ebs"']['"swansong"']
+    assert aws["imds_support"] == '"v2.0"'
+    assert aws["metadata_options"][0]["http_tokens"] == '"required"'
+    assert aws["encrypt_boot"] == "${var.aws_encrypt}"
+    assert [*aws["dynamic"][0]] == ['"launch_block_device_mappings"']
+    gcp = hcl2.loads(texts["gcp.pkr.hcl"])["source"][0]['"googlecompute"']['"swansong"']
+    assert gcp["disk_size"] == "${var.gcp_disk_gb}"
+    assert {gcp[key] for key in ("use_iap", "omit_external_ip", "use_internal_ip")} == {
+        "${var.gcp_iap}"
+    }
+    comments = re.findall(r"#.*", "".join(texts.values()))
+    named = set(re.findall(r"(?<![\w/.])([a-z-]+)/(?!\w)", "\n".join(comments)))
+    assert named
+    assert {name for name in named if not (PACKER / name).is_dir()} == set()
 
 
 def test_a_misspelt_argument_is_found(tmp_path: Path) -> None:

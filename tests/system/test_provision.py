@@ -55,7 +55,8 @@ def uninstall_commands() -> str:
     """As docs/operations.md has them, for root, and where no systemd runs."""
     page = (REPOSITORY / "docs" / "operations.md").read_text()
     commands = page.partition("## Uninstall\n")[2].split("```")[1]
-    for old, new in {"sudo ": "", " --now": "", "systemctl daemon-reload": ""}.items():
+    without_systemd = ("systemctl daemon-reload", "systemctl try-restart systemd-logind")
+    for old, new in {"sudo ": "", " --now": "", **dict.fromkeys(without_systemd, "")}.items():
         assert old in commands
         commands = commands.replace(old, new)
     return commands
@@ -248,6 +249,48 @@ def test_mistaken_command_line_changes_nothing(
     assert done.returncode == exit_code
     assert says in done.stderr
     assert done.stdout == ""
+
+
+APT_GET = """#!/bin/sh
+echo "Selecting previously unselected package $*"
+echo "E: Unable to fetch some archives" >&2
+exit {code}
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="provision.sh needs root")
+@pytest.mark.parametrize("code", [0, 100])
+@pytest.mark.parametrize("missing", ["Python", "polkit"])
+def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, missing: str) -> None:
+    """It fails the script before anything is changed, and its own words are shown then and only then."""
+    if not may_mount():
+        pytest.skip("needs mount namespaces")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "cat", "dirname", "id", "realpath"):
+        (tools / tool).symlink_to(shutil.which(tool) or "")
+    (tools / "apt-get").write_text(APT_GET.format(code=code))
+    python = tools / "python3"
+    # With polkit in question, one that is new enough, and cannot be started a second time.
+    python.write_text("#!/bin/sh\n" + ("exit 1\n" if missing == "Python" else "[ $# = 3 ]\n"))
+    for made in (tools / "apt-get", python):
+        made.chmod(0o755)
+    # No program of an earlier installation is in reach.
+    run = 'mount -t tmpfs tmpfs /opt && exec env -i PATH="$1" "$1/bash" "$2"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", run, "sh", tools, PROVISION],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode != 0
+    assert done.stdout == ""
+    was_refused = code != 0
+    assert ("Unable to fetch some archives" in done.stderr) == was_refused
+    assert ("Selecting previously unselected package" in done.stderr) == was_refused
+    if was_refused:
+        assert re.match(rf"provision: {missing}.* cannot be installed", done.stderr)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")

@@ -15,6 +15,7 @@ from pathlib import Path
 import google.auth.environment_vars
 import pytest
 from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
+from swansongd.cli.main import EXIT_CODES
 from swansongd.errors import ConfigError, FencedError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -151,6 +152,18 @@ def test_nobody_else_writes_what_the_daemon_wrote() -> None:
     """The daemon's files are its own; restored files are the group's to read, and not to write."""
     assert settings(UNITS / "swansongd.service")["UMask"] == ["0077"]
     assert settings(UNITS / "swansong-restore@.service")["UMask"] == ["0027"]
+
+
+def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
+    """Of the codes that systemd has names for we use those of success, failure and wrong arguments alone."""
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("needs systemd-analyze")
+    table = subprocess.run([tool, "exit-status"], check=True, capture_output=True, text=True).stdout
+    names = {int(line.split()[1]): line.split()[0] for line in table.splitlines()[1:]}
+    assert names[6] == "NOTCONFIGURED"
+    used = {names[code] for code in EXIT_CODES if code in names}
+    assert used == {"SUCCESS", "FAILURE", "INVALIDARGUMENT"}
 
 
 def test_no_restart_where_it_would_change_nothing() -> None:

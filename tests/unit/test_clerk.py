@@ -32,6 +32,7 @@ from swansongd.core.events import (
     FenceFound,
     GenerationClaimed,
     HistoryRead,
+    NewestDated,
     SourceChanged,
 )
 from swansongd.errors import NotFound
@@ -61,6 +62,7 @@ class Desk:
         self.journal = Journal(self.own, run="r", store_url=self.store.url)
         self.health: list[Health] = []
         self.reason = ""
+        self.now = NOW
         self.tries = 0
         """How often the store was asked for its commits."""
 
@@ -80,7 +82,7 @@ class Desk:
             self.events.put,
             journal=self.journal,
             boot_id=boot,
-            wall=lambda: NOW,
+            wall=lambda: self.now,
             health=HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note),
         )
         clerk.start()
@@ -103,7 +105,7 @@ class Desk:
         """The next one, but for what is read of earlier generations whenever one was claimed."""
         while True:
             event = self.events.get(timeout=10)
-            if not isinstance(event, HistoryRead):
+            if not isinstance(event, HistoryRead | NewestDated):
                 return event
 
     @contextmanager
@@ -153,6 +155,21 @@ def test_the_claim_says_what_is_committed(desk: Desk) -> None:
     desk.store.put(KEYS.generation(4), b"{}")
     with desk.clerk():
         assert desk.next() == GenerationClaimed(5, CommitRef(4, 70))
+
+
+@pytest.mark.parametrize(
+    ("now", "age_s"), [("2030-01-01T01:00:00Z", 3600.0), ("2029-01-01T00:00:00Z", 0.0)]
+)
+def test_the_age_of_the_newest_commit_comes_after_the_claim(
+    desk: Desk, now: str, age_s: float
+) -> None:
+    """NewestDated carries the age by the manifest, and no negative one where a clock is wrong."""
+    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
+    desk.now = now
+    with desk.clerk():
+        events = iter(lambda: desk.events.get(timeout=10), None)
+        dated = next(event for event in events if isinstance(event, NewestDated))
+    assert dated == NewestDated(CommitRef(4, 70), age_s)
 
 
 def test_another_boot_claims_anew(desk: Desk) -> None:

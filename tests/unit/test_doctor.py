@@ -39,6 +39,7 @@ from swansongd.doctor.staging import (
     newest_bytes,
 )
 from swansongd.doctor.store import judge_speed, mending
+from swansongd.doctor.trainers import judge_version
 from swansongd.errors import NotFound, Permanent, Transient
 
 GB = 10**9
@@ -351,3 +352,17 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
     assert mending(s3, Permanent("")).startswith("aws iam put-role-policy ")
     assert "packer/permissions/gcp-vm.yaml" in mending(gs, Permanent(""))
     assert mending(file, NotFound("")).endswith("'/srv/a b'")
+
+
+@pytest.mark.parametrize(
+    ("running", "level"),
+    [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING), (None, Level.WARNING)],
+)
+def test_running_and_installed_version(running: object, level: Level) -> None:
+    """After an upgrade the daemon needs a restart; both versions and the command are named."""
+    judgement = judge_version(running, "0.1.0+1.gabc")
+    assert judgement.level is level
+    assert "0.1.0+1.gabc" in judgement.found
+    if level is Level.WARNING:
+        assert judgement.mend == "sudo systemctl restart swansongd"
+        assert str(running) in judgement.found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import tomllib
@@ -23,7 +24,12 @@ PACKER = REPOSITORY / "packer"
 FIRST_BOOT = PACKER / "first-boot"
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
 DROP_IN = (REPOSITORY / "systemd" / "trainer.service.d" / "swansong.conf").read_text()
-WORDS = {"run": "llama-7b.run3", "store": "s3://bucket/a/prefix", "group": "swansong-llama"}
+WORDS = {
+    "run": "llama-7b.run3",
+    "store": "s3://bucket/a/prefix",
+    "group": "swansong-llama",
+    "notice": "120",
+}
 
 
 class Vm:
@@ -91,6 +97,7 @@ def test_gcp_startup_script_names_run_and_bucket(vm: Vm) -> None:
     vm.run("bash", "-c", script)
     config = load(vm.config)
     assert (config.run.name, config.store.url) == (WORDS["run"], WORDS["store"])
+    assert config.sources.gcp_preemption_notice_s == 120
     assert vm.drop_in.read_text() == DROP_IN.replace("my-run", WORDS["run"])
     start = ["daemon-reload", "start --no-block trainer.service"]
     assert vm.calls() == ["restart swansongd.service", *start]
@@ -105,7 +112,11 @@ def test_first_boot_changes_only_what_it_names(vm: Vm) -> None:
     vm.run("bash", "-c", vm.here(first_boot("gcp-startup.sh")))
     before, after = EXAMPLE.splitlines(), vm.config.read_text().splitlines()
     changed = [new for old, new in zip(before, after, strict=True) if old != new]
-    assert changed == [f'name = "{WORDS["run"]}"', f'url = "{WORDS["store"]}"']
+    assert changed == [
+        f'name = "{WORDS["run"]}"',
+        f'url = "{WORDS["store"]}"',
+        "gcp_preemption_notice_s = 120",
+    ]
 
 
 def test_startup_script_can_be_run() -> None:
@@ -164,6 +175,72 @@ def test_terraform_fills_in_every_word(cloud: str, file: str) -> None:
     assert handed
     needed = set(re.findall(r"[$%]\{(.*?)\}", (FIRST_BOOT / file).read_text()))
     assert set(re.findall(r"^\s+(\w+)\s+=", handed[1], re.MULTILINE)) == needed
+
+
+def test_terraform_validates_the_aws_example(tmp_path: Path) -> None:
+    """Every argument is one that the provider knows; SWANSONG_TERRAFORM_PLUGINS names a mirror."""
+    plugins = os.environ.get("SWANSONG_TERRAFORM_PLUGINS")
+    if shutil.which("terraform") is None or plugins is None:
+        pytest.skip("does not apply: there is no Terraform with a mirror of its providers")
+    shutil.copytree(PACKER, tmp_path / "packer")
+    folder = tmp_path / "packer" / "examples" / "aws"
+    environment = {**os.environ, "TF_CLI_CONFIG_FILE": os.devnull}
+    init = ["init", "-input=false", "-no-color", f"-plugin-dir={plugins}"]
+    for arguments in (init, ["validate", "-no-color"], ["fmt", "-check", "../.."]):
+        done = subprocess.run(
+            ["terraform", *arguments],
+            cwd=folder,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Of all resources of a kind, what stands in them."""
+    return [
+        facts
+        for resource in body["resource"]
+        for name, instances in resource.items()
+        if name.strip('"') == kind
+        for label, facts in instances.items()
+        if not label.startswith("__")
+    ]
+
+
+def test_gcp_example_reaches_the_bucket_and_is_told_of_preemptions() -> None:
+    """A way out, subnetwork, kind of disk and notice can be chosen; runs share no account or role."""
+    _, body = terraform("gcp")
+    (template,) = blocks(body, "google_compute_instance_template")
+    (interface,) = template["network_interface"]
+    assert interface["subnetwork"] == "${var.subnetwork}"
+    assert [*interface["dynamic"][0]] == ['"access_config"']
+    (disk,) = template["disk"]
+    assert (disk["disk_type"], disk["disk_size_gb"]) == ("${var.disk_type}", "${var.disk_gb}")
+    (scheduling,) = template["scheduling"]
+    assert [*scheduling["dynamic"][0]] == ['"preemption_notice_duration"']
+    (account,) = blocks(body, "google_service_account")
+    (role,) = blocks(body, "google_project_iam_custom_role")
+    assert "${local.id}" in account["account_id"]
+    assert "${local.id}" in role["role_id"]
+
+
+def test_aws_example_has_a_way_in_and_an_encrypted_root_disk_in_every_partition() -> None:
+    """Session Manager, the size of the root disk, and no ARN of one partition."""
+    text, body = terraform("aws")
+    (session,) = blocks(body, "aws_iam_role_policy_attachment")
+    assert session["policy_arn"].strip('"').endswith(":policy/AmazonSSMManagedInstanceCore")
+    (template,) = blocks(body, "aws_launch_template")
+    (disk,) = template["block_device_mappings"]
+    assert disk["device_name"] == "${data.aws_ami.swansong.root_device_name}"
+    (facts,) = disk["ebs"]
+    assert (facts["volume_size"], facts["encrypted"]) == ("${var.disk_gb}", True)
+    fixed = re.findall(r'"[^"]*(?:arn:aws:|\.amazonaws\.com)[^"]*"', text)
+    assert fixed == ['"arn:aws:"']  # what is replaced in the policy
+    policy = (PACKER / "permissions" / "aws-vm.json").read_text()
+    assert set(re.findall(r"arn:[a-z*-]+:", policy)) == {"arn:aws:"}
 
 
 def test_lifecycle_hook_is_the_one_that_the_daemon_completes() -> None:

@@ -76,10 +76,10 @@ def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     return start
 
 
-def test_the_lock_comes_back_until_it_is_let_go(
+def test_a_start_takes_the_lock_out_of_the_store(
     systemd: Systemd, start_anew: Callable[[], Kept]
 ) -> None:
-    """Of several only the newest is held; none after the release."""
+    """The newest lock comes back, and from then on only the process holds it, whatever fails next."""
     (read_old, old), (read_new, new) = os.pipe(), os.pipe()
     first = Kept(systemd.notifier, {})
     assert first.lock_fd() is None
@@ -88,15 +88,14 @@ def test_the_lock_comes_back_until_it_is_let_go(
     systemd.listen()
     os.close(old)
     os.close(new)
-    assert os.read(read_old, 1) == b""  # nobody holds it
+    assert os.read(read_old, 1) == b""  # no descriptor is left
 
     second = start_anew()
+    assert kept.LOCK not in systemd.listen()  # before the new daemon has asked for the lock
     taken = second.lock_fd()
     assert taken is not None
     assert os.fstat(taken).st_ino == os.fstat(read_new).st_ino
     assert not os.get_inheritable(taken)
-    second.keep_lock(None)
-    systemd.listen()
     os.close(taken)
     assert os.read(read_new, 1) == b""
     os.close(read_old)

@@ -11,6 +11,7 @@ from swansongd.core.events import (
     AskTrainers,
     Conclude,
     GenerationClaimed,
+    Log,
     Scanned,
     SendTarget,
     SignalledExited,
@@ -195,6 +196,27 @@ def test_a_trainer_that_fails_or_declines() -> None:
     story.store_all()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert "no space left" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("D01")
+def test_a_save_that_failed_is_counted_and_logged_once() -> None:
+    """Requested or not; all ranks of a checkpoint are one failure, and a declined request is none."""
+    story = Story()
+    for rank in range(2):
+        story.join(rank, rank=rank, ranks=2, step=8)
+    for connection in (1, 0):
+        story.tell(TrainerFailed(connection, "", "disk full", 8))
+    story.tell(TrainerFailed(0, "a request", "declined: busy"))
+    for step in (9, 9, 10):
+        story.tell(TrainerFailed(0, "another request", "torn", step))
+    lines = [dict(line.facts) for line in story.all(Log) if line.event == "save_failed"]
+    assert [(line["rank"], line["step"], line["reason"]) for line in lines] == [
+        (1, 8, "disk full"),
+        (0, 9, "torn"),
+        (0, 10, "torn"),
+    ]
+    assert [line["failed_saves"] for line in lines] == [1, 2, 3]
+    assert story.state.failed_saves.count == 3
 
 
 @pytest.mark.fault("T06")

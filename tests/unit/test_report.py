@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 from story import MIB, Story
-from swansongd.core.events import FlushProgress, SourceChanged
+from swansongd.core.events import (
+    FlushProgress,
+    GenerationClaimed,
+    NewestDated,
+    SourceChanged,
+    TrainerFailed,
+)
 from swansongd.model import CommitRef, Health, Severity, SourceStatus
 from swansongd.telemetry.report import STORE_HEALTH, status_line, status_report
 
@@ -86,11 +92,43 @@ def test_the_lag_is_what_a_power_cut_would_cost() -> None:
     assert shown(story)["replication_lag"] == {"steps": 10, "seconds": 30.0, "bytes": 40 * MIB}
 
 
-def test_a_commit_that_was_found_has_no_age() -> None:
-    """When another daemon made it is not known here."""
-    report = shown(Story(newest=CommitRef(1, 500)))
+def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
+    """After a restart the age is unknown until the manifest is read, and then grows as for our own."""
+    story = Story(newest=CommitRef(1, 500))
+    report = shown(story)
     assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": None}
     assert report["replication_lag"] == {"steps": 0, "seconds": None, "bytes": 0}
+    story.tell(NewestDated(CommitRef(1, 400), 9000.0))
+    assert shown(story)["last_commit"]["age_s"] is None
+    story.tell(NewestDated(CommitRef(1, 500), 60.0))
+    story.now += 5
+    report = shown(story)
+    assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": 65.0}
+    assert report["replication_lag"]["seconds"] == 65.0
+
+
+def test_the_age_is_that_of_the_commit_it_stands_beside() -> None:
+    """After a rollback the newest commit is an older one; it does not get the age of the one given up."""
+    story = Story()
+    story.join(step=10)
+    story.seal(10)
+    story.store_all(after_s=1)
+    assert shown(story)["last_commit"]["age_s"] == 0.0
+    story.tell(GenerationClaimed(3, CommitRef(2, 5), is_rollback=True))
+    assert shown(story)["last_commit"] == {"generation": 2, "step": 5, "age_s": None}
+
+
+def test_failed_saves_are_shown() -> None:
+    """How many checkpoints the trainer could not write, and why the last one failed."""
+    story = Story()
+    assert shown(story)["failed_saves"] == {"count": 0, "last": None}
+    story.join(3, rank=3, ranks=4, step=8)
+    story.tell(TrainerFailed(3, "", "disk full", 8))
+    story.now += 2
+    assert shown(story)["failed_saves"] == {
+        "count": 1,
+        "last": {"step": 8, "rank": 3, "reason": "disk full", "age_s": 2.0},
+    }
 
 
 @pytest.mark.parametrize("health", list(Health))

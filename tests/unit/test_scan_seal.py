@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from staged import ME, Clock, write_files, write_set
 from swansong import protocol
 from swansong._staging import finish, write_checkpoint
 from swansong.protocol import FileEntry, RankManifest
+from swansongd.core.events import Scanned
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
@@ -177,6 +180,89 @@ def test_what_may_not_be_read_spoils_a_growing_set(run: Path, scanner: Scanner) 
     directory = begun_set(run, ranks=1)
     (directory / "rank-00000" / "link").symlink_to("/etc/passwd")
     assert scanner.scan().growing == ()
+
+
+class AtCall:
+    """Does something just before the n-th call that looks into the file system.
+
+    Args:
+        number: of the call, from 1.
+        act: what to do then.
+    """
+
+    def __init__(self, number: int, act: Callable[[], object]) -> None:
+        self._number = number
+        self._act = act
+        self.calls = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name in ("stat", "fstat", "open", "access", "scandir"):
+            patch.setattr(os, name, partial(self._call, getattr(os, name)))
+
+    def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._number:
+            self._act()
+        return call(*args, **options)
+
+
+def scans_with(
+    new_scanner: Callable[[], Scanner], make: Callable[[], object], act: Callable[[], object]
+) -> Iterator[Scanned]:
+    """One scan for each of its calls, with ``act`` just before that call."""
+    for number in itertools.count(1):
+        make()
+        at_call = AtCall(number, act)
+        scanner = new_scanner()
+        with pytest.MonkeyPatch.context() as patch:
+            at_call.install(patch)
+            scanned = scanner.scan()
+        yield scanned
+        if at_call.calls < number:
+            return
+        assert scanner.scan().rejected == ()
+
+
+def test_a_set_that_is_pruned_during_the_scan_is_not_rejected(run: Path, clock: Clock) -> None:
+    """Whenever the removal comes, the set is found or gone, and no error is reported."""
+
+    def new_scanner() -> Scanner:
+        return Scanner(run, allowed_uids=ME, settle_s=2.0, monotonic=clock)
+
+    def make() -> None:
+        if not (run / protocol.sealed_name(5, "abc")).exists():
+            write_set(run)
+
+    def prune() -> None:
+        scan.remove_set(run, protocol.sealed_name(5, "abc"))
+
+    scans = list(scans_with(new_scanner, make, prune))
+    assert [scanned.rejected for scanned in scans] == [()] * len(scans)
+    assert scans[0].staged == ()
+    assert len(scans[-1].staged) == 1
+    assert len(scans) > 20
+
+
+def test_a_set_that_loses_its_files_during_the_scan_is_not_rejected(
+    run: Path, clock: Clock
+) -> None:
+    """A framework deletes its old checkpoints file by file: that is a change, and no error."""
+    directory = run / "checkpoint-5"
+
+    def make() -> None:
+        write_files(directory, {"trainer_state.json": b"1", "model": b"2", "a/b": b"3"})
+
+    def settled_scanner() -> Scanner:
+        scanner = Scanner(run, allowed_uids=ME, settle_s=2.0, monotonic=clock)
+        assert len(settled(scanner, clock)) == 1
+        return scanner
+
+    def remove() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+    scans = list(scans_with(settled_scanner, make, remove))
+    assert [scanned.rejected for scanned in scans] == [()] * len(scans)
+    assert len(scans) > 10
 
 
 def _lose_shard(directory: Path) -> None:

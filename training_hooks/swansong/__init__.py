@@ -18,4 +18,6 @@ from swansong._agree import CheckpointRequest
 from swansong._restore import RestoreError
 from swansong.guard import EXIT_SAVED, Guard, attach
 
+__version__ = "0.1.0"
+
 __all__ = ["EXIT_SAVED", "CheckpointRequest", "Guard", "RestoreError", "attach"]

@@ -319,7 +319,7 @@ class Agreement:
             elif due.request_id and order is not None and order.request.id == due.request_id:
                 self._remember(order.accepted)
                 self._end_order()
-            elif isinstance(answer, Sealed):
+            elif answer is not None:
                 self.send(answer)
             self.plan_periodic(step)
 

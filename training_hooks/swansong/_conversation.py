@@ -22,6 +22,7 @@ from swansong.protocol import (
     Bye,
     Committed,
     Declined,
+    Failed,
     Fenced,
     Hello,
     Message,
@@ -174,20 +175,22 @@ class Conversation:
         if self.staging == welcome.staging:
             return
         if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
-            log.warning(
-                "cannot write to %s: add this user to the group that owns it (see ls -ld) and log in"
-                " again; training goes on without checkpoints",
-                welcome.staging,
+            self._cannot_save(
+                f"cannot write to {welcome.staging}: add this user to the group that owns it (see ls -ld)"
+                " and log in again"
             )
             return
         try:
             os.close(open_directory(welcome.staging, self.channel.trusted_uids))
         except OSError as error:
-            log.warning(
-                "cannot use the staging directory: %s; it must be an absolute path to a directory of root, of"
-                " this user or of the daemon's user; training continues without checkpoints",
-                error,
+            self._cannot_save(
+                f"cannot use the staging directory: {error}; it must be an absolute path to a directory of"
+                " root, of this user or of the daemon's user"
             )
             return
         remove_leftovers(welcome.staging, self.ranks.rank)
         self.staging = welcome.staging
+
+    def _cannot_save(self, reason: str) -> None:
+        log.warning("%s; training continues without checkpoints", reason)
+        self.channel.send(Failed("", int(self.agreement.step), reason))

@@ -108,10 +108,7 @@ class Saver:
         save.is_over = True
         self._last = None if isinstance(save.outcome, Failed) else save
         self._blocked(save)
-        answer = save.outcome
-        if isinstance(answer, Failed) and not due.request_id:
-            answer = None  # nobody asked for it; the log says it
-        agreement.done(due, manifest.step, answer)
+        agreement.done(due, manifest.step, save.outcome)
         return not isinstance(save.outcome, Failed)
 
     def wait(self, limit_s: float) -> bool:
@@ -206,10 +203,10 @@ class Saver:
 
 
 def _answers(save: _Save) -> list[Sealed | Failed]:
-    """One for each request that waits for this save; a periodic one is told of when it is sealed."""
+    """One for each request that waits for this save; one without a request id when none does."""
     outcome = save.outcome
     if outcome is None:
         return []
     if save.request_ids:
         return [dataclasses.replace(outcome, request_id=each) for each in save.request_ids]
-    return [outcome] if isinstance(outcome, Sealed) else []
+    return [outcome]

@@ -175,10 +175,11 @@ class Sealed(Message):
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """The requested checkpoint could not be taken."""
+    """A checkpoint could not be taken."""
 
     TYPE: ClassVar[str] = "failed"
     request_id: Id
+    """Empty for a checkpoint that the trainer planned itself."""
     step: Step
     reason: Text
 

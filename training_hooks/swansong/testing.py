@@ -454,9 +454,7 @@ class _Output:
 
 def _is_answer(message: Message) -> bool:
     """Whether it answers the request for a checkpoint."""
-    return isinstance(message, Failed | Declined) or (
-        isinstance(message, Sealed) and bool(message.request_id)
-    )
+    return isinstance(message, Sealed | Failed | Declined) and bool(message.request_id)
 
 
 def _json_loss(line: str) -> tuple[int, float] | None:

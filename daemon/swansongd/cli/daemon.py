@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="swansongd",
         description="Gets a training run's checkpoints off this VM before it is taken away.",
         epilog="exit codes: 0 stopped, 1 a fault of swansongd, 2 wrong configuration, "
-        "4 another VM has taken the run over, 5 staging cannot be used, 6 the store cannot be used",
+        "14 another VM has taken the run over, 15 staging cannot be used, 16 the store cannot be used",
     )
     parser.add_argument(
         "--config",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from swansongd import __version__
 from swansongd.cli import doctor, ls, notify, restore, status, verify, version
 from swansongd.cli.common import note
 from swansongd.config import DEFAULT_PATH
@@ -29,16 +30,16 @@ EXIT_CODES = {
     0: "done",
     1: "a fault of swansong itself",
     2: "the configuration or the command line is wrong",
-    3: "the daemon does not answer on its socket",
-    4: "a newer generation of this run exists",
-    5: "the staging directory or the restore target cannot be used",
-    6: "the object store refused or failed",
-    7: "nothing to restore: the run has no commit that is whole",
     8: "stored bytes or a manifest do not match their digest",
     9: "stopped before it was done",
     10: "notify --wait: PARTIAL, an older commit stands",
     11: "notify --wait: LOST, nothing of the run is committed",
     12: "doctor found a failure",
+    13: "the daemon does not answer on its socket",
+    14: "a newer generation of this run exists",
+    15: "the staging directory or the restore target cannot be used",
+    16: "the object store refused or failed",
+    17: "nothing to restore: the run has no commit that is whole",
 }
 
 
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"the configuration (default {DEFAULT_PATH})",
     )
+    top.add_argument("--version", action="version", version=f"swansong {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         below = commands.add_parser(name, help=command.HELP, description=command.HELP)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh-ok",
         action="store_true",
-        help="success when the run has no commit at all yet (exit code 0 instead of 7)",
+        help="success when the run has no commit at all yet (exit code 0 instead of 17)",
     )
     parser.add_argument(
         "--local",

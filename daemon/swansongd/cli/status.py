@@ -55,6 +55,9 @@ def _summary(report: dict[str, Any]) -> Table:
     if report.get("bytes_referenced"):
         table.add_row("not sent again", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
+    failed = report.get("failed_saves")
+    if isinstance(failed, dict) and failed.get("count"):
+        table.add_row("failed saves", _failed_saves(failed), style="red")
     for line in _troubles(report.get("trainers")):
         table.add_row("trouble", line, style="red")
     faults = report.get("decision_faults")
@@ -96,6 +99,16 @@ def _troubles(trainers: Any) -> list[str]:
     return lines
 
 
+def _failed_saves(failed: dict[str, Any]) -> str:
+    last = failed.get("last")
+    if not isinstance(last, dict):
+        return _word(failed["count"])
+    return (
+        f"{_word(failed['count'])}, the last one {_seconds(last.get('age_s'))} ago at step "
+        f"{_word(last.get('step'))} of rank {_word(last.get('rank'))}: {_word(last.get('reason'))}"
+    )
+
+
 def _store(health: Any) -> str:
     if not isinstance(health, dict):
         return "not reached yet"
@@ -106,19 +119,17 @@ def _store(health: Any) -> str:
 def _last_commit(commit: Any) -> str:
     if not isinstance(commit, dict):
         return "none"
-    return (
-        f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, "
-        f"{_seconds(commit.get('age_s'))} ago"
-    )
+    age_s = commit.get("age_s")
+    age = "from before the daemon started" if age_s is None else f"{_seconds(age_s)} ago"
+    return f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, {age}"
 
 
 def _lag(lag: Any) -> str:
     if not isinstance(lag, dict):
         return "unknown"
-    return (
-        f"{_word(lag.get('steps'))} steps, {_seconds(lag.get('seconds'))}, "
-        f"{_bytes(lag.get('bytes'))}"
-    )
+    seconds = lag.get("seconds")
+    shown = "unknown time" if seconds is None else _seconds(seconds)
+    return f"{_word(lag.get('steps'))} steps, {shown}, {_bytes(lag.get('bytes'))}"
 
 
 def _evacuation(evacuation: Any) -> str:

@@ -27,6 +27,7 @@ from swansongd.core.events import (
     GenerationClaimed,
     HistoryRead,
     IncarnationBegun,
+    NewestDated,
     NoticeRaised,
     NoticeWithdrawn,
     PeerRequested,
@@ -51,7 +52,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
-from swansongd.core.state import Ask, State
+from swansongd.core.state import Ask, FailedSaves, State
 from swansongd.core.turn import EXIT_STOPPED, HOST_SOURCE, LOGIND_SOURCE, Turn
 from swansongd.model import (
     CheckpointId,
@@ -125,11 +126,14 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             )
             turn.do(Rescan())
         case TrainerFailed(_, request_id, reason):
+            _save_failed(turn, event)
             if turn.ask_if_waiting(request_id):
                 turn.fail_ask(reason)
             periodic.failed(turn, request_id, reason)
         case RolledBack(to_step):
             lineage.rolled_back(turn, to_step)
+        case NewestDated(ref, age_s):
+            turn.set(found_commit=ref, found_commit_mono_s=turn.now - age_s)
         case HistoryRead(observed_s, uncovered):
             turn.set(history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
@@ -148,6 +152,9 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             turn.set(
                 generation=generation,
                 last_commit=newest,
+                last_commit_mono_s=state.last_commit_mono_s
+                if newest == state.last_commit
+                else None,
                 last_complete=newest,
                 last_commit_seen_mono_s=None,
             )
@@ -292,6 +299,28 @@ def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
                     turn.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
 
     turn.set(trainers=tuple(updated()))  # type: ignore[arg-type]
+
+
+def _save_failed(turn: Turn, event: TrainerFailed) -> None:
+    """Count and log a checkpoint that failed, once although each of its ranks reports it."""
+    if event.failed_step is None:
+        return
+    before = turn.state.failed_saves
+    rank = next((t.rank for t in turn.state.trainers if t.connection == event.connection), None)
+    failed = FailedSaves(
+        before.count + 1, event.request_id, event.failed_step, rank, event.reason, turn.now
+    )
+    if (failed.request_id, failed.step) == (before.request_id, before.step):
+        return
+    turn.set(failed_saves=failed)
+    turn.log(
+        "warning",
+        "save_failed",
+        rank=rank,
+        step=failed.step,
+        reason=failed.reason,
+        failed_saves=failed.count,
+    )
 
 
 def _trainer_accepted(turn: Turn, connection: int, request_id: str, at_step: int) -> None:

@@ -129,11 +129,14 @@ class TrainerSealed:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFailed:
-    """A rank failed at, or declined, the request."""
+    """A rank failed at a checkpoint, or declined the request for one."""
 
     connection: int
     request_id: str
+    """Empty for a checkpoint that the trainer planned itself."""
     reason: str
+    failed_step: int | None = None
+    """None when the request was declined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,15 @@ class GenerationClaimed:
     """Newest whole commit in the store, of whatever generation."""
     is_rollback: bool = False
     """It answers ClaimGeneration or JoinGeneration."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewestDated:
+    """The manifest of the newest commit that the claim found says when it was created."""
+
+    ref: CommitRef
+    age_s: float
+    """By the wall clocks of two VMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +291,7 @@ Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | IncarnationBegun
-    | RolledBack | HistoryRead | SignalSent | SignalRefused | SignalledExited
+    | RolledBack | NewestDated | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip

@@ -111,6 +111,20 @@ class Incomplete:
     wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class FailedSaves:
+    """Checkpoints that the trainer could not write since the daemon started: how many, and the last one."""
+
+    count: int = 0
+    request_id: str = ""
+    """Empty for a checkpoint that the trainer planned itself."""
+    step: int | None = None
+    rank: int | None = None
+    """The first that reported it."""
+    reason: str = ""
+    mono_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A checkpoint request to the trainer, and how far it has come."""
@@ -236,6 +250,10 @@ class State:
     """When this daemon committed it; None for one that it found."""
     last_commit_seen_mono_s: float | None = None
     """When the scan began that first found its set; None for one that an earlier life committed."""
+    found_commit: CommitRef | None = None
+    """Newest commit that a claim found, once its manifest was read."""
+    found_commit_mono_s: float = 0.0
+    """When it was created, by the wall clocks of two VMs: for status only."""
     retry_mono_s: float = 0.0
     """After a failure of the store: not before this instant."""
     failures: int = 0
@@ -251,6 +269,7 @@ class State:
     """When a set was last seen to be sealed, of whatever kind."""
     joined_mono_s: float | None = None
     """When the first of the ranks that are here came."""
+    failed_saves: FailedSaves = FailedSaves()
     stalled: frozenset[int] = frozenset()
     """Connections of ranks that have come to a halt."""
     healthy_commit: CommitRef | None = None

@@ -12,13 +12,14 @@ from swansongd.core.events import (
     WithdrawRequest,
 )
 from swansongd.core.state import Ask, State
+from swansongd.errors import FencedError
 
 LOGIND_SOURCE = "logind"
 HOST_SOURCE = "host"
 """Source of the notice that the service itself raises when the host's SIGTERM reaches it."""
 
 EXIT_STOPPED = 0
-EXIT_FENCED = 4
+EXIT_FENCED = FencedError.exit_code
 
 
 class Turn:

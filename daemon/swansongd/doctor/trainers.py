@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swansongd import __version__
 from swansongd.config import Config
 from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
@@ -49,6 +50,12 @@ def checks(
     )
     yield Check(
         family=FAMILY,
+        name="version",
+        ask=lambda: judge_version(ask_daemon(socket).get("version"), __version__),
+        needs="daemon",
+    )
+    yield Check(
+        family=FAMILY,
         name="trainer users",
         ask=lambda: judge_users([user for user in users if _is_missing(user)], len(users), edit),
     )
@@ -79,6 +86,16 @@ def _answers(socket: Path, ask_daemon: Callable[[Path], dict[str, Any]]) -> Judg
     if blind:
         return warning(f"{words}, but is blind to {', '.join(blind)}", "swansong status")
     return ok(words)
+
+
+def judge_version(running: object, installed: str) -> Judgement:
+    """Whether the daemon runs the program that is installed: an upgrade takes a restart."""
+    if running == installed:
+        return ok(f"the daemon runs the installed version, {installed}")
+    return warning(
+        f"the daemon runs version {running!s:.100}, and version {installed} is installed",
+        "sudo systemctl restart swansongd",
+    )
 
 
 def _is_missing(user: str | int) -> bool:

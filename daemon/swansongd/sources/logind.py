@@ -250,8 +250,10 @@ class LogindSource:
         stop_grace_s: what the host gives when no lock holds it up.
         boot_id: tells the shutdowns of one boot from those of the next.
         monotonic: the clock.
-        lock_fd: the delay lock, when there is one already.
-        keep_lock: told of every change of it, for whoever keeps it over a restart of the daemon.
+        lock_fd: the delay lock of the daemon before this one.
+        keep_lock: stores the lock over a restart of the daemon, or removes it with None.  Called with a lock
+            only while a shutdown waits, and never with ``lock_fd``: a daemon that crashes in each
+            evacuation must not delay the shutdown for longer than one restart.
     """
 
     name = NAME
@@ -276,8 +278,9 @@ class LogindSource:
         self._shutdowns = 0
         self._delay_s: float | None = None
         """Of logind, as last read."""
-        self._guard = threading.Lock()  # the two below; release() comes from another thread
+        self._guard = threading.Lock()  # the three below; release() comes from another thread
         self._lock_fd = lock_fd
+        self._is_inherited = lock_fd is not None
         self._is_shutting_down = False
 
     def release(self) -> None:
@@ -292,7 +295,7 @@ class LogindSource:
                 self._keep_lock(None)
 
     def run(self, post: Post, stop: threading.Event) -> None:
-        """Watch until ``stop`` is set; the lock is closed then, and lives on only where it is kept."""
+        """Watch until ``stop`` is set, then close the lock; a copy that is stored stays."""
         health = HealthTracker(
             NAME, blind_after_s=_BLIND_AFTER_S, monotonic=self._monotonic, post=post
         )
@@ -349,8 +352,8 @@ class LogindSource:
             return str(error)
         with self._guard:
             self._close_lock()
-            self._lock_fd = taken_fd
-            self._keep_lock(taken_fd)
+            self._keep_lock(None)
+            self._lock_fd, self._is_inherited = taken_fd, False
         return ""
 
     def _close_lock(self) -> None:
@@ -362,6 +365,8 @@ class LogindSource:
         with self._guard:
             before, self._is_shutting_down = self._is_shutting_down, going_down
             is_held = self._lock_fd is not None
+            if going_down and not before and not self._is_inherited:
+                self._keep_lock(self._lock_fd)
         if going_down and not before:
             self._shutdowns += 1
             post(NoticeRaised(self._notice(how, is_held)))

@@ -8,6 +8,7 @@ was checked is the file that is read.  Only regular files count, with one name, 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -103,6 +104,7 @@ class _Walk:
         if self._allowed_uids is not None and not os.access(
             name, os.R_OK, dir_fd=directory_fd, effective_ids=True
         ):
+            os.stat(name, dir_fd=directory_fd, follow_symlinks=False)  # or FileNotFoundError
             raise StagingError(
                 f"{path!r} cannot be read by the daemon",
                 hint="let the trainer write files that its group may read (umask 027)",
@@ -216,6 +218,8 @@ class SetDirectory:
             fd = _open_below(self._fd, file.path)
             try:
                 facts = os.fstat(fd)
+                if facts.st_nlink == 0:
+                    raise FileNotFoundError(errno.ENOENT, "removed just now")
                 _check_facts(file.path, facts, self._device, None)
                 if not _is_same(facts, file):
                     raise StagingError("changed after it was sealed")

@@ -83,7 +83,8 @@ _FINAL = re.compile(r"rank-[0-9]{5,}(\.json|/.*)")
 class _Seen:
     """What is known of one entry of the staging directory."""
 
-    files: tuple[StagedFile, ...]
+    files: tuple[StagedFile, ...] | None
+    """None when they could not be listed."""
     since_mono_s: float
     scan_mono_s: float
     """When the scan began that first found these files."""
@@ -147,13 +148,8 @@ class Scanner:
                     layout = _layout_of(run_fd, name)
                     if layout is None:
                         continue
-                try:
-                    found = self._examine(run_fd, name, layout, started_mono_s)
-                except StagingError as error:
-                    rejected.append((name, error.line()))
-                    continue
-                except Exception as error:  # one set must not hide the others
-                    rejected.append((name, f"cannot be examined: {type(error).__name__}"))
+                found = self._look_at(run_fd, name, layout, started_mono_s)
+                if found is None:
                     continue
                 seen[name] = found
                 if isinstance(found.outcome, Staged):
@@ -228,6 +224,28 @@ class Scanner:
                 return self._growing.get(name)
             return None
 
+    def _look_at(
+        self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float
+    ) -> _Seen | None:
+        """What is known of the entry now; None when it lost its name meanwhile.
+
+        A set that is removed loses its name first.  So whatever is wrong with a set that still has its
+        name was not caused by :func:`scan.remove_set`.
+        """
+        identity = _identity(run_fd, name)
+        try:
+            found = self._examine(run_fd, name, layout, scan_mono_s)
+        except StagingError as error:
+            # A file was removed during the scan: the next one lists the entry again.
+            is_changing = isinstance(error.__cause__, FileNotFoundError)
+            outcome = None if is_changing else error.line()
+            found = _Seen(None, self._monotonic(), scan_mono_s, outcome)
+        except Exception as error:  # one set must not hide the others
+            reason = f"cannot be examined: {type(error).__name__}"
+            found = _Seen(None, self._monotonic(), scan_mono_s, reason)
+        is_set = isinstance(found.outcome, Staged)
+        return found if is_set or _identity(run_fd, name) == identity else None
+
     def _examine(self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float) -> _Seen:
         """What is known of the entry now.
 
@@ -249,6 +267,8 @@ class Scanner:
             adopted = replace(_adopted(name, layout, files), seen_mono_s=seen.scan_mono_s)
             return replace(seen, outcome=adopted)
         except StagingError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise
             return replace(seen, outcome=error.line())
 
 
@@ -276,6 +296,15 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
         finally:
             os.close(fd)
     return False
+
+
+def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
+    """Device and inode of the entry; None when there is none."""
+    try:
+        facts = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def _is_partial(name: str) -> bool:

@@ -2,8 +2,12 @@
 """What systemd keeps for us from one start of the daemon to the next: its file descriptor store.
 
 Three things outlive a crash or a restart: the socket that trainers connect to, so that they wait instead of
-being refused; logind's delay lock, so that a shutdown goes on waiting for us; and the live notices, so that
-their deadlines are not counted anew.  When the service is stopped, systemd lets go of all of them.
+being refused; the live notices, so that their deadlines are not counted anew; and logind's delay lock, while
+a shutdown waits for an evacuation.  When the service is stopped, systemd lets go of all of them.
+
+A lock in the store delays the shutdown even if no daemon runs any more.  So each start takes the lock out of
+the store, and a lock from there is not stored again: one restart during a shutdown keeps the lock, and a
+daemon that crashes again releases it.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ class Kept:
         self._fds = _inherited(environment)
         self._notices: tuple[Notice, ...] = ()
         self._notices_fd = self._fds.pop(NOTICES, None)
+        if LOCK in self._fds:
+            # Before anything can fail: if this start fails, the lock is released with the process.
+            notifier.drop(LOCK)
 
     # ------------------------------------------------------------------ from the daemon before us
 
@@ -61,7 +68,7 @@ class Kept:
         return None
 
     def lock_fd(self) -> int | None:
-        """The delay lock that the daemon before us held."""
+        """The delay lock that the daemon before us held while a shutdown waited for it."""
         return self._fds.pop(LOCK, None)
 
     def notices(self, now_mono_s: float) -> list[Notice]:

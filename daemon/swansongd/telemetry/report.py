@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from swansongd.core import periodic
-from swansongd.core.state import State
+from swansongd.core.state import FailedSaves, State
 from swansongd.model import TrainerView, Verdict
 
 STORE_HEALTH = "store"
@@ -56,6 +56,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
             }
             for trainer in state.trainers[:TRAINERS_MAX]
         ],
+        "failed_saves": _failed_saves(state.failed_saves, now_mono_s),
         "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
         "trainers_refused": {"count": state.ranks_refused, "last": state.refused_why or None},
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
@@ -102,12 +103,29 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
     last = state.last_commit
     if last is None:
         return None
-    since = state.last_commit_mono_s
     return {
         "generation": last.generation,
         "step": last.step,
-        "age_s": None if since is None else round(now_mono_s - since, 1),
+        "age_s": _last_commit_age_s(state, now_mono_s),
     }
+
+
+def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
+    """None for a commit that was found and whose manifest was not read yet."""
+    since = state.last_commit_mono_s
+    if since is None and state.found_commit == state.last_commit is not None:
+        since = state.found_commit_mono_s
+    return None if since is None else round(now_mono_s - since, 1)
+
+
+def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
+    last = {
+        "step": failed.step,
+        "rank": failed.rank,
+        "reason": failed.reason,
+        "age_s": round(now_mono_s - failed.mono_s, 1),
+    }
+    return {"count": failed.count, "last": last if failed.count else None}
 
 
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
@@ -117,9 +135,8 @@ def _lag(state: State, now_mono_s: float) -> dict[str, object]:
     committed = state.last_commit.step if state.last_commit and is_ours else 0
     ahead = max((trainer.step for trainer in state.trainers), default=committed)
     newest = state.uncommitted[0].id.step if state.uncommitted else committed
-    since = state.last_commit_mono_s
     return {
         "steps": max(ahead, newest, committed) - committed,
-        "seconds": None if since is None else round(now_mono_s - since, 1),
+        "seconds": _last_commit_age_s(state, now_mono_s),
         "bytes": sum(candidate.bytes_left for candidate in state.candidates),
     }

@@ -49,7 +49,9 @@ def event_of(connection: int, message: Message) -> Event:
         case protocol.Incarnation():
             return IncarnationBegun(message.id)
         case protocol.Failed():
-            return TrainerFailed(connection, message.request_id, short(message.reason))
+            return TrainerFailed(
+                connection, message.request_id, short(message.reason), message.step
+            )
         case protocol.Declined():
             reason = short(f"declined: {message.reason}")
             return TrainerFailed(connection, message.request_id, reason)

@@ -36,7 +36,19 @@ variable "subnets" {
 variable "security_groups" {
   type        = list(string)
   default     = []
-  description = "The VM needs no way in; out to S3, and to the Auto Scaling service."
+  description = "Out to S3, Systems Manager and the Auto Scaling service; in only for SSH with key_name. Empty: the VPC's default."
+}
+
+variable "key_name" {
+  type        = string
+  default     = null
+  description = "Key pair for SSH; without it the way in is Systems Manager, whose agent the image needs (Debian's has none)."
+}
+
+variable "disk_gb" {
+  type        = number
+  default     = 100
+  description = "Root disk: the image, and staging where the type has no disk of its own. Not less than the image has."
 }
 
 variable "instance_types" {
@@ -55,6 +67,9 @@ locals {
   group = "swansong-${var.run}"
 }
 
+# aws-cn and aws-us-gov have names of their own for everything.
+data "aws_partition" "here" {}
+
 data "aws_ami" "swansong" {
   owners      = ["self"]
   most_recent = true
@@ -72,7 +87,7 @@ resource "aws_iam_role" "vm" {
     Statement = [{
       Effect    = "Allow"
       Action    = "sts:AssumeRole"
-      Principal = { Service = "ec2.amazonaws.com" }
+      Principal = { Service = "ec2.${data.aws_partition.here.dns_suffix}" }
     }]
   })
 }
@@ -80,11 +95,18 @@ resource "aws_iam_role" "vm" {
 resource "aws_iam_role_policy" "vm" {
   name_prefix = "swansong-"
   role        = aws_iam_role.vm.id
-  policy = replace(replace(replace(
+  policy = replace(replace(replace(replace(
     file("${path.module}/../../permissions/aws-vm.json"),
+    "arn:aws:", "arn:${data.aws_partition.here.partition}:"),
     "BUCKET", var.bucket),
     "PREFIX", var.prefix),
   "GROUP", local.group)
+}
+
+# The way in, without an open port: aws ssm start-session --target INSTANCE
+resource "aws_iam_role_policy_attachment" "session" {
+  role       = aws_iam_role.vm.name
+  policy_arn = "arn:${data.aws_partition.here.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
 }
 
 resource "aws_iam_instance_profile" "vm" {
@@ -95,11 +117,23 @@ resource "aws_iam_instance_profile" "vm" {
 resource "aws_launch_template" "vm" {
   name_prefix            = "swansong-"
   image_id               = data.aws_ami.swansong.id
+  key_name               = var.key_name
   vpc_security_group_ids = var.security_groups
   update_default_version = true
 
   iam_instance_profile {
     arn = aws_iam_instance_profile.vm.arn
+  }
+
+  block_device_mappings {
+    device_name = data.aws_ami.swansong.root_device_name
+
+    ebs {
+      volume_size           = var.disk_gb
+      volume_type           = "gp3"
+      encrypted             = true
+      delete_on_termination = true
+    }
   }
 
   # One hop: containers with a network of their own get neither notices nor the VM's credentials.

@@ -9,6 +9,11 @@ terraform {
       source  = "hashicorp/google"
       version = ">= 5.0"
     }
+    # For preemption_notice_duration, a field in beta; a version of 2026.
+    google-beta = {
+      source  = "hashicorp/google-beta"
+      version = ">= 7.0"
+    }
   }
 }
 
@@ -57,26 +62,63 @@ variable "image_name" {
   description = "As given to Packer: the family; its newest image is taken."
 }
 
+variable "disk_type" {
+  type        = string
+  default     = "pd-balanced"
+  description = "Of the boot disk; newer machine types take hyperdisk-balanced only."
+}
+
+variable "disk_gb" {
+  type        = number
+  default     = 100
+  description = "Boot disk: the image, and staging where the VM has no local SSD. Not less than the image has."
+}
+
 variable "network" {
   type        = string
   default     = "default"
-  description = "The VM needs no way in; out to Cloud Storage."
+  description = "A network with automatic subnetworks; the VM needs no way in; out to Cloud Storage."
+}
+
+variable "subnetwork" {
+  type        = string
+  default     = null
+  description = "Of the region, in a network whose subnetworks are made by hand; goes before network."
+}
+
+variable "external_ip" {
+  type        = bool
+  default     = true
+  description = "Without it the subnetwork needs Private Google Access or Cloud NAT, or the VM does not reach the bucket."
+}
+
+variable "preemption_notice_s" {
+  type        = number
+  default     = 0
+  description = "120: the VM learns of a preemption two minutes ahead. 0: with the soft-off, 30 s before the end."
+
+  validation {
+    condition     = contains([0, 120], var.preemption_notice_s)
+    error_message = "Compute Engine knows 0 and 120."
+  }
 }
 
 locals {
   role  = yamldecode(file("${path.module}/../../permissions/gcp-vm.yaml"))
   group = "swansong-${var.run}"
+  # Accounts have at most 30 characters, and two runs in one project have an account each.
+  id = substr(sha256(var.run), 0, 12)
 }
 
 resource "google_service_account" "vm" {
   project      = var.project
-  account_id   = "swansong-vm"
-  display_name = "VMs that run Swansong"
+  account_id   = "swansong-${local.id}"
+  display_name = "VMs of run ${var.run}"
 }
 
 resource "google_project_iam_custom_role" "vm" {
   project     = var.project
-  role_id     = "swansongVm"
+  role_id     = "swansong_${local.id}"
   title       = local.role.title
   description = local.role.description
   stage       = local.role.stage
@@ -90,6 +132,7 @@ resource "google_storage_bucket_iam_member" "vm" {
 }
 
 resource "google_compute_instance_template" "vm" {
+  provider     = google-beta
   project      = var.project
   name_prefix  = "swansong-"
   machine_type = var.machine_type
@@ -98,11 +141,18 @@ resource "google_compute_instance_template" "vm" {
     source_image = "projects/${var.project}/global/images/family/${var.image_name}"
     boot         = true
     auto_delete  = true
-    disk_size_gb = 100
+    disk_type    = var.disk_type
+    disk_size_gb = var.disk_gb
   }
 
   network_interface {
-    network = var.network
+    network    = var.subnetwork == null ? var.network : null
+    subnetwork = var.subnetwork
+
+    dynamic "access_config" {
+      for_each = var.external_ip ? [1] : []
+      content {}
+    }
   }
 
   scheduling {
@@ -111,6 +161,13 @@ resource "google_compute_instance_template" "vm" {
     automatic_restart           = false
     on_host_maintenance         = "TERMINATE"
     instance_termination_action = "STOP"
+
+    dynamic "preemption_notice_duration" {
+      for_each = var.preemption_notice_s > 0 ? [var.preemption_notice_s] : []
+      content {
+        seconds = preemption_notice_duration.value
+      }
+    }
   }
 
   service_account {
@@ -119,8 +176,9 @@ resource "google_compute_instance_template" "vm" {
   }
 
   metadata_startup_script = templatefile("${path.module}/../../first-boot/gcp-startup.sh", {
-    run   = var.run
-    store = "gs://${var.bucket}/${var.prefix}"
+    run    = var.run
+    store  = "gs://${var.bucket}/${var.prefix}"
+    notice = var.preemption_notice_s
   })
 
   lifecycle {

@@ -14,19 +14,21 @@ pytestmark = pytest.mark.timeout(150, func_only=True)
 
 SLOW = 4_000_000
 """Bytes a second on the wire: the flush of PADDED lasts some seconds."""
+SLOWER = 200_000
+"""The flush of PADDED does not end within logind's delay."""
 TOO_SHORT_S = 2
 """For that flush."""
 PADDED = "--steps 100000 --step-delay-s 0.02 --pad-mb 20"
 POLKIT = "/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
 
 
-def training(vm: Container) -> None:
+def training(vm: Container, bytes_per_s: int = SLOW) -> None:
     """Boot, and let it train; from now on its wire is slow."""
     vm.power_on()
     vm.wait_step(20)
     vm.journal.wait(source="logind", event="health")
     until(lambda: vm.status()["trainers"], what="the trainer's hello")
-    vm.slow_wire(SLOW)
+    vm.slow_wire(bytes_per_s)
 
 
 def assert_flushed_while_all_was_up(vm: Container, bucket: Bucket, phases: Any) -> None:
@@ -110,6 +112,70 @@ def test_crash_in_mid_flush_keeps_the_lock(
     assert first.facts["seconds_left"] + first.mono_s == pytest.approx(
         second.facts["seconds_left"] + second.mono_s, abs=0.5
     )
+
+
+CLOSED_STAGING = "chown root:root /var/lib/swansong/staging && chmod 0700 /var/lib/swansong/staging"
+"""Then the program starts and ends with an error."""
+NO_PROGRAM = "mv /opt/swansong/bin/swansongd /opt/swansong/bin/swansongd.gone"
+"""Then systemd has nothing to start."""
+DELAY_OVER = "inhibitor timeout is reached"
+
+
+@pytest.mark.parametrize("fault", [CLOSED_STAGING, NO_PROGRAM], ids=["starts and ends", "no start"])
+def test_crash_loop_does_not_delay_the_shutdown(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any, fault: str
+) -> None:
+    """logind waits only for a running daemon, not for one that systemd starts again and again."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.journal.wait(source="logind", event="health", health="ok")
+    vm.run("sh", "-c", fault)
+    vm.run("kill", "-KILL", str(vm.main_pid()))
+    until(lambda: int(vm.show(DAEMON, "NRestarts")) >= 3, timeout_s=60, what="a crash loop")
+    phases.begin(vm.journal.all()[-1])
+
+    vm.run("systemctl", "poweroff")
+
+    assert vm.wait_off() == 0
+    phases.add("last entry of the journal", vm.journal.all()[-1])
+    assert vm.journal.all(DELAY_OVER) == []
+
+
+def test_crash_during_a_flush_without_a_start_releases_the_lock(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
+) -> None:
+    """A daemon that takes the lock over and cannot start does not leave the lock behind."""
+    vm = new_vm(bucket, arguments=PADDED)
+    training(vm, SLOWER)
+    vm.run("systemctl", "poweroff")
+    phases.add("flush begins", vm.journal.wait(event="evacuation", phase="flush"))
+    vm.run("sh", "-c", CLOSED_STAGING)
+    vm.run("kill", "-KILL", str(vm.main_pid()))
+
+    assert vm.wait_off() == 0
+    phases.add("start failed", vm.journal.wait(event="cannot_start"))
+    phases.add("last entry of the journal", vm.journal.all()[-1])
+    assert vm.journal.all(DELAY_OVER) == []
+
+
+def test_second_crash_during_a_shutdown_releases_the_lock(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
+) -> None:
+    """A shutdown waits for one restart of the daemon, not for a daemon that crashes in each evacuation."""
+    vm = new_vm(bucket, arguments=PADDED)
+    training(vm, SLOWER)
+    vm.run("systemctl", "poweroff")
+    flushing = vm.journal.wait(event="evacuation", phase="flush")
+    phases.add("flush begins", flushing)
+    vm.run("kill", "-KILL", str(vm.main_pid()))
+    again = vm.journal.wait(event="evacuation", phase="flush", since=flushing.mono_s + 0.001)
+    phases.add("flush continues", again)
+    vm.run("sh", "-c", CLOSED_STAGING)
+    vm.run("kill", "-KILL", str(vm.main_pid()))
+
+    assert vm.wait_off() == 0
+    phases.add("last entry of the journal", vm.journal.all()[-1])
+    assert vm.journal.all(DELAY_OVER) == []
 
 
 # As a debugger does: systemd sends SIGCONT to what it stops, which would wake up what SIGSTOP holds.
