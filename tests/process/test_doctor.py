@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 from clouds import Aws, Bucket, Gcp
 from emulators.process import EmulatorProcess
 from rig import BIN, CREDENTIALS, Vm, control, environment
+from waiting import until
 
 SECRET = "a-secret-that-nobody-may-read"
 ELSEWHERE = "# with rights on the account: "
@@ -235,6 +237,39 @@ def test_no_right_to_delete_is_fine(vm: Vm, bucket: Bucket) -> None:
     assert left in findings["delete"]["found"]
 
 
+@pytest.mark.fault("S16")
+def test_credentials_of_the_running_daemon_count(vm: Vm) -> None:
+    """They are in its environment, and in no other: no failure, although doctor's own caller has none."""
+    hidden = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"}
+    code, findings = examine(vm, **hidden)
+    assert code == 0, findings
+    assert findings["credentials"]["level"] == "ok"
+
+
+def test_store_that_dies_with_the_vm(new_vm: NewVm, tmp_path: Path) -> None:
+    """A directory beside the daemon's own files saves nothing: a failure, unless it is said to be a trial."""
+    store = tmp_path / "store"
+    store.mkdir()
+    vm = new_vm("a", {"url": store.as_uri()})
+    vm.start_daemon()
+    finding = only_failure(examine(vm), "store disk")
+    assert "dies with the VM" in finding["found"]
+    assert "swansong doctor --trial" in finding["found"]
+    code, findings = examine(vm, "--trial")
+    assert code == 0, findings
+    assert findings["store disk"]["level"] == "warning"
+
+
+def test_doctor_does_not_make_the_store(new_vm: NewVm, tmp_path: Path) -> None:
+    """A directory that is missing may be a mount that is missing: it is named, and not made here and now."""
+    store = tmp_path / "above" / "store"
+    vm = new_vm("a", {"url": store.as_uri()})
+    findings = examine(vm, "--trial")[1]
+    assert findings["bucket"]["level"] == "failure"
+    assert str(store) in findings["bucket"]["mend"]
+    assert not store.parent.exists()
+
+
 def test_lifecycle_rule_that_may_not_be_read_is_skipped(vm: Vm, bucket: Bucket) -> None:
     """No right to look is no finding."""
     bucket.order("answer", status=403, code="AccessDenied", method="GET", match="?lifecycle")
@@ -376,6 +411,20 @@ def test_daemon_not_running(vm: Vm) -> None:
     vm.daemon.kill()
     start = f"{BIN}/swansongd --config {vm.config} &"
     assert only_failure(examine(vm), "daemon")["mend"] == start
+
+
+def test_the_command_that_starts_the_daemon_works(vm: Vm) -> None:
+    """Pasted as it is printed, it starts the daemon, and doctor finds nothing any more."""
+    assert vm.daemon is not None
+    vm.daemon.kill()
+    mend = only_failure(examine(vm), "daemon")["mend"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(["sh", "-c", mend], check=True, env=environment(**CREDENTIALS), **silent)
+    until(lambda: vm.swansong("status").returncode == 0, what="the daemon")
+    try:
+        assert examine(vm)[0] == 0
+    finally:
+        os.kill(vm.status()["pid"], signal.SIGKILL)
 
 
 def test_socket_directory_missing(vm: Vm) -> None:

@@ -35,7 +35,7 @@ from swansongd.doctor.host import (
     seconds,
     written_directories,
 )
-from swansongd.doctor.sandbox import unit_text
+from swansongd.doctor.sandbox import refused, unit_text
 from swansongd.doctor.staging import (
     judge_devices,
     judge_parents,
@@ -531,14 +531,20 @@ WantedBy=multi-user.target
 Environment=HOME=/c%d
 """
     lines = unit_text(cat, ["/p", 'a"b$%'], Path("/run/d")).splitlines()
-    assert lines[:5] == [
-        "[Service]", "ExecStartPre=/bin/dangerous", "ReadWritePaths=/a \\", "  /b",
-        "# /etc/systemd/system/swansongd.service.d/x.conf",
-    ]  # fmt: skip
+    assert lines[:4] == ["[Service]", "ExecStartPre=/bin/dangerous", "ReadWritePaths=/a \\", "  /b"]
     assert "Environment=HOME=/c%d" in lines
     assert "Requires=other.service" not in lines
     assert lines.index("ExecStartPre=") > lines.index("ExecStartPre=/bin/dangerous")
     assert 'ExecStart="/p" "a\\"b$$%%"' in lines
+
+
+def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
+    """The twin has the daemon's limits: what kills it kills the daemon as well."""
+    killed = refused({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
+    assert killed.level == "failure"
+    assert "want of memory" in killed.found
+    assert "MemoryMax=infinity" in killed.mend
+    assert "status 226" in refused({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def _vm_findings(
         else:
             looked = sandbox.in_process(identity, options.words())
         yield from map(checked.note, looked)
-    installed = host.is_installed()
-    yield from checked.run(trainers.needed_checks(config, path, installed=installed))
+    yield from checked.run(trainers.needed_checks(config, path))
     yield from checked.run(daemon.checks(config, path, ask_daemon, by_systemd=by_systemd))
     yield from checked.run(trainers.checks(config, path, user, ask_daemon, by_systemd=by_systemd))
 

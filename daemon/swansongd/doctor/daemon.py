@@ -20,7 +20,7 @@ FAMILY = "daemon"
 AskDaemon = Callable[[Path], dict[str, Any]]
 
 _CAUSES = (
-    "users", "trainer group", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
+    "users", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
     "signing key", "staging", "staging rights", "socket directory",
 )  # fmt: skip
 """Checks whose failure keeps the daemon down."""
@@ -32,6 +32,8 @@ _LOOK = "journalctl -u swansongd -n 30 -o cat"
 _SETTLE_S = 8.0
 """The time that a daemon has for its start, and then for its first word of the store."""
 _POLL_S = 0.1
+_LOOP, _LOOP_S = 3, 60.0
+"""So many restarts, and one within this time, are a daemon that does not stay up."""
 
 
 def checks(
@@ -70,6 +72,7 @@ def checks(
 
 def _runs(config: Config, path: Path, ask_daemon: AskDaemon, *, by_systemd: bool) -> Judgement:
     socket = config.trainer.socket
+    restarts = 0
     if by_systemd:
         give_up_mono_s = time.monotonic() + _SETTLE_S
         facts = properties(fixes.DAEMON, _PROPERTIES)
@@ -81,6 +84,7 @@ def _runs(config: Config, path: Path, ask_daemon: AskDaemon, *, by_systemd: bool
         if facts.get("ActiveState") != "active":
             claim = config.staging.path / config.run.name / ".swansongd" / "claim.json"
             return judge_down(facts, claim)
+        restarts = int(facts.get("NRestarts") or 0)
     try:
         report = ask_daemon(socket)
     except Unreachable as error:
@@ -90,6 +94,9 @@ def _runs(config: Config, path: Path, ask_daemon: AskDaemon, *, by_systemd: bool
         for source in report.get("sources") or []
         if source.get("health") == "blind"
     ]
+    if restarts >= _LOOP and float(report.get("uptime_s", 0.0)) < _LOOP_S:
+        found = f"the daemon ends again and again: {restarts} restarts, the last just now"
+        return failure(found, _LOOK)
     words = f"answers: run {report.get('run')}, state {report.get('state')}"
     if blind:
         return warning(f"{words}, but is blind to {', '.join(blind)}", "swansong status")
@@ -115,7 +122,7 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
     if result == "oom-kill":
         return failure(
             f"the kernel kills the daemon for want of memory (MemoryMax={facts.get('MemoryMax')}){again}",
-            fixes.drop_in("memory", "MemoryMax=infinity", "MemoryHigh=infinity"),
+            fixes.more_memory(),
         )
     if result in ("", "success"):
         state = facts.get("ActiveState", "not known")

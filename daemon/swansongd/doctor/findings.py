@@ -127,13 +127,13 @@ def has_failure(findings: Iterable[Finding]) -> bool:
 
 def of_error(error: Exception, mend: str) -> Judgement:
     """The failure that an error is; a command between backticks in its words becomes the mending one."""
-    words = str(error)
-    command = _COMMAND.search(words)
+    words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
+    command = _COMMAND.search(words) or _COMMAND.search(hint)
     if command:
-        words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
+        if command.string == words:
+            words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
-    hint = error.hint if isinstance(error, SwansongError) else ""
     return failure(f"{words}. {hint}" if hint else words, mend)
 
 

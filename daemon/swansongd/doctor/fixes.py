@@ -58,6 +58,11 @@ def drop_in(name: str, *lines: str) -> str:
     )
 
 
+def more_memory() -> str:
+    """Takes the limits of memory away from the unit of the daemon."""
+    return drop_in("memory", "MemoryMax=infinity", "MemoryHigh=infinity")
+
+
 def restart() -> str:
     """Starts the daemon, or restarts it; empty where systemd does not run."""
     return as_root(f"systemctl restart {DAEMON}") if BOOTED.is_dir() else ""
@@ -69,9 +74,14 @@ def start(config: Path) -> str:
     return restart() or f"{quoted(program)} --config {quoted(config)} &"
 
 
-def directory(path: Path, mode: str) -> str:
-    """Makes a directory of the daemon's, or sets its owner and mode."""
-    owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if account(DAEMON_USER) else ""
+def directory(path: Path, mode: str, *, installed: bool = False) -> str:
+    """Makes a directory of the daemon's, or sets its owner and mode.
+
+    Args:
+        installed: the daemon has a user of its own, or will have when this runs.
+    """
+    has_user = installed or account(DAEMON_USER) is not None
+    owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if has_user else ""
     return as_root(f"install -d -m {mode}{owner} {quoted(path)}")
 
 

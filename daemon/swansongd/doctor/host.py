@@ -191,11 +191,11 @@ def _sandbox(written: Sequence[Path]) -> Judgement:
         words,
         written,
         is_strict=facts.get("ProtectSystem") == "strict",
-        missing=[word for word in words if not word.startswith("-") and not _is_dir(word)],
+        missing=[word for word in words if not word.startswith("-") and not _exists(word)],
     )
 
 
-def _is_dir(word: str) -> bool:
+def _exists(word: str) -> bool:
     return Path(word.lstrip("+")).exists()
 
 
@@ -220,13 +220,13 @@ def judge_paths(
         )
     writable = [Path(word.lstrip("-+")) for word in words]
     if is_strict and (refused := not_writable(written, writable)):
-        places = [path for path in written if not_writable([path], writable)]
         make = [
             fixes.directory(path, "2750" if path == written[0] else "0700")
-            for path in places
+            for path in written
             if not path.exists()
         ]
-        paths_line = f"ReadWritePaths={' '.join(map(str, places))}"
+        # All of them: the drop-in may take the place of one that an earlier fix made.
+        paths_line = f"ReadWritePaths={' '.join(map(str, written))}"
         return failure(
             f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
             fixes.then(*make, fixes.drop_in("paths", paths_line)),
@@ -424,7 +424,7 @@ def _tmpfiles() -> str:
         return fixes.as_root("systemd-tmpfiles --create swansong.conf")
     return fixes.then(
         fixes.as_root(f"install -d -m 0750 -g {TRAINER_GROUP} {_HOME}"),
-        fixes.directory(_RESTORED, "0750"),
-        fixes.directory(_HOME / "store", "0700"),
-        fixes.directory(_HOME / "staging", "2750"),
+        fixes.directory(_RESTORED, "0750", installed=True),
+        fixes.directory(_HOME / "store", "0700", installed=True),
+        fixes.directory(_HOME / "staging", "2750", installed=True),
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from swansongd.config import Config
 from swansongd.doctor import fixes
-from swansongd.doctor.findings import Check, Judgement, failure, ok
+from swansongd.doctor.findings import Check, Judgement, Level, failure, ok
 from swansongd.doctor.store import address
 from swansongd.sources.metadata import DEFAULT_URL
 
@@ -20,6 +21,8 @@ FAMILY = "network"
 _MANAGERS = ("systemd-networkd", "NetworkManager", "networking")
 _RESOLVERS = ("systemd-resolved", "NetworkManager")
 _TIMEOUT_S = 3.0
+_SETTLE_S = 5.0
+_POLL_S = 0.2
 _NETWORKS = Path("/sys/class/net")
 _IFF_UP = 1
 
@@ -35,9 +38,15 @@ def checks(config: Config, cloud: str) -> Iterator[Check]:
         urls["the metadata service"] = config.sources.metadata_url or DEFAULT_URL
     hosts = {name: host for name, url in urls.items() if (host := urlsplit(url).hostname)}
     if hosts:
-        yield Check(
-            family=FAMILY, name="network", ask=lambda: _ways(hosts), mend=_revive(_MANAGERS)
-        )
+        yield Check(family=FAMILY, name="network", ask=lambda: _settled(hosts))
+
+
+def _settled(hosts: dict[str, str]) -> Judgement:
+    """What is found, at the latest when a network that has just been restarted has had its time."""
+    give_up_mono_s = time.monotonic() + _SETTLE_S
+    while (judged := _ways(hosts)).level is Level.FAILURE and time.monotonic() < give_up_mono_s:
+        time.sleep(_POLL_S)
+    return judged
 
 
 def _ways(hosts: dict[str, str]) -> Judgement:

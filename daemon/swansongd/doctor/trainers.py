@@ -16,7 +16,7 @@ from swansongd.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group, with_trainers
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
-from swansongd.doctor.sandbox import systemctl
+from swansongd.doctor.sandbox import properties
 from swansongd.trainers.signals import SignalRefusal, SignalSender
 from swansongd.trainers.users import may_be_signalled
 
@@ -24,19 +24,19 @@ AskDaemon = Callable[[Path], dict[str, Any]]
 
 FAMILY = "trainers"
 
-_SUPPLEMENTARY = ("User", "SupplementaryGroups", "Id")
+_UNIT_DIRECTORIES = tuple(
+    Path(place, "systemd", "system")
+    for place in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
+)
 
 
-def needed_checks(config: Config, path: Path, *, installed: bool) -> Iterator[Check]:
+def needed_checks(config: Config, path: Path) -> Iterator[Check]:
     """What the daemon does not start without.
 
     Args:
         path: of the configuration.
-        installed: the unit is there, and with it the group must be.
     """
     socket, users = config.trainer.socket, config.trainer.users
-    if installed:
-        yield Check(family=FAMILY, name="trainer group", ask=_group)
     yield Check(
         family=FAMILY,
         name="trainer users",
@@ -45,7 +45,7 @@ def needed_checks(config: Config, path: Path, *, installed: bool) -> Iterator[Ch
             len(users),
             grouped=has_group(TRAINER_GROUP),
         ),
-        needs="trainer group",
+        needs="users",
     )
     yield Check(family=FAMILY, name="socket directory", ask=lambda: _directory(socket.parent, path))
 
@@ -101,15 +101,6 @@ def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judge
     return ok(f"all {count} of trainer.users exist")
 
 
-def _group() -> Judgement:
-    if has_group(TRAINER_GROUP):
-        return ok(f"group {TRAINER_GROUP} exists")
-    return failure(
-        f"group {TRAINER_GROUP} does not exist",
-        fixes.then(fixes.as_root(f"groupadd --system {TRAINER_GROUP}"), fixes.restart()),
-    )
-
-
 def _reachable(config: Config, ask_daemon: AskDaemon, *, by_systemd: bool) -> Judgement:
     socket, users = config.trainer.socket, config.trainer.users
     facts = socket.stat()
@@ -119,8 +110,11 @@ def _reachable(config: Config, ask_daemon: AskDaemon, *, by_systemd: bool) -> Ju
     known = [found for user in users if (found := account(user)) is not None]
     if os.geteuid() != 0 and known:
         return skipped(f"{mode}; only root can tell whether trainers reach it")
-    if not socket.parent.stat().st_mode & stat.S_IXGRP or not facts.st_mode & stat.S_IWGRP:
-        return failure(f"the group of trainers cannot reach {mode}", fixes.restart())
+    if by_systemd and not facts.st_mode & stat.S_IWGRP:
+        # A restart would keep it: systemd holds the listening socket for the daemon.
+        group = fixes.as_root(f"chgrp {TRAINER_GROUP} {fixes.quoted(socket)}")
+        mend = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
+        return failure(f"the group of trainers cannot reach {mode}", mend)
     connected = _users_of(ask_daemon(socket).get("trainers") or [])
     granted = _users_granted() if by_systemd else {}
     how, kept_out = [], []
@@ -156,14 +150,20 @@ def _users_of(trainers: Iterable[Mapping[str, Any]]) -> set[int]:
 
 
 def _users_granted() -> dict[str, str]:
-    """Users to whom a unit gives the group of trainers, each with the unit."""
-    names = ",".join(_SUPPLEMENTARY)
-    shown = systemctl("show", "--type=service", "--all", "--property", names, "*")
+    """Users to whom a unit gives the group of trainers, each with the unit, whether it runs or not."""
+    units = set()
+    for directory in _UNIT_DIRECTORIES:
+        for path in (*directory.glob("*.service"), *directory.glob("*.service.d/*.conf")):
+            with suppress(OSError):
+                if TRAINER_GROUP in path.read_text(errors="replace"):
+                    name = path.parent.name if path.suffix == ".conf" else path.name
+                    units.add(name.removesuffix(".d"))
     granted = {}
-    for block in shown.split("\n\n"):
-        facts = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        if TRAINER_GROUP in facts.get("SupplementaryGroups", "").split():
-            granted[facts.get("User") or "root"] = facts.get("Id", "a unit")
+    for unit in sorted(units):
+        if "@." not in unit:
+            facts = properties(unit, ("User", "SupplementaryGroups"))
+            if TRAINER_GROUP in facts.get("SupplementaryGroups", "").split():
+                granted[facts.get("User") or "root"] = unit
     return granted
 
 
