@@ -191,12 +191,20 @@ def _sandbox(written: Sequence[Path]) -> Judgement:
         words,
         written,
         is_strict=facts.get("ProtectSystem") == "strict",
-        missing=[word for word in words if not word.startswith("-") and not _exists(word)],
+        missing=[
+            word
+            for word in words
+            if not word.startswith("-") and not _exists(Path(word.lstrip("+")))
+        ],
     )
 
 
-def _exists(word: str) -> bool:
-    return Path(word.lstrip("+")).exists()
+def _exists(path: Path) -> bool:
+    """Whether it is there, as far as this user may look."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def judge_paths(
@@ -223,7 +231,7 @@ def judge_paths(
         make = [
             fixes.directory(path, "2750" if path == written[0] else "0700")
             for path in written
-            if not path.exists()
+            if not _exists(path)
         ]
         # All of them: the drop-in may take the place of one that an earlier fix made.
         paths_line = f"ReadWritePaths={' '.join(map(str, written))}"

@@ -285,3 +285,15 @@ def test_trainer_with_supplementary_groups_is_no_failure(
     found = doctor(vm)
     assert failures(found) == []
     assert TRAINER in next(f for f in found if f["name"] == "socket")["found"]
+
+
+def test_only_root_can_look_as_the_daemon(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """Another user's doctor is never green: it cannot know what the daemon's sandbox lets it reach."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    as_trainer = ("setpriv", "--reuid=trainer", "--regid=trainer", "--clear-groups")
+    found = json.loads(vm.run(*as_trainer, "swansong", "doctor", "--json", may_fail=True))
+    first = failures(found)[0]
+    assert first["name"] == "as the daemon"
+    assert first["mend"].endswith("swansong doctor")
