@@ -11,9 +11,10 @@ import pytest
 from swansong import openat
 from swansongd.config import parse
 from swansongd.doctor.accounts import daemon_account
-from swansongd.doctor.checkup import grace_s, longest_grace_s
 from swansongd.doctor.clock import judge_skew, skew_s
-from swansongd.doctor.configuration import judge_cloud, judge_environment, judge_signing_key
+from swansongd.doctor.configuration import judge_cloud, judge_environment, set_key
+from swansongd.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
+from swansongd.doctor.disks import dies_with_vm, mount_of, mounts
 from swansongd.doctor.findings import (
     Check,
     Judgement,
@@ -24,23 +25,25 @@ from swansongd.doctor.findings import (
     ok,
     skipped,
 )
+from swansongd.doctor.fixes import for_this_shell
+from swansongd.doctor.grace import grace_s, longest_grace_s
 from swansongd.doctor.host import (
     judge_accounts,
     judge_delay,
+    judge_paths,
     judge_unit,
     seconds,
     written_directories,
 )
+from swansongd.doctor.sandbox import refused, unit_text
 from swansongd.doctor.staging import (
-    file_system,
     judge_devices,
     judge_parents,
     judge_space,
     newest_bytes,
 )
-from swansongd.doctor.store import judge_speed, mending
-from swansongd.doctor.trainers import judge_version
-from swansongd.errors import NotFound, Permanent, Transient
+from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed, mending
+from swansongd.errors import FencedError, NotFound, Permanent, Transient
 
 GB = 10**9
 UNIT = {
@@ -113,7 +116,7 @@ def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> Non
 def test_the_command_in_the_words_of_an_error_mends_it() -> None:
     """What stands between backticks wins over the command of the check."""
     judged = of_error(Permanent("too low; mend it with `raise it`"), "other")
-    assert (judged.found, judged.mend) == ("too low", "raise it")
+    assert (judged.found, judged.mend) == ("too low", "sudo raise it")
     judged = of_error(Permanent("no", hint="Do that"), "other")
     assert (judged.found, judged.mend) == ("no. Do that", "other")
 
@@ -132,7 +135,7 @@ def test_signing_key(tmp_path: Path) -> None:
     key.chmod(0o444)
     public = judge_signing_key(key, account)
     assert public.level == "failure"
-    assert public.mend == f"chown {account.name}: '{key}' && chmod 0400 '{key}'"
+    assert public.mend.startswith(f"sudo chown {account.name}: '{key}' && sudo chmod 0400 '{key}'")
     key.chmod(0o400)
     os.chown(key, account.uid, account.gid)
     assert judge_signing_key(key, account).level == "ok"
@@ -244,13 +247,13 @@ def test_devices() -> None:
 
 def test_file_system_is_that_of_the_deepest_mount() -> None:
     """As /proc/self/mountinfo has it; a mount on top of another wins."""
-    mounts = (
+    known = mounts(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
         "2 1 0:5 / /mnt rw - xfs /dev/nvme rw\n"
         "3 1 0:6 / /mnt rw - tmpfs none rw\n"
     )
-    assert file_system(Path("/mnt/s"), mounts) == "tmpfs"
-    assert file_system(Path("/mntx"), mounts) == "ext4"
+    assert mount_of(Path("/mnt/s"), known).kind == "tmpfs"
+    assert mount_of(Path("/mntx"), known).kind == "ext4"
 
 
 @pytest.mark.parametrize(
@@ -263,22 +266,38 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "staging", "level"),
+    ("change", "level"),
     [
-        ({}, "/var/lib/swansong/staging", "ok"),
-        ({"LoadState": "not-found"}, "/var/lib/swansong/staging", "failure"),
-        ({"TimeoutStopUSec": "1min 30s"}, "/var/lib/swansong/staging", "failure"),
-        ({"TimeoutStopUSec": "infinity"}, "/var/lib/swansong/staging", "ok"),
-        ({}, "/mnt/staging", "failure"),
-        ({"ReadWritePaths": "/var/lib/swansong /mnt"}, "/mnt/staging", "ok"),
-        ({"ActiveState": "inactive"}, "/var/lib/swansong/staging", "warning"),
-        ({"NRestarts": "7"}, "/var/lib/swansong/staging", "warning"),
-        ({"WatchdogUSec": "0"}, "/var/lib/swansong/staging", "warning"),
+        ({}, "ok"),
+        ({"LoadState": "not-found"}, "failure"),
+        ({"TimeoutStopUSec": "1min 30s"}, "failure"),
+        ({"TimeoutStopUSec": "infinity"}, "ok"),
+        ({"NRestarts": "7"}, "warning"),
+        ({"WatchdogUSec": "0"}, "warning"),
     ],
 )
-def test_unit(change: dict[str, str], staging: str, level: str) -> None:
-    """systemd must give the daemon its time and its staging."""
-    assert judge_unit({**UNIT, **change}, stop_s=123.0, written=[Path(staging)]).level == level
+def test_unit(change: dict[str, str], level: str) -> None:
+    """systemd must give the daemon its time."""
+    assert judge_unit({**UNIT, **change}, stop_s=123.0).level == level
+
+
+@pytest.mark.parametrize(
+    ("words", "staging", "is_strict", "missing", "level"),
+    [
+        (["/var/lib/swansong"], "/var/lib/swansong/staging", True, [], "ok"),
+        (["/var/lib/swansong"], "/mnt/staging", True, [], "failure"),
+        (["/var/lib/swansong"], "/mnt/staging", False, [], "ok"),
+        (["/var/lib/swansong", "-/mnt"], "/mnt/staging", True, [], "ok"),
+        (["/mnt/staging"], "/mnt/staging", True, ["/mnt/staging"], "failure"),
+    ],
+)
+def test_paths_of_the_sandbox(
+    words: list[str], staging: str, is_strict: bool, missing: list[str], level: str
+) -> None:
+    """The unit must be able to start, and to write to staging."""
+    judged = judge_paths(words, [Path(staging)], is_strict=is_strict, missing=missing)
+    assert judged.level == level
+    assert not judged.mend or staging in judged.mend
 
 
 @pytest.mark.parametrize(
@@ -348,10 +367,10 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
     file = config(store={"url": "file:///srv/a%20b"})
     assert mending(s3, NotFound("")) == "aws s3 mb s3://bucket"
     assert mending(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
-    assert mending(s3, Transient("")) == "curl -sSI https://s3.amazonaws.com"
+    assert "https://s3.amazonaws.com" in mending(s3, Transient(""))
     assert mending(s3, Permanent("")).startswith("aws iam put-role-policy ")
     assert "packer/permissions/gcp-vm.yaml" in mending(gs, Permanent(""))
-    assert mending(file, NotFound("")).endswith("'/srv/a b'")
+    assert "'/srv/a b'" in mending(file, NotFound(""))
 
 
 @pytest.mark.parametrize(
@@ -360,9 +379,226 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
 )
 def test_running_and_installed_version(running: object, level: Level) -> None:
     """After an upgrade the daemon needs a restart; both versions and the command are named."""
-    judgement = judge_version(running, "0.1.0+1.gabc")
+    judgement = judge_version(running, "0.1.0+1.gabc", "restart it")
     assert judgement.level is level
     assert "0.1.0+1.gabc" in judgement.found
     if level is Level.WARNING:
-        assert judgement.mend == "sudo systemctl restart swansongd"
+        assert judgement.mend == "restart it"
         assert str(running) in judgement.found
+
+
+# ---------------------------------------------------------------- the disk of a file:// store
+
+MOUNTS = r"""
+1 0 259:2 / / rw - ext4 /dev/nvme0n1p2 rw
+2 1 259:1 / /boot/efi rw - vfat /dev/nvme0n1p1 rw
+3 1 259:9 / /mnt/data rw - xfs /dev/nvme1n1 rw
+4 1 259:9 / /mnt/local rw - xfs /dev/nvme2n1 rw
+5 1 0:40 / /mnt/nfs rw - nfs4 server:/export rw
+6 1 0:41 / /mnt/gcs rw - fuse.gcsfuse bucket rw
+7 1 0:42 / /mnt/tmp rw - tmpfs none rw
+8 1 253:0 / /mnt/lvm rw - ext4 /dev/mapper/vg-lv rw
+9 1 0:43 / /mnt/with\040blank rw - btrfs /dev/nvme1n1 rw
+10 1 7:0 / /mnt/loop rw - ext4 /dev/loop0 rw
+""".replace("259:9 / /mnt/local", "259:10 / /mnt/local")
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Path:
+    """As /sys shows a boot disk, a disk of its own, and one that is erased when the VM ends."""
+    devices = {
+        "259:2": "nvme0n1/nvme0n1p2", "259:1": "nvme0n1/nvme0n1p1", "259:9": "nvme1n1",
+        "259:10": "nvme2n1", "253:0": "dm-0", "7:0": "loop0",
+    }  # fmt: skip
+    links = tmp_path / "dev" / "block"
+    links.mkdir(parents=True)
+    (tmp_path / "class" / "block").mkdir(parents=True)
+    for number, name in devices.items():
+        device = tmp_path / "devices" / name
+        device.mkdir(parents=True, exist_ok=True)
+        (links / number).symlink_to(device)
+        (tmp_path / "class" / "block" / device.name).symlink_to(device)
+        if "/" in name:
+            (device / "partition").write_text("1\n")
+    # LVM on a partition of the boot disk.
+    slaves = tmp_path / "devices" / "dm-0" / "slaves"
+    slaves.mkdir()
+    (slaves / "nvme0n1p2").symlink_to(tmp_path / "devices" / "nvme0n1" / "nvme0n1p2")
+    (tmp_path / "devices" / "nvme2n1" / "device").mkdir()
+    model = tmp_path / "devices" / "nvme2n1" / "device" / "model"
+    model.write_text("Amazon EC2 NVMe Instance Storage        \n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/var/lib/swansong/store", "it is on the boot disk nvme0n1"),
+        ("/mnt/lvm/store", "it is on the boot disk nvme0n1"),
+        ("/mnt/local/store", "the disk nvme2n1 is erased when the VM ends"),
+        ("/mnt/tmp/store", "it is in memory"),
+        ("/mnt/loop/store", "it is on no disk of its own"),
+        ("/mnt/data/store", ""),
+        ("/mnt/with blank/store", ""),
+        ("/mnt/nfs/store", ""),
+        ("/mnt/gcs/store", ""),
+    ],
+)
+def test_a_store_that_dies_with_the_vm(disks: Path, path: str, reason: str) -> None:
+    """Only a file server, or a disk other than the boot disk that is not erased, outlives the VM."""
+    assert dies_with_vm(Path(path), mounts(MOUNTS), disks)[0] == reason
+
+
+def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Path) -> None:
+    """The finding names the device and the way to try Swansong out all the same."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[store]\nurl = "file:///x"\n')
+
+    def judged(reason: str, *, trial: bool) -> Judgement:
+        return judge_disk(Path("/x"), reason, "ext4 on /dev/sda1", trial=trial, path=path)
+
+    failed = judged("it is on the boot disk sda", trial=False)
+    assert failed.level == "failure"
+    assert "/dev/sda1" in failed.found
+    assert "swansong doctor --trial" in failed.found
+    assert judged("it is on the boot disk sda", trial=True).level == "warning"
+    assert judged("", trial=False).level == "ok"
+
+
+# ---------------------------------------------------------------- the daemon
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "mend"),
+    [
+        ({"Result": "oom-kill", "MemoryMax": "1000"}, "want of memory", "MemoryMax=infinity"),
+        ({"LoadState": "masked"}, "masked", "unmask"),
+        (
+            {
+                "Result": "exit-code",
+                "ExecMainCode": "1",
+                "ExecMainStatus": str(FencedError.exit_code),
+            },
+            "newer",
+            "# only when",
+        ),
+        (
+            {"Result": "exit-code", "ExecMainCode": "1", "ExecMainStatus": "5"},
+            "status 5",
+            "journal",
+        ),
+        ({"Result": "watchdog", "ExecMainCode": "3", "ExecMainStatus": "6"}, "signal 6", "journal"),
+    ],
+)
+def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, mend: str) -> None:
+    """The cause, as systemd recorded it, comes with the command that ends it."""
+    judged = judge_down({"ActiveState": "failed", **facts}, Path("/s/r/.swansongd/claim.json"))
+    assert judged.level == "failure"
+    assert found in judged.found
+    assert mend in judged.mend
+
+
+def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]:
+    return {"pid": pid, "rank": rank, "connected": connected}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "refused", "level"),
+    [
+        ([], None, "skipped"),
+        ([trainer(1, 0), trainer(2, 1)], None, "ok"),
+        ([trainer(1, 0)], {"count": 2, "last": "rank 0 of 1 is connected already"}, "warning"),
+        ([trainer(1, 0)], {"count": 0, "last": None}, "ok"),
+    ],
+)
+def test_processes_that_were_refused_for_their_rank(
+    trainers: list[dict[str, object]], refused: dict[str, object] | None, level: str
+) -> None:
+    """The daemon's reason, which names the way out, is part of the finding."""
+    judged = judge_ranks({"trainers": trainers, "trainers_refused": refused})
+    assert judged.level == level
+    assert level != "warning" or "rank 0 of 1 is connected already" in judged.found
+
+
+def test_the_daemons_own_word_of_its_store() -> None:
+    """Anything but ok is a failure; before the first answer there is no finding yet."""
+    assert judge_store(None, "m") is None
+    good = judge_store({"health": "ok", "reason": "answers", "for_s": 1.0}, "m")
+    assert good is not None
+    assert good.level == "ok"
+    bad = judge_store({"health": "degraded", "reason": "Read-only file system", "for_s": 1.0}, "m")
+    assert bad is not None
+    assert (bad.level, bad.mend) == ("failure", "m")
+    assert "Read-only file system" in bad.found
+
+
+# ---------------------------------------------------------------- the sandbox, and fixes
+
+
+def test_checks_run_in_a_twin_of_the_unit() -> None:
+    """The twin has the daemon's whole [Service] section, drop-ins included, and runs only the checks."""
+    cat = """# /etc/systemd/system/swansongd.service
+[Unit]
+Requires=other.service
+[Service]
+ExecStartPre=/bin/dangerous
+ReadWritePaths=/a \\
+  /b
+[Install]
+WantedBy=multi-user.target
+# /etc/systemd/system/swansongd.service.d/x.conf
+[Service]
+Environment=HOME=/c%d
+"""
+    lines = unit_text(cat, ["/p", 'a"b$%'], Path("/run/d")).splitlines()
+    assert lines[:4] == ["[Service]", "ExecStartPre=/bin/dangerous", "ReadWritePaths=/a \\", "  /b"]
+    assert "Environment=HOME=/c%d" in lines
+    assert "Requires=other.service" not in lines
+    assert lines.index("ExecStartPre=") > lines.index("ExecStartPre=/bin/dangerous")
+    assert 'ExecStart="/p" "a\\"b$$%%"' in lines
+
+
+def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
+    """The twin has the daemon's limits: what kills it kills the daemon as well."""
+    killed = refused({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
+    assert killed.level == "failure"
+    assert "want of memory" in killed.found
+    assert "MemoryMax=infinity" in killed.mend
+    assert "status 226" in refused({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
+
+
+@pytest.mark.parametrize(
+    ("fix", "for_root"),
+    [
+        ("sudo true && printf x | sudo tee /f", "true && printf x | tee /f"),
+        ("aws s3 mb s3://b", "# with rights on the account: aws s3 mb s3://b"),
+        ("sudo no-such-tool x", "# no-such-tool is not on this machine: no-such-tool x"),
+        ("# a word", "# a word"),
+        ("sudoedit /f", '"${EDITOR:-vi}" /f'),
+        ("", ""),
+    ],
+)
+def test_fixes_can_be_pasted(monkeypatch: pytest.MonkeyPatch, fix: str, for_root: str) -> None:
+    """Root needs no sudo, tools that are missing make a comment, and so do those of a cloud."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    assert for_this_shell(fix) == for_root
+
+
+def test_fixes_for_people_have_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under sudo the fix is pasted into a shell that is not root's; without sudo it is only read."""
+    monkeypatch.setenv("SUDO_USER", "someone")
+    there = {"sudo", "true"}
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    assert for_this_shell("sudo true && sudo true") == "sudo true && sudo true"
+    there.remove("sudo")
+    assert for_this_shell("sudo true && sudo true") == "# as root: true && true"
+
+
+def test_a_key_of_the_configuration_is_set_only_where_one_line_has_it(tmp_path: Path) -> None:
+    """A fix that would change another line, or none, opens the editor instead."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[sources]\ncloud = "aws"\n')
+    assert set_key(path, "cloud", "auto").startswith("sudo sed -i ")
+    path.write_text('[sources]\ncloud = "aws"\n[x]\ncloud = "aws"\n')
+    assert set_key(path, "cloud", "auto").startswith("sudoedit ")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from swansongd.cli.common import add_json, console, print_json
 from swansongd.cli.talk import Daemon
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
-from swansongd.errors import Unready
+from swansongd.errors import Stopped, Unready
 from swansongd.telemetry.log import printable
 
 HELP = "check the whole installation, and say what mends it"
@@ -41,12 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure the bandwidth to the store too: sends 32 MiB for each of flush.connections",
     )
+    parser.add_argument(
+        "--trial",
+        action="store_true",
+        help="accept a file:// store that dies with this VM: nothing is saved then, it only shows how",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        raise Stopped("stopped before all was checked") from None
+
+
+def _run(args: argparse.Namespace) -> int:
     findings = (
-        check_image(args.config) if args.image else check_vm(args.config, _ask, speed=args.speed)
+        check_image(args.config)
+        if args.image
+        else check_vm(args.config, _ask, speed=args.speed, trial=args.trial)
     )
     if args.json:
         found = list(findings)
@@ -54,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
         return Unready.exit_code if has_failure(found) else 0
     out = console()
     found = []
+    family = ""
     for finding in findings:  # shown as they come: some take seconds
         if finding.level is not Level.FAILURE:
-            if not any(f.family == finding.family for f in found if f.level is not Level.FAILURE):
-                out.print(Text(finding.family, style="bold"))
+            if finding.family != family:
+                family = finding.family
+                out.print(Text(family, style="bold"))
             _show(out, finding, finding.name)
         found.append(finding)
     failures = [finding for finding in found if finding.level is Level.FAILURE]
@@ -69,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
     if failures:
         raise Unready(
             f"{len(failures)} of {len(found)} checks failed",
-            hint="Mend them, then run swansong doctor again",
+            hint="Fix the first of them, then run swansong doctor again",
         )
     return 0
 
 
 def _ask(socket: Path) -> dict[str, Any]:
     with Daemon(socket) as daemon:
-        return daemon.report()
+        return {**daemon.report(), "peer_uid": daemon.peer_uid()}
 
 
 def _show(out: Console, finding: Finding, name: str) -> None:

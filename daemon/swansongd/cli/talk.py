@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from swansongd.errors import Unreachable
 
 TIMEOUT_S = 5.0
 _RETRY_S = 0.05
+_UCRED = struct.Struct("3i")
+"""Process, user and group."""
 _NOT_RUNNING = "Start it, or see why it ended: systemctl status swansongd"
 _NOT_ALLOWED = "Ask as root, or as one of trainer.users"
 
@@ -83,6 +86,11 @@ class Daemon:
     def report(self) -> dict[str, Any]:
         """Its state; docs/operations.md describes it."""
         return self.ask(StatusQuery(), Status).report
+
+    def peer_uid(self) -> int:
+        """The user that listens on the socket, as the kernel reports it."""
+        credentials = self._channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return int(_UCRED.unpack(credentials)[1])
 
     def close(self) -> None:
         self._channel.close()

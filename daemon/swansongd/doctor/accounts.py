@@ -60,10 +60,14 @@ def account(name: str | int) -> Account | None:
 def daemon_account() -> Account:
     """The user that the daemon runs as, where we may ask for it; else ourselves."""
     found = account(DAEMON_USER)
-    if found is not None and os.geteuid() == 0:
-        return with_trainers(found)
-    own = os.geteuid()
-    return account(own) or Account(f"user id {own}", own, os.getegid(), tuple(os.getgroups()))
+    return with_trainers(found) if found is not None and os.geteuid() == 0 else own_account()
+
+
+def own_account() -> Account:
+    """The user of this process, with the groups that it has."""
+    own = account(os.geteuid())
+    name = own.name if own is not None else f"user id {os.geteuid()}"
+    return Account(name, os.geteuid(), os.getegid(), tuple(os.getgroups()))
 
 
 def with_trainers(user: Account) -> Account:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from email.utils import parsedate_to_datetime
 
+from swansongd.doctor import fixes
 from swansongd.doctor.findings import Judgement, failure, ok, skipped, warning
 
 WARNING_S = 5.0
 FAILURE_S = 600.0
 """S3 refuses signatures beyond a quarter of an hour."""
-_MEND = "timedatectl set-ntp true"
+_MEND = fixes.as_root("timedatectl set-ntp true")
 
 
 def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | None:

@@ -3,23 +3,14 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from swansongd import signing
 from swansongd.config import Config, load
-from swansongd.doctor.accounts import Account, daemon_account
-from swansongd.doctor.findings import (
-    Check,
-    Finding,
-    Judgement,
-    failure,
-    ok,
-    warning,
-)
+from swansongd.doctor import fixes
+from swansongd.doctor.findings import Check, Finding, Judgement, failure, ok, warning
 from swansongd.errors import ConfigError
 from swansongd.sources.detect import detect_cloud
 
@@ -32,11 +23,7 @@ _REDIRECT = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP", "STORAGE_EMULATOR_HOST",
 )  # fmt: skip
-
-
-def edit(path: Path) -> str:
-    """The command that opens the configuration."""
-    return f"sudoedit {shlex.quote(str(path))}"
+_NO_PROXY = "Environment=NO_PROXY=169.254.169.254,metadata.google.internal"
 
 
 def read(path: Path) -> tuple[Config | None, list[Finding]]:
@@ -44,10 +31,11 @@ def read(path: Path) -> tuple[Config | None, list[Finding]]:
     try:
         config = load(path)
     except ConfigError as error:
-        mend = edit(path)
+        mend = fixes.edit(path)
         if not path.exists():
             source = Path(__file__).parents[1] / "swansong.example.toml"
-            mend = f"install -D -m 0644 {shlex.quote(str(source))} {shlex.quote(str(path))}"
+            make = f"install -D -m 0644 {fixes.quoted(source)} {fixes.quoted(path)}"
+            mend = fixes.then(fixes.as_root(make), fixes.restart())
         return None, [_finding(failure(problem, mend)) for problem in error.problems]
     return config, [_finding(ok(f"{path} is in order; run {config.run.name}"))]
 
@@ -56,42 +44,30 @@ def _finding(judgement: Judgement) -> Finding:
     return Check(family=FAMILY, name="configuration", ask=lambda: judgement).says(judgement)
 
 
-def checks(
-    config: Config, path: Path, ask_daemon: Callable[[Path], dict[str, Any]]
-) -> Iterator[Check]:
-    """Signing key, cloud and environment."""
-    key_file = config.store.signing_key_file
-    if key_file is not None:
-        yield Check(
-            family=FAMILY,
-            name="signing key",
-            ask=lambda: judge_signing_key(key_file, daemon_account()),
-        )
-    configured = config.sources.cloud
+def checks(config: Config, path: Path) -> Iterator[Check]:
+    """The cloud."""
+    configured, detected = config.sources.cloud, detect_cloud()
     emulated = config.sources.metadata_url is not None
+    mend = fixes.edit(path) if detected == "none" else set_key(path, "cloud", "auto")
     yield Check(
         family=FAMILY,
         name="cloud",
-        ask=lambda: judge_cloud(configured, detect_cloud(), emulated=emulated, mend=edit(path)),
-    )
-    yield Check(
-        family=FAMILY,
-        name="environment",
-        ask=lambda: judge_environment(*_environment(config.trainer.socket, ask_daemon)),
+        ask=lambda: judge_cloud(configured, detected, emulated=emulated, mend=mend),
     )
 
 
-def judge_signing_key(path: Path, account: Account) -> Judgement:
-    """Whether the daemon will accept the key: it does not start otherwise."""
-    quoted = shlex.quote(str(path))
-    mend = f"chown {account.name}: {quoted} && chmod 0400 {quoted}"
+def set_key(path: Path, key: str, value: str) -> str:
+    """Gives a key of the configuration another value, where one line has it; else opens the file."""
+    line = re.compile(rf"^{key} *= *\"[^\"]*\"", re.MULTILINE)
     try:
-        signing.load(path, owners={0, account.uid})
-    except ConfigError as error:
-        return failure(str(error), mend)
-    if not account.may("r", path):
-        return failure(f"{account.name} may not read {path}", mend)
-    return ok(f"{path} is private, and manifests and claims are signed with it")
+        found = len(line.findall(path.read_text(encoding="utf-8", errors="replace")))
+    except OSError:
+        found = 0
+    if found != 1:
+        return fixes.edit(path)
+    expression = f's|^{key} *= *"[^"]*"|{key} = "{value}"|'
+    command = f"sed -i {shlex.quote(expression)} {fixes.quoted(path)}"
+    return fixes.then(fixes.as_root(command), fixes.restart())
 
 
 def judge_cloud(configured: str, detected: str, *, emulated: bool, mend: str) -> Judgement:
@@ -124,28 +100,19 @@ def judge_environment(names: Iterable[str], whose: str) -> Judgement:
         whose: environment it is.
     """
     there = sorted(set(names))
-    harmful = [name for name in there if name.lower() in _PROXY or name in _REDIRECT]
+    redirected = [name for name in there if name in _REDIRECT]
     # With NO_PROXY for the metadata service a proxy is a decision, described in docs/operations.md.
-    if any(name.lower() == "no_proxy" for name in there):
-        harmful = [name for name in harmful if name in _REDIRECT]
-    if not harmful:
+    has_exceptions = any(name.lower() == "no_proxy" for name in there)
+    proxied = [name for name in there if name.lower() in _PROXY and not has_exceptions]
+    if not redirected and not proxied:
         return ok(f"no proxy and no other metadata service in the environment of {whose}")
+    harmful = [*proxied, *redirected]
+    lines = [_NO_PROXY] if proxied else []
+    lines += [f"UnsetEnvironment={' '.join(redirected)}"] if redirected else []
     return warning(
         f"the environment of {whose} has {', '.join(harmful)}: the SDKs may take metadata requests "
         "and credentials there",
-        f"systemctl restart swansongd  # its unit removes them; by hand: unset {' '.join(harmful)}",
-    )
-
-
-def _environment(
-    socket: Path, ask_daemon: Callable[[Path], dict[str, Any]]
-) -> tuple[list[str], str]:
-    """Names of the variables that the daemon sees, or as near to it as can be looked."""
-    try:
-        pid = int(ask_daemon(socket)["pid"])
-        content = Path(f"/proc/{pid}/environ").read_bytes()
-    except Exception:  # not running, not ours to ask: another check says so
-        return list(os.environ), "this command (that of the daemon cannot be read)"
-    return [os.fsdecode(item.partition(b"=")[0]) for item in content.split(b"\0") if item], (
-        f"the daemon (process {pid})"
+        fixes.drop_in("environment", *lines)
+        if fixes.BOOTED.is_dir()
+        else f"unset {' '.join(harmful)}",
     )

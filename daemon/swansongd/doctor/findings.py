@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swansongd.doctor import fixes
 from swansongd.errors import SwansongError
 
 _COMMAND = re.compile(r"`([^`]+)`")
@@ -74,8 +75,8 @@ class Check:
     """May block and may raise: a SwansongError says what is wrong, anything else is a fault of ours."""
     mend: str = ""
     """The command for an error that names none."""
-    needs: str = ""
-    """Name of an earlier check without whose success this one would only repeat its failure."""
+    needs: str | tuple[str, ...] = ()
+    """Names of earlier checks without whose success this one would only repeat their failure."""
     limit_s: float = 10.0
 
     def says(self, judgement: Judgement) -> Finding:
@@ -88,17 +89,36 @@ class Check:
         )
 
 
+class Examination:
+    """Runs checks in order; a check that needs one without success is skipped as its consequence."""
+
+    def __init__(self) -> None:
+        self._without: set[str] = set()
+
+    def run(self, checks: Iterable[Check]) -> Iterator[Finding]:
+        """One finding for each check, whatever happens in it."""
+        for check in checks:
+            needs = (check.needs,) if isinstance(check.needs, str) else check.needs
+            if lacking := self.lacking(needs):
+                judgement = skipped(f"not looked at, for want of {lacking}")
+            else:
+                judgement = _bounded(check)
+            yield self.note(check.says(judgement))
+
+    def lacking(self, needs: Iterable[str]) -> str:
+        """The first of these checks that had no success; empty if all had, or were not made."""
+        return next((name for name in needs if name in self._without), "")
+
+    def note(self, finding: Finding) -> Finding:
+        """A finding from elsewhere, which checks of here may need."""
+        if finding.level in (Level.FAILURE, Level.SKIPPED):
+            self._without.add(finding.name)
+        return finding
+
+
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Run the checks in order; each gives exactly one finding, whatever happens in it."""
-    without: set[str] = set()
-    for check in checks:
-        if check.needs in without:
-            judgement = skipped(f"not looked at, for want of {check.needs}")
-        else:
-            judgement = _bounded(check)
-        if judgement.level in (Level.FAILURE, Level.SKIPPED):
-            without.add(check.name)
-        yield check.says(judgement)
+    """One finding for each check, in order."""
+    return Examination().run(checks)
 
 
 def has_failure(findings: Iterable[Finding]) -> bool:
@@ -107,12 +127,13 @@ def has_failure(findings: Iterable[Finding]) -> bool:
 
 def of_error(error: Exception, mend: str) -> Judgement:
     """The failure that an error is; a command between backticks in its words becomes the mending one."""
-    words = str(error)
-    command = _COMMAND.search(words)
+    words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
+    command = _COMMAND.search(words) or _COMMAND.search(hint)
     if command:
-        words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
-        return failure(words, command[1])
-    hint = error.hint if isinstance(error, SwansongError) else ""
+        if command.string == words:
+            words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
+        is_of_the_cloud = command[1].startswith(("aws ", "gcloud "))
+        return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
     return failure(f"{words}. {hint}" if hint else words, mend)
 
 

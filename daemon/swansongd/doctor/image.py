@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from swansongd.config import Config
-from swansongd.doctor import host
+from swansongd.doctor import fixes, host
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped
 
 FAMILY = "image"
@@ -80,7 +80,7 @@ def judge_sandbox(unit: str, written: Sequence[Path]) -> Judgement:
     if refused := host.not_writable(written, writable):
         return failure(
             f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
-            "systemctl edit swansongd",
+            fixes.drop_in("paths", f"ReadWritePaths={' '.join(map(str, written))}"),
         )
     return ok(f"the unit may write to {' and '.join(map(str, written))}")
 
@@ -106,7 +106,8 @@ def _secrets(root: Path) -> Judgement:
     if found:
         names = sorted({f"/{path.relative_to(root)}" for path in found})
         return failure(
-            f"credentials would go into the image: {', '.join(names)}", f"rm {' '.join(names)}"
+            f"credentials would go into the image: {', '.join(names)}",
+            fixes.as_root(f"rm {' '.join(map(fixes.quoted, names))}"),
         )
     return ok("no credential in any home, in the configuration or in the environment of the unit")
 
@@ -121,6 +122,6 @@ def _identity(root: Path) -> Judgement:
     if known:
         return failure(
             f"all VMs of the image would be the same machine: {', '.join(known)}",
-            f"truncate --size=0 {' '.join(known)}",
+            fixes.as_root(f"truncate --size=0 {' '.join(known)}"),
         )
     return ok("the first boot makes a machine id")

@@ -33,9 +33,7 @@ _GCP = "/computeMetadata/v1/instance/"
 # Three exchanges at most: an answer, a token, and whether it is the hop limit that swallows the token.
 _LIMIT_S = 3 * METADATA_TIMEOUT_S + 1
 _MEND_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
-_MEND_GCP = (
-    "curl -sS -H 'Metadata-Flavor: Google' http://169.254.169.254/computeMetadata/v1/instance/id"
-)
+_MEND_GCP = "gcloud compute instances describe VM"
 
 Ask = Callable[[str], Answer]
 
@@ -64,7 +62,9 @@ def _aws(url: str) -> Iterator[Check]:
     def path(name: str, path: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(path), judge, needs="IMDS token", mend=_MEND_AWS)
 
-    yield _path("IMDS token", lambda: ask(_IDENTITY), judge_instance, mend=_MEND_AWS)
+    yield _path(
+        "IMDS token", lambda: ask(_IDENTITY), judge_instance, needs="network", mend=_MEND_AWS
+    )
     yield path("instance-life-cycle", aws_events.LIFE_CYCLE_PATH, judge_life_cycle)
     yield path("spot notice", aws.SPOT_PATH, judge_spot)
     yield path("rebalance", aws_events.REBALANCE_PATH, judge_optional)
@@ -82,7 +82,9 @@ def _gcp(url: str) -> Iterator[Check]:
     def key(name: str, key: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(key), judge, needs="metadata server", mend=_MEND_GCP)
 
-    yield _path("metadata server", lambda: ask("id"), judge_instance, mend=_MEND_GCP)
+    yield _path(
+        "metadata server", lambda: ask("id"), judge_instance, needs="network", mend=_MEND_GCP
+    )
     yield key("preemptible", "scheduling/preemptible", judge_preemptible)
     yield key("preempted", "preempted", judge_preempted)
     yield key("maintenance-event", "maintenance-event", judge_optional)
@@ -128,7 +130,7 @@ def _clock(ask: Callable[[], Answer], needs: str) -> Check:
 
 def judge_instance(status: int, text: str) -> Judgement:
     if status != 200:
-        return failure(f"it answers HTTP {status} to who this VM is", "swansong doctor")
+        return failure(f"it answers HTTP {status} to who this VM is", _MEND_AWS)
     return ok(f"answers, with a token where one is needed: this VM is {text}")
 
 

@@ -6,19 +6,18 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import shlex
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from swansong import openat
 
 from swansongd.config import Config
-from swansongd.doctor.accounts import Account
+from swansongd.doctor import disks, fixes
+from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
 
 FAMILY = "staging"
@@ -30,7 +29,6 @@ _FREE_BYTES_MIN = 2**30
 """Wanted free before anybody knows how large a checkpoint is."""
 _ENTRIES_MAX = 100_000
 _DEPTH_MAX = 30
-_MOUNTS = Path("/proc/self/mountinfo")
 _UID_MAP = Path("/proc/self/uid_map")
 _ALL_UIDS = ["0", "0", str(2**32 - 1)]
 
@@ -42,7 +40,7 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
         daemon: the user that the daemon runs as.
     """
     path, run = config.staging.path, config.staging.path / config.run.name
-    make = f"install -d -m 2750 -o swansong -g swansong-trainers {shlex.quote(str(path))}"
+    make = fixes.then(fixes.directory(path, "2750"), fixes.restart())
     yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), mend=make)
     yield Check(
         family=FAMILY,
@@ -72,7 +70,7 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
         name="disk speed",
         ask=lambda: _speed(path),
         needs="staging rights",
-        mend=f"df -h {shlex.quote(str(path))}",
+        mend=f"df -h {fixes.quoted(path)}",
         limit_s=_LIMIT_S,
     )
 
@@ -82,7 +80,8 @@ def _there(path: Path, make: str) -> Judgement:
         return failure(f"staging.path {path} does not exist: not made, or not mounted", make)
     if not path.is_dir():
         return failure(f"staging.path {path} is no directory", make)
-    return ok(f"{path} is there, on {file_system(path, _MOUNTS.read_text())}")
+    kind = disks.mount_of(path, disks.mounts(disks.MOUNTS.read_text())).kind
+    return ok(f"{path} is there, on {kind}")
 
 
 def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
@@ -90,11 +89,20 @@ def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
     if daemon.may("rwx", where):
         return ok(f"{daemon.name} may write to {where}")
     facts = where.stat()
-    return failure(
+    found = (
         f"{daemon.name} may not write to {where} (owner {facts.st_uid}, group {facts.st_gid}, mode "
-        f"{facts.st_mode & 0o7777:o})",
-        f"chown swansong:swansong-trainers {shlex.quote(str(where))} && "
-        f"chmod {'3770' if where == run else '2750'} {shlex.quote(str(where))}",
+        f"{facts.st_mode & 0o7777:o})"
+    )
+    if facts.st_uid == daemon.uid and os.statvfs(where).f_flag & os.ST_RDONLY:
+        return failure(f"{found}: read-only", fixes.drop_in("staging", f"ReadWritePaths={path}"))
+    owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if account(DAEMON_USER) else daemon.name
+    return failure(
+        found,
+        fixes.then(
+            fixes.as_root(f"chown {owner} {fixes.quoted(where)}"),
+            fixes.as_root(f"chmod {'3770' if where == run else '2750'} {fixes.quoted(where)}"),
+            fixes.restart(),
+        ),
     )
 
 
@@ -117,11 +125,11 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
     """
     staging = next(iter(facts))
     for place, (uid, mode) in facts.items():
-        name = shlex.quote(str(place))
+        name = fixes.quoted(place)
         if uid not in (0, daemon_uid):
             return failure(
                 f"{place} belongs to user id {uid}, who could replace what is in it",
-                f"chown {'swansong' if place == staging else 'root'} {name}",
+                fixes.as_root(f"chown {'swansong' if place == staging else 'root'} {name}"),
             )
         # In a directory like /tmp each user can replace only what is its own.
         is_shared = mode & stat.S_ISVTX and place != staging
@@ -129,7 +137,7 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
             return failure(
                 f"{place} has the mode {stat.S_IMODE(mode):o}: others than the daemon could replace "
                 "what is in it",
-                f"chmod go-w {name}",
+                fixes.as_root(f"chmod go-w {name}"),
             )
     return ok(f"only root and the daemon can write to {staging} and the directories above it")
 
@@ -148,7 +156,7 @@ def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | 
     if staging != run_device:
         return failure(
             f"{run} is another file system than {path}: sealed sets could not be renamed",
-            f"umount {shlex.quote(str(run))}",
+            fixes.as_root(f"umount {fixes.quoted(run)}"),
         )
     return ok(f"{run} lies on the same file system as {path}")
 
@@ -198,7 +206,7 @@ def judge_space(path: Path, free_bytes: int, newest_bytes: int) -> Judgement:
         newest_bytes: size of the newest checkpoint; 0 where there is none.
     """
     free = f"{free_bytes / 1e9:.3g} GB free in {path}"
-    look = f"df -h {shlex.quote(str(path))}"
+    look = f"df -h {fixes.quoted(path)}"
     if free_bytes < newest_bytes or free_bytes < _SPEED_BYTES:
         return failure(f"{free}: not enough for one checkpoint ({newest_bytes / 1e9:.3g} GB)", look)
     if newest_bytes:
@@ -211,24 +219,6 @@ def judge_space(path: Path, free_bytes: int, newest_bytes: int) -> Judgement:
     if free_bytes < _FREE_BYTES_MIN:
         return warning(f"{free}, and no checkpoint yet to compare with", look)
     return ok(f"{free}; no checkpoint yet to compare with")
-
-
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    point: str
-    kind: str
-
-
-def file_system(path: Path, mountinfo: str) -> str:
-    """Kind of the file system that ``path`` lies on, for example ``tmpfs``."""
-    found = _Mount("", "an unknown file system")
-    for line in mountinfo.splitlines():
-        fields, _, rest = line.partition(" - ")
-        # Octal for blanks in the mount point, as /proc writes them.
-        point = fields.split()[4].replace("\\040", " ")
-        if os.path.commonpath([point, path]) == point and len(point) >= len(found.point):
-            found = _Mount(point, rest.split()[0])
-    return found.kind
 
 
 def _speed(path: Path) -> Judgement:

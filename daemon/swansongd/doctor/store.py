@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import secrets
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import requests
 
+from swansongd import signing
 from swansongd.config import Config
+from swansongd.doctor import disks, fixes
+from swansongd.doctor.accounts import DAEMON_USER, Account, account
 from swansongd.doctor.clock import judge_skew, skew_s
+from swansongd.doctor.configuration import set_key
 from swansongd.doctor.findings import (
     Check,
     Judgement,
@@ -28,6 +36,7 @@ from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreErro
 from swansongd.keys import RunKeys
 from swansongd.stores.base import ObjectStore, bucket_and_prefix
 from swansongd.stores.configured import open_configured
+from swansongd.stores.files import FileStore
 from swansongd.stores.gcs import GcsStore
 from swansongd.stores.s3 import S3Store
 from swansongd.threads import parallel
@@ -40,28 +49,60 @@ _LIMIT_CREDENTIALS_S = 25.0
 _DATE_TIMEOUT_S = 5.0
 _SPEED_PART_BYTES = 32 * 2**20
 _SPEED_LIMIT_S = 120.0
+_AWS_FILES = (
+    ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
+    ("AWS_CONFIG_FILE", "/etc/swansong/aws/config"),
+)
+_GCP_FILES = (
+    (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "/etc/swansong/gcloud/application_default_credentials.json",
+    ),
+)
+"""Variable of the unit and the file that it names; the first takes the operator's own."""
 _FIRST, _SECOND = b"swansong doctor", b"swansong doctor, again"
 
 
-def checks(config: Config, edit: str, *, grace_s: float, speed: bool) -> Iterator[Check]:
-    """All of them, in the order in which they need one another.
+def checks(
+    config: Config,
+    path: Path,
+    daemon: Account,
+    *,
+    grace_s: float,
+    speed: bool,
+    trial: bool,
+    operator_file: Path | None = None,
+) -> Iterator[Check]:
+    """All of them, in the order in which they need one another.  They must run as the daemon.
 
     Args:
-        edit: the command that opens the configuration.
+        path: of the configuration.
+        daemon: the user that the daemon runs as, and this process.
         grace_s: what a notice of this cloud leaves.
         speed: measure the bandwidth, too.
+        trial: a store that dies with the VM is no failure.
+        operator_file: credentials in a home, which the daemon does not read.
     """
+    key_file = config.store.signing_key_file
+    if key_file is not None:
+        yield Check(
+            family=FAMILY, name="signing key", ask=lambda: judge_signing_key(key_file, daemon)
+        )
+    edit = fixes.edit(path)
     try:
         where = open_configured(config.store, connections=config.flush.connections)
     except ConfigError as error:
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
         return
-    probe = _Probe(where, config, edit)
+    probe = _Probe(where, config, path, operator_file)
     if isinstance(where, (S3Store, GcsStore)):
-        yield probe.check("credentials", probe.credentials, limit_s=_LIMIT_CREDENTIALS_S)
+        yield probe.check(
+            "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
+        )
         yield probe.check("bucket", probe.reach, needs="credentials")
     else:
+        yield probe.check("store disk", lambda: probe.disk(trial=trial))
         yield probe.check("bucket", probe.reach)
     yield probe.check("write", probe.write, needs="bucket")
     yield probe.check("create-if-absent", probe.create_again, needs="write")
@@ -82,10 +123,14 @@ def checks(config: Config, edit: str, *, grace_s: float, speed: bool) -> Iterato
 class _Probe:
     """One small object below ``<run>/probes/``, through its life."""
 
-    def __init__(self, store: ObjectStore, config: Config, edit: str) -> None:
+    def __init__(
+        self, store: ObjectStore, config: Config, path: Path, operator_file: Path | None
+    ) -> None:
         self._store = store
         self._config = config
-        self._edit = edit
+        self._path = path
+        self._edit = fixes.edit(path)
+        self._operator_file = operator_file
         self._key = RunKeys(config.run.name).probe(f"doctor-{secrets.token_hex(8)}")
         self._holds = _FIRST
 
@@ -109,7 +154,7 @@ class _Probe:
             ask=look,
             needs=needs,
             limit_s=limit_s,
-            mend=f"curl -sSI {shlex.quote(_address(self._config) or 'localhost')}",
+            mend=_ask_by_hand(self._config),
         )
 
     def credentials(self) -> Judgement:
@@ -117,10 +162,23 @@ class _Probe:
         try:
             self._store.renew_credentials()
         except StoreError as error:
-            return of_error(error, _mend_credentials(self._config))
+            return of_error(error, mend_credentials(self._config, self._operator_file))
         return ok("there are some")
 
+    def disk(self, *, trial: bool) -> Judgement:
+        root = directory_of(self._config)
+        reason, where = disks.dies_with_vm(root, disks.mounts(disks.MOUNTS.read_text()))
+        return judge_disk(root, reason, where, trial=trial, path=self._path)
+
     def reach(self) -> Judgement:
+        if isinstance(self._store, FileStore) and not directory_of(self._config).is_dir():
+            # The store would make it, here and now, and hide that nothing is mounted.
+            root = directory_of(self._config)
+            _expect_way(root)
+            return failure(
+                f"the directory {root} of store.url does not exist: not made, or not mounted",
+                fixes.then(fixes.directory(root, "0700"), fixes.restart()),
+            )
         self._store.check()
         return ok(f"{self._store.url} answers, and may be listed")
 
@@ -207,7 +265,7 @@ class _Probe:
         asked_wall_s = time.time()
         try:
             answer = requests.head(
-                _address(self._config), timeout=_DATE_TIMEOUT_S, allow_redirects=False
+                address(self._config), timeout=_DATE_TIMEOUT_S, allow_redirects=False
             )
         except requests.RequestException as error:
             return skipped(f"its Date cannot be asked for ({type(error).__name__})")
@@ -263,12 +321,62 @@ def judge_speed(sent_bytes: int, took_s: float, usable_s: float) -> Judgement:
     )
 
 
+def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) -> Judgement:
+    """Whether a store of files outlives the VM.
+
+    Args:
+        reason: why it does not, empty if it does.
+        where: its file system, with its device or server.
+        trial: it need not.
+        path: of the configuration.
+    """
+    if not reason:
+        return ok(f"{root} is {where}")
+    found = f"{root} dies with the VM: {reason} ({where})"
+    mend = set_key(path, "url", "s3://BUCKET/PREFIX")
+    if trial:
+        return warning(f"{found}; accepted for a trial", mend)
+    return failure(
+        f"{found}. Name a bucket, a file server or a disk that outlives the VM; to try Swansong out "
+        "all the same: swansong doctor --trial",
+        mend,
+    )
+
+
+def judge_signing_key(path: Path, account: Account) -> Judgement:
+    """Whether the daemon will accept the key: it does not start otherwise."""
+    key = fixes.quoted(path)
+    own = fixes.as_root(f"chown {account.name}: {key}")
+    mend = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
+    try:
+        signing.load(path, owners={0, account.uid})
+    except ConfigError as error:
+        return failure(str(error), mend)
+    if not account.may("r", path):
+        return failure(f"{account.name} may not read {path}", mend)
+    return ok(f"{path} is private, and manifests and claims are signed with it")
+
+
+def directory_of(config: Config) -> Path:
+    """The directory of a ``file://`` store."""
+    return Path(os.path.normpath(unquote(urlsplit(config.store.url).path)))
+
+
+def _expect_way(root: Path) -> None:
+    """Raises Permanent where a directory above cannot be entered, so that nothing below it is seen."""
+    for place in reversed(root.parents):
+        if place.is_dir() and not os.access(place, os.X_OK, effective_ids=True):
+            raise Permanent(
+                f"{place} cannot be entered by the daemon's user",
+                hint=f"Open it with `chmod a+x {fixes.quoted(place)}`",
+            )
+
+
 def mending(config: Config, error: StoreError) -> str:
     """The command for what the store refused, by the kind of the error."""
     scheme, _, rest = config.store.url.partition("://")
     if scheme == "file":
-        path = shlex.quote(unquote(urlsplit(config.store.url).path))
-        return f"install -d -m 0700 -o swansong {path}"
+        return _mend_directory(directory_of(config), error)
     bucket = rest.partition("/")[0]
     if isinstance(error, NotFound):
         return (
@@ -277,7 +385,7 @@ def mending(config: Config, error: StoreError) -> str:
             else (f"gcloud storage buckets create gs://{bucket}")
         )
     if error.retryable:
-        return f"curl -sSI {shlex.quote(_address(config))}"
+        return _ask_by_hand(config)
     if scheme == "s3":
         return (
             "aws iam put-role-policy --role-name ROLE --policy-name swansong "
@@ -290,8 +398,49 @@ def mending(config: Config, error: StoreError) -> str:
     )
 
 
-def _mend_credentials(config: Config) -> str:
-    if config.store.url.startswith("s3://"):
+def _mend_directory(root: Path, error: StoreError) -> str:
+    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+    if number == errno.EROFS:
+        point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point
+        if point in ("/", str(root)):  # not of the file system, but of the sandbox
+            return fixes.drop_in("store", f"ReadWritePaths={root}")
+        return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"df -h {fixes.quoted(root)}"
+    if account(DAEMON_USER) is None:
+        return fixes.directory(root, "0700")
+    owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")
+    return fixes.then(owner, fixes.as_root(f"chmod u+rwx {fixes.quoted(root)}"), fixes.restart())
+
+
+def _ask_by_hand(config: Config) -> str:
+    """Asks the store without Swansong, with the only tool that is certainly there."""
+    where = address(config) or "http://localhost"
+    program = f"import urllib.request as u; print(u.urlopen({where!r}, timeout=9).headers)"
+    return f"{fixes.quoted(sys.executable)} -c {shlex.quote(program)}"
+
+
+def mend_credentials(config: Config, operator_file: Path | None) -> str:
+    """Hands the daemon credentials: files that it cannot read, those of the operator, or an identity.
+
+    Args:
+        operator_file: credentials in a home, which the daemon does not read.
+    """
+    is_s3 = config.store.url.startswith("s3://")
+    files = _AWS_FILES if is_s3 else _GCP_FILES
+    for variable, default in files:
+        path = Path(os.environ.get(variable) or default)
+        if _is_there(path) and not os.access(path, os.R_OK, effective_ids=True):
+            own = fixes.as_root(f"chown {DAEMON_USER}: {fixes.quoted(path)}")
+            enter = fixes.as_root(f"chmod a+x {fixes.quoted(path.parent)}")
+            read = fixes.as_root(f"chmod 0400 {fixes.quoted(path)}")
+            return fixes.then(own, read, enter, fixes.restart())
+    if operator_file is not None:
+        _, target = files[0]
+        put = f"install -m 0400 -o {DAEMON_USER} {fixes.quoted(operator_file)} {target}"
+        above = fixes.as_root(f"install -d {Path(target).parent}")
+        return fixes.then(above, fixes.as_root(put), fixes.restart())
+    if is_s3:
         return (
             "aws ec2 associate-iam-instance-profile --instance-id ID "
             "--iam-instance-profile Name=PROFILE"
@@ -302,7 +451,17 @@ def _mend_credentials(config: Config) -> str:
     )
 
 
-def _address(config: Config) -> str:
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except PermissionError:  # in a directory that cannot be entered: it may well be
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def address(config: Config) -> str:
     """Where the store answers; empty for a directory."""
     if config.store.endpoint:
         return config.store.endpoint

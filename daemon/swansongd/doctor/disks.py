@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which disk or file server a directory lies on, and whether that outlives the VM."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+SYS = Path("/sys")
+
+_BOOT = ("/", "/boot", "/boot/efi", "/usr")
+_SERVERS = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3",
+    "virtiofs",
+}  # fmt: skip
+_LOCAL_FUSE = {
+    "fuse.bindfs", "fuse.encfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.lxcfs",
+    "fuse.mergerfs", "fuse.unionfs",
+}  # fmt: skip
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_EPHEMERAL = re.compile(r"Amazon EC2 NVMe Instance Storage|nvme_card\d*|EphemeralDisk")
+"""Models of disks that are erased when the VM ends."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_DEPTH_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of ``/proc/self/mountinfo``."""
+
+    point: str
+    kind: str
+    """Of its file system, for example ``nfs4``."""
+    source: str
+    """A device, a server or a word."""
+    device: str
+    """Major and minor number."""
+
+
+def mounts(mountinfo: str) -> list[Mount]:
+    """All mounts, in the order in which they were made."""
+
+    def plain(text: str) -> str:
+        return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
+
+    def parsed() -> Iterator[Mount]:
+        for line in mountinfo.splitlines():
+            head, _, tail = line.partition(" - ")
+            fields, kind = head.split(), tail.split()
+            if len(fields) > 4 and len(kind) > 1:
+                yield Mount(plain(fields[4]), kind[0], plain(kind[1]), fields[2])
+
+    return list(parsed())
+
+
+def mount_of(path: Path, known: list[Mount]) -> Mount:
+    """The mount that a path lies on: the deepest, and of several on one point the last."""
+    found = Mount("", "an unknown file system", "", "")
+    for mount in known:
+        is_above = os.path.commonpath([mount.point, path]) == mount.point
+        if is_above and len(mount.point) >= len(found.point):
+            found = mount
+    return found
+
+
+def dies_with_vm(path: Path, known: list[Mount], sys: Path = SYS) -> tuple[str, str]:
+    """Why what lies below ``path`` is lost with the VM, and what it lies on.
+
+    Returns:
+        The reason, empty where the path is on a file server or on a disk other than the boot disk; and the
+        file system with its device or server.
+    """
+    mount = mount_of(Path(os.path.realpath(path)), known)
+    where = f"{mount.kind} on {mount.source or 'no device'}, mounted at {mount.point}"
+    is_fuse = mount.kind.partition(".")[0] == "fuse" and mount.kind not in _LOCAL_FUSE
+    if mount.kind in _SERVERS or is_fuse or ":/" in mount.source:
+        return "", where
+    if mount.kind in _MEMORY:
+        return "it is in memory", where
+    disks = disks_of(mount, sys)
+    if not disks:
+        pools = {mount_of(Path(place), known).source.partition("/")[0] for place in _BOOT}
+        if mount.kind == "zfs" and mount.source.partition("/")[0] not in pools:
+            return "", where
+        return "it is on no disk of its own", where
+    boot = {disk for place in _BOOT for disk in disks_of(mount_of(Path(place), known), sys)}
+    if shared := disks & boot:
+        return f"it is on the boot disk {' and '.join(sorted(shared))}", where
+    if lost := {disk for disk in disks if _is_ephemeral(disk, sys)}:
+        return f"the disk {' and '.join(sorted(lost))} is erased when the VM ends", where
+    return "", where
+
+
+def disks_of(mount: Mount, sys: Path = SYS) -> set[str]:
+    """Names of the whole disks below a mount, through partitions, LVM, encryption and RAID; may be empty."""
+    block = sys / "dev" / "block" / mount.device
+    if mount.device.startswith("0:"):  # Btrfs and others have numbers of their own
+        if not mount.source.startswith("/dev/"):
+            return set()
+        block = sys / "class" / "block" / os.path.basename(mount.source)
+        for name in (sys / "class" / "block").glob("dm-*/dm/name"):
+            if name.read_text().strip() == os.path.basename(mount.source):
+                block = name.parents[1]
+    return _whole(block, _DEPTH_MAX)
+
+
+def _whole(block: Path, depth: int) -> set[str]:
+    if not block.exists() or not depth:
+        return set()
+    real = Path(os.path.realpath(block))
+    if (real / "partition").exists():
+        real = real.parent
+    below = real / "slaves"
+    slaves = list(below.iterdir()) if below.is_dir() else []
+    if slaves:
+        return set().union(*(_whole(slave, depth - 1) for slave in slaves))
+    # A loop device is a file of some disk, and a RAM disk is none.
+    return set() if real.name.startswith(("loop", "ram", "zram")) else {real.name}
+
+
+def _is_ephemeral(disk: str, sys: Path) -> bool:
+    model = sys / "class" / "block" / disk / "device" / "model"
+    try:
+        return _EPHEMERAL.fullmatch(model.read_text().strip()) is not None
+    except OSError:
+        return False

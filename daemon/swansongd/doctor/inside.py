@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks that only the daemon's own view answers: environment, network, metadata, store, staging.
+
+``python -m swansongd.doctor.inside`` prints one finding a line, as JSON.  :mod:`swansongd.doctor.sandbox`
+starts it as the daemon; as another user it could create what the daemon cannot change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swansongd.config import Config, load
+from swansongd.doctor import configuration, metadata, network, staging, store
+from swansongd.doctor.accounts import own_account
+from swansongd.doctor.findings import Check, examine
+from swansongd.doctor.grace import grace_s
+from swansongd.errors import ConfigError
+from swansongd.sources.detect import detect_cloud
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller knows and the daemon does not."""
+
+    config: Path
+    speed: bool
+    """Measure the bandwidth to the store."""
+    trial: bool
+    """A store that dies with the VM is no failure."""
+    operator_file: Path | None
+    """Credentials in a home, which the daemon does not read."""
+    environment_of: str
+    """Whose environment this process has, in words."""
+
+    def words(self) -> list[str]:
+        """The command line, without the program."""
+        return [
+            *("--config", str(self.config), "--environment-of", self.environment_of),
+            *(["--speed"] if self.speed else []),
+            *(["--trial"] if self.trial else []),
+            *(["--operator-file", str(self.operator_file)] if self.operator_file else []),
+        ]
+
+
+def checks(config: Config, options: Options) -> Iterator[Check]:
+    """All of them, causes first."""
+    configured = config.sources.cloud
+    cloud = detect_cloud() if configured == "auto" else configured
+    daemon, whose = own_account(), options.environment_of
+    yield Check(
+        family=configuration.FAMILY,
+        name="environment",
+        ask=lambda: configuration.judge_environment(os.environ, whose),
+    )
+    yield from network.checks(config, cloud)
+    yield from metadata.checks(config, cloud)
+    yield from store.checks(
+        config,
+        options.config,
+        daemon,
+        grace_s=grace_s(config, cloud),
+        speed=options.speed,
+        trial=options.trial,
+        operator_file=options.operator_file,
+    )
+    yield from staging.checks(config, daemon)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings; 0 unless the checks could not be made at all."""
+    parser = argparse.ArgumentParser(prog="swansongd.doctor.inside")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--trial", action="store_true")
+    parser.add_argument("--operator-file", type=Path)
+    parser.add_argument("--environment-of", required=True)
+    options = Options(**vars(parser.parse_args(argv)))
+    try:
+        config = load(options.config)
+    except ConfigError as error:
+        print(f"{options.config}: {error}", file=sys.stderr)
+        return error.exit_code
+    for finding in examine(checks(config, options)):
+        print(json.dumps(asdict(finding)), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # a check that hangs has left a thread behind
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the checks of :mod:`swansongd.doctor.inside` as the daemon: its user, its environment, its sandbox.
+
+Where systemd has the daemon's unit, the checks run in a unit of their own with the same ``[Service]``
+section, drop-ins included.  So they see credentials, mounts and limits of the daemon, whether it runs or not.
+Elsewhere they run as the user of the daemon that answers, with its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swansongd.doctor import fixes
+from swansongd.doctor.accounts import DAEMON_USER, account, with_trainers
+from swansongd.doctor.findings import Finding, Level
+
+LIMIT_S = 400.0
+"""Of all checks together; each has a limit of its own."""
+_POLL_S = 0.05
+_SYSTEMCTL_S = 15.0
+_UNITS = Path("/run/systemd/system")
+# Everything else of the section stays: user, environment, credentials, limits, sandbox.
+_INSTEAD = """
+Type=oneshot
+NotifyAccess=none
+Restart=no
+RestartPreventExitStatus=
+WatchdogSec=0
+TimeoutStartSec={limit_s:.0f}s
+TimeoutStopSec=5s
+KillMode=control-group
+FileDescriptorStoreMax=0
+RuntimeDirectory=
+ExecCondition=
+ExecStartPre=
+ExecStart=
+ExecStart={command}
+ExecStartPost=
+ExecReload=
+ExecStop=
+ExecStopPost=
+StandardInput=null
+StandardOutput=file:{directory}/stdout
+StandardError=file:{directory}/stderr
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom the checks run as where systemd does not run the daemon."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    environ: Mapping[str, str]
+
+    def is_this_process(self) -> bool:
+        return self.uid == os.geteuid() and self.environ == os.environ
+
+
+def systemctl(*arguments: str) -> str:
+    """What systemctl prints."""
+    done = subprocess.run(  # noqa: S603 - fixed arguments
+        ["systemctl", *arguments],  # noqa: S607 - wherever the distribution has it
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_SYSTEMCTL_S,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def properties(unit: str, names: Sequence[str]) -> dict[str, str]:
+    """Properties of a unit, as ``systemctl show`` prints them."""
+    shown = systemctl("show", unit, "--property", ",".join(names))
+    return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+
+
+# ------------------------------------------------------------ by systemd
+
+
+def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
+    """Run the checks in a transient twin of the daemon's unit.  Needs root.
+
+    Args:
+        arguments: of :mod:`swansongd.doctor.inside`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
+    unit = _UNITS / f"{directory.name}.service"
+    try:
+        text = unit_text(systemctl("cat", fixes.DAEMON), _command(arguments), directory)
+        unit.write_text(text)
+        starting = subprocess.Popen(  # noqa: S603 - our own unit
+            ["systemctl", "start", unit.name],  # noqa: S607
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        yield from _followed(directory / "stdout", starting)
+        if starting.wait() != 0:
+            ended = properties(unit.name, ("Result", "ExecMainStatus"))
+            yield refused(ended, _last_line(directory / "stderr"))
+    finally:
+        systemctl("stop", unit.name)
+        systemctl("reset-failed", unit.name)
+        unit.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def unit_text(cat: str, command: Sequence[str], directory: Path) -> str:
+    """The twin's unit file.
+
+    Args:
+        cat: what ``systemctl cat`` prints of the daemon's unit: its file, then its drop-ins.
+        command: what the twin runs.
+        directory: for its output.
+    """
+    section, lines = "", ["[Service]"]
+    is_continued = False
+    for line in cat.splitlines():
+        if not is_continued and line.startswith("["):
+            section = line.strip()
+        elif section == "[Service]":
+            lines.append(line)
+        is_continued = line.endswith("\\") and not line.lstrip().startswith(("#", ";"))
+    quoted = " ".join(_quoted(word) for word in command)
+    lines.append(_INSTEAD.format(command=quoted, directory=directory, limit_s=LIMIT_S))
+    return "\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    """A word of ``ExecStart=``, in which systemd expands nothing."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(special, plain)
+    return f'"{word}"'
+
+
+def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
+    """The findings in a file, as they are written."""
+    position = 0
+    give_up_mono_s = time.monotonic() + LIMIT_S
+    while True:
+        is_over = writer.poll() is not None
+        data = path.read_bytes()[position:] if path.exists() else b""
+        for line in data.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                position += len(line)
+                yield _finding(line)
+        if is_over or time.monotonic() > give_up_mono_s:
+            return
+        time.sleep(_POLL_S)
+
+
+def refused(ended: Mapping[str, str], said: str) -> Finding:
+    """The finding for checks that did not come to their end, and so for a daemon that would not either."""
+    status, result = ended.get("ExecMainStatus", "?"), ended.get("Result", "?")
+    found = (
+        f"nothing can be run as the daemon, in the sandbox of its unit: {result}, status {status}"
+    )
+    mend = f"systemctl cat {fixes.DAEMON}"
+    if result == "oom-kill":
+        found = (
+            "the kernel kills what runs as the daemon for want of memory (MemoryMax= of its unit)"
+        )
+        mend = fixes.more_memory()
+    return Finding(
+        family="host",
+        name="as the daemon",
+        level=Level.FAILURE,
+        found=f"{found}; {said}" if said else found,
+        mend=mend,
+    )
+
+
+# ------------------------------------------------------------ without systemd
+
+
+def in_process(identity: Identity, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Run the checks as a process of this user."""
+    options: dict[str, Any] = {}
+    if os.geteuid() == 0 and identity.uid != 0:
+        options = {
+            "user": identity.uid,
+            "group": identity.gid,
+            "extra_groups": identity.groups,
+            "cwd": "/",
+        }
+    with tempfile.TemporaryDirectory(prefix="swansong-doctor-") as name:
+        errors = Path(name, "stderr")
+        try:
+            with errors.open("wb") as stderr:
+                process = subprocess.Popen(  # noqa: S603 - our own module
+                    _command(arguments),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=dict(identity.environ),
+                    **options,
+                )
+        except OSError as error:
+            yield refused({"Result": "exec", "ExecMainStatus": "203"}, str(error))
+            return
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    yield _finding(line)
+            code = process.wait()
+        finally:
+            limit.cancel()
+            process.kill()
+            process.wait()
+        if code != 0:
+            ended = {"Result": "exit-code", "ExecMainStatus": str(code)}
+            yield refused(ended, _last_line(errors))
+
+
+def identity_of(pid: int, uid: int) -> Identity | None:
+    """Who a running daemon is; None where that cannot be read, or the process is not this user's.
+
+    Args:
+        uid: user that listens on the socket, as the kernel reports it.
+    """
+    process = Path("/proc", str(pid))
+    try:
+        facts = dict(
+            line.split(":\t", 1)
+            for line in (process / "status").read_text().splitlines()
+            if ":\t" in line
+        )
+        content = (process / "environ").read_bytes()
+        found_uid, gid = (int(facts[name].split()[1]) for name in ("Uid", "Gid"))
+        groups = tuple(map(int, facts["Groups"].split()))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    if found_uid != uid or uid not in _trusted():
+        return None
+    # A loader's variable could run other code than ours as this user.
+    environ = {
+        os.fsdecode(name): os.fsdecode(value)
+        for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
+        if name and not name.startswith(b"LD_")
+    }
+    return Identity(uid, gid, groups, environ)
+
+
+def _trusted() -> set[int]:
+    """Users whose daemon this may be: for root, and for ourselves, nobody else's process is asked."""
+    user = account(DAEMON_USER)
+    return {0, os.geteuid()} | ({user.uid} if user is not None and os.geteuid() == 0 else set())
+
+
+def presumed() -> Identity:
+    """Who the daemon would be: its own user where that exists and we may become it, else ourselves."""
+    user = account(DAEMON_USER)
+    if user is not None and os.geteuid() == 0:
+        user = with_trainers(user)
+        return Identity(user.uid, user.gid, user.groups, os.environ)
+    return Identity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
+
+
+# ------------------------------------------------------------ both
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-m", "swansongd.doctor.inside", *arguments]
+
+
+def _finding(line: bytes) -> Finding:
+    fields = json.loads(line)
+    return Finding(**{**fields, "level": Level(fields["level"])})
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

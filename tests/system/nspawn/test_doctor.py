@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong doctor`` on a real installation: what it finds is true, and its fixes work as printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from clouds import Aws, Bucket
+from rig import control
+from system.nspawn.container import DAEMON, TRAINER, Container
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+STATE = "/var/lib/swansong"
+CONFIG = "/etc/swansong/swansong.toml"
+DROP_IN = f"/etc/systemd/system/{DAEMON}.d"
+HOME_KEYS = "/root/.aws/credentials"
+DAEMON_KEYS = "/etc/swansong/aws/credentials"
+KEYS = "[default]\\naws_access_key_id = emulated\\naws_secret_access_key = emulated\\n"
+ROUNDS = 2
+Findings = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One broken setup."""
+
+    name: str
+    breaks: str
+    """Shell commands, run as root."""
+    cause: str
+    """Name of the finding that comes first."""
+
+
+def doctor(vm: Container, *arguments: str) -> Findings:
+    done = vm.run("swansong", "doctor", "--json", *arguments, may_fail=True, timeout_s=90)
+    found: Findings = json.loads(done)
+    return found
+
+
+def failures(findings: Findings) -> Findings:
+    return [finding for finding in findings if finding["level"] == "failure"]
+
+
+def fixed(vm: Container, setup: Setup, *arguments: str) -> list[str]:
+    """Break it, run the printed fixes verbatim; what was wrong with doctor, for people."""
+    vm.run("bash", "-c", setup.breaks)
+    found = failures(doctor(vm, *arguments))
+    if not found or found[0]["name"] != setup.cause:
+        return [f"{setup.name}: {setup.cause} should come first of {found}"]
+    tried = []
+    for _ in range(ROUNDS):
+        for finding in found:
+            tried.append(finding["mend"])
+            vm.run("bash", "-c", finding["mend"], may_fail=True, timeout_s=60)
+        found = failures(doctor(vm, *arguments))
+        if not found:
+            return []
+    return [f"{setup.name}: after {tried} there is still {found}"]
+
+
+def all_fixed(vm: Container, setups: list[Setup], *arguments: str) -> None:
+    """Each setup is broken and fixed by itself; all that doctor got wrong is named together."""
+    assert failures(doctor(vm, *arguments)) == []
+    assert [wrong for setup in setups for wrong in fixed(vm, setup, *arguments)] == []
+
+
+THE_UNIT = [
+    Setup("daemon stopped", "systemctl stop swansongd", "daemon"),
+    Setup("unit disabled", "systemctl disable --now swansongd", "unit file"),
+    Setup(
+        "runtime directory gone",
+        "systemctl stop swansongd; rm -r /run/swansong",
+        "socket directory",
+    ),
+    Setup("socket gone", "rm /run/swansong/trainer.sock", "daemon"),
+    Setup("socket for root alone", "chmod 600 /run/swansong/trainer.sock", "socket"),
+    Setup(
+        "configuration refused, then put right",
+        f"cp -p {CONFIG} /tmp/good; echo nonsense >>{CONFIG}; systemctl restart swansongd; "
+        f"until systemctl is-failed -q swansongd; do sleep 0.1; done; cp -p /tmp/good {CONFIG}",
+        "daemon",
+    ),
+    Setup(
+        "too short a time to stop",
+        f"mkdir -p {DROP_IN}; printf '[Service]\\nTimeoutStopSec=10s\\n' >{DROP_IN}/op.conf; "
+        "systemctl daemon-reload; systemctl restart swansongd",
+        "unit",
+    ),
+    Setup(
+        "a path of the sandbox is gone",
+        f"printf '[Service]\\nReadWritePaths=/mnt/gone\\n' >{DROP_IN}/gone.conf; "
+        "systemctl daemon-reload; systemctl restart --no-block swansongd",
+        "sandbox",
+    ),
+    Setup("no network", "ip link set host0 down", "network"),
+]
+
+USERS_AND_DIRECTORIES = [
+    Setup("configuration closed", f"chmod 600 {CONFIG}; systemctl stop swansongd", "permissions"),
+    Setup(
+        "staging gone",
+        f"systemctl stop swansongd; rm -r {STATE}/staging",
+        "sandbox",
+    ),
+    Setup(
+        "staging of root",
+        f"systemctl stop swansongd; rm -r {STATE}/staging/run; chown root: {STATE}/staging; "
+        f"chmod 755 {STATE}/staging",
+        "staging rights",
+    ),
+    Setup("everything writable for all", f"chmod 777 {STATE}", "permissions"),
+    Setup(
+        "no tmpfiles, no directories",
+        f"systemctl stop swansongd; rm -r /usr/lib/tmpfiles.d/swansong.conf {STATE}",
+        "permissions",
+    ),
+    Setup("group gone", "systemctl stop swansongd; groupdel swansong-trainers", "users"),
+    Setup("user gone", "systemctl stop swansongd; userdel swansong", "users"),
+    Setup(
+        "unknown trainer",
+        f'sed -i \'s/^users = .*/users = ["trainer", "newcomer"]/\' {CONFIG}; '
+        "systemctl restart --no-block swansongd",
+        "trainer users",
+    ),
+    Setup(
+        "trainer not in the group",
+        "rm /etc/systemd/system/trainer.service.d/swansong.conf; systemctl daemon-reload; "
+        "gpasswd -d trainer swansong-trainers; true",
+        "socket",
+    ),
+    Setup(
+        "no credentials but in a home",
+        f"mkdir -p /root/.aws; printf '{KEYS}' >{HOME_KEYS}; systemctl restart swansongd",
+        "credentials",
+    ),
+    Setup(
+        "credentials that only root can read",
+        f"chmod 600 {DAEMON_KEYS}; chown root: {DAEMON_KEYS}; systemctl restart swansongd",
+        "credentials",
+    ),
+]
+
+STORES_OF_FILES = [
+    Setup(
+        "store of root",
+        f"systemctl stop swansongd; rm -rf {STATE}/store/*; "
+        f"mkdir -p {STATE}/store/run; chown -R root: {STATE}/store",
+        "bucket",
+    ),
+    Setup("store writable for all", f"chmod 777 {STATE}/store; systemctl stop swansongd", "bucket"),
+    Setup("store gone", f"systemctl stop swansongd; rm -r {STATE}/store", "bucket"),
+    Setup(
+        "store outside of the sandbox",
+        f"install -d -o swansong /srv/store; sed -i 's|^url = .*|url = \"file:///srv/store\"|' {CONFIG}; "
+        "systemctl restart swansongd",
+        "sandbox",
+    ),
+    Setup(
+        "staging outside of the sandbox",
+        f"sed -i 's|^path = .*|path = \"/srv/staging\"|' {CONFIG}; "
+        "systemctl restart --no-block swansongd",
+        "sandbox",
+    ),
+]
+
+
+def test_there_are_enough_broken_setups() -> None:
+    """At least 21, each under a name of its own."""
+    setups = [setup.name for setup in (*THE_UNIT, *USERS_AND_DIRECTORIES, *STORES_OF_FILES)]
+    assert len(set(setups)) == len(setups) >= 21
+
+
+def no_role(aws: Aws) -> None:
+    """The VM has no instance profile."""
+    control(aws.url, "fault", kind="status", value=404, path="/latest/meta-data/iam/*")
+
+
+def test_fixes_of_the_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """What systemd, logind and the network need: each printed fix works verbatim, the cause comes first."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    all_fixed(vm, THE_UNIT)
+
+
+def test_fixes_of_users_and_directories(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """Users, groups, owners, modes and credentials: the same."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    vm.run("systemctl", "disable", "--now", TRAINER)
+    no_credentials = [setup for setup in USERS_AND_DIRECTORIES if setup.cause == "credentials"]
+    all_fixed(vm, [setup for setup in USERS_AND_DIRECTORIES if setup not in no_credentials])
+    no_role(aws)
+    wrong = [problem for setup in no_credentials for problem in fixed(vm, setup)]
+    assert wrong == []
+
+
+def test_fixes_of_stores_of_files(new_vm: Any, aws: Aws) -> None:
+    """Directories as a store, which the sandbox and the modes must let the daemon write: the same."""
+    vm = new_vm(store={"url": f"file://{STATE}/store"})
+    vm.power_on()
+    vm.wait_active()
+    vm.run("systemctl", "disable", "--now", TRAINER)
+    all_fixed(vm, STORES_OF_FILES, "--trial")
+
+
+# ---------------------------------------------------------------- true findings
+
+
+def test_root_makes_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) -> None:
+    """Before the daemon's first start doctor creates nothing as root; a store on the boot disk fails."""
+    vm = new_vm(store={"url": f"file://{STATE}/store"})
+    vm.power_on()
+    vm.wait_booted()
+    vm.run("systemctl", "stop", TRAINER, DAEMON)
+    vm.run("rm", "-r", f"{STATE}/store")
+    vm.run("rm", "-rf", f"{STATE}/staging/run")
+
+    found = {finding["name"]: finding for finding in doctor(vm)}
+
+    assert vm.run("find", STATE, "-user", "root") == STATE
+    assert found["store disk"]["level"] == "failure"
+    assert "dies with the VM" in found["store disk"]["found"]
+    assert found["bucket"]["level"] == "failure"
+    vm.run("bash", "-c", found["bucket"]["mend"])
+    left = failures(doctor(vm))
+    assert [finding["name"] for finding in left] == ["store disk"]
+    assert failures(doctor(vm, "--trial")) == []
+
+
+def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) -> None:
+    """The store is in order by now, but the daemon was started before that: its own word counts."""
+    vm = new_vm(store={"url": f"file://{STATE}/store"})
+    vm.power_on()
+    vm.wait_active()
+    vm.run("systemctl", "stop", TRAINER)
+    vm.run("bash", "-c", f"systemctl stop {DAEMON}; rm -r {STATE}/store; systemctl start {DAEMON}")
+    vm.run("install", "-d", "-m", "0700", "-o", "swansong", f"{STATE}/store")
+
+    (finding,) = failures(doctor(vm, "--trial"))
+
+    assert finding["name"] == "store health"
+    assert "Read-only file system" in finding["found"]
+    vm.run("bash", "-c", finding["mend"])
+    assert failures(doctor(vm, "--trial")) == []
+
+
+def test_credentials_of_the_unit_are_found(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """In the unit's environment, in a systemd credential, in a home that the unit names: no false failure."""
+    no_role(aws)
+    vm = new_vm(bucket)
+    for path in ("/etc/keys", "/srv/home/.aws/credentials"):
+        vm.write(path, KEYS.replace("\\n", "\n"))
+    vm.power_on()
+    for lines in (
+        "Environment=AWS_ACCESS_KEY_ID=emulated AWS_SECRET_ACCESS_KEY=emulated",
+        "LoadCredential=aws:/etc/keys\\nEnvironment=AWS_SHARED_CREDENTIALS_FILE=%%d/aws",
+        "Environment=HOME=/srv/home\\nUnsetEnvironment=AWS_SHARED_CREDENTIALS_FILE",
+    ):
+        vm.run(
+            "bash",
+            "-c",
+            f"mkdir -p {DROP_IN}; printf '[Service]\\n{lines}\\n' >{DROP_IN}/keys.conf",
+        )
+        vm.run("bash", "-c", f"systemctl daemon-reload; systemctl restart {DAEMON}")
+        found = doctor(vm)
+        assert failures(found) == [], lines
+        assert next(f for f in found if f["name"] == "credentials")["level"] == "ok"
+
+
+def test_trainer_with_supplementary_groups_is_no_failure(
+    new_vm: Any, bucket: Bucket, aws: Aws
+) -> None:
+    """The unit of the trainer gives it the group, whether it runs or not; its user is not in it."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    assert failures(doctor(vm)) == []
+    vm.run("systemctl", "stop", TRAINER)
+    found = doctor(vm)
+    assert failures(found) == []
+    assert TRAINER in next(f for f in found if f["name"] == "socket")["found"]
+
+
+def test_only_root_can_look_as_the_daemon(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """Another user's doctor is never green: it cannot know what the daemon's sandbox lets it reach."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    as_trainer = ("setpriv", "--reuid=trainer", "--regid=trainer", "--clear-groups")
+    found = json.loads(vm.run(*as_trainer, "swansong", "doctor", "--json", may_fail=True))
+    first = failures(found)[0]
+    assert first["name"] == "as the daemon"
+    assert first["mend"].endswith("swansong doctor")
