@@ -236,7 +236,9 @@ def test_a_trainer_that_starts_behind_takes_the_place_of_the_newest_commit() -> 
         for _ in range(world.random.randrange(1, 4)):
             world.restart_trainer_behind()
             world.run(world.now + world.delay_s(50))
-        world.run(1250.0 + 100)
+        world.run(1250.0)
+        world.restart_trainer_behind()
+        world.run(1250.0 + 45)
         assert world.is_newest_on_line(), f"seed {seed}: {max(world.commits())}"
         world.raise_notice(120.0)
         world.run(world.now + 60)
