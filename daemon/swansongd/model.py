@@ -54,13 +54,22 @@ class Notice:
     kind: str
     """``reclaim``, ``stop``, ``hibernate``, ``rebalance``, ``os-shutdown``, ``manual``, ``drill`` ..."""
     identity: str
-    """The same for every sighting of the same notice; never contains the time of the poll."""
+    """The same for every sighting of the same notice.  Contains no time that can move: neither that of the
+    poll nor the one that the source states."""
     severity: Severity
     deadline_mono_s: float
     """When the power goes, as far as anyone knows."""
     deadline_quality: DeadlineQuality
     detail: str = ""
     """What the source said, shortened, for logs and the farewell."""
+    later_mono_s: float | None = None
+    """The source has named this later deadline since; it counts once the VM has outlived the earlier one."""
+    is_overdue: bool = False
+    """The source named a time that had passed, and the VM is alive: the deadline is an assumed one."""
+    evacuation_id: str = ""
+    """The newest evacuation that answers this notice.  A restarted daemon resumes it under the same id."""
+    repeats: tuple[str, ...] = ()
+    """Identities of later notices by hand with the same end: they are this notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

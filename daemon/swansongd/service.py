@@ -47,6 +47,7 @@ from swansongd.core.events import (
     SendTarget,
     SetAside,
     SignalTrainer,
+    SourceChanged,
     StartFlush,
     StopRequested,
     TellCommitted,
@@ -66,7 +67,12 @@ from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws_events import AwsAsgSource
 from swansongd.sources.metadata import DEFAULT_URL
-from swansongd.sources.opening import open_deadline, open_sources, shortest_grace_s
+from swansongd.sources.opening import (
+    open_deadline,
+    open_sources,
+    shortest_grace_s,
+    unknown_firmware,
+)
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import open_restored, prepare
@@ -90,6 +96,9 @@ _STOP_EXTENSION_S = 10.0
 """Longer than any turn of the decision loop, and than the farewell."""
 _REMOVALS_MAX = 16
 _JUDGEMENTS_MAX = 4
+# A source that contradicts itself at each poll must not fill the journal either.
+_SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
+_OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
 # More than any honest job causes; what a trainer causes on purpose must not fill the journal.
 _LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
 _MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
@@ -116,6 +125,7 @@ class Service:
         self._inbox = Inbox()
         self._post = self._inbox.put
         self._lines = LogLimit(burst=_LINES_AT_ONCE, interval_s=_LINE_EVERY_S)
+        self._source_lines = LogLimit(burst=_SOURCE_LINES_AT_ONCE, interval_s=_SOURCE_LINE_EVERY_S)
         self._marks = LogLimit(burst=_MARKS_AT_ONCE, interval_s=_MARK_EVERY_S)
         self._pruner = Worker("prune", tasks_max=_REMOVALS_MAX)
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
@@ -124,12 +134,13 @@ class Service:
         self._exit: Exit | None = None
         self._timeline: Timeline | None = None
         self._notifier = SystemdNotifier(os.environ)
-        self._kept = Kept(self._notifier, os.environ)
-        run = config.run.name
         boot_id = _BOOT_ID.read_text().strip()
+        self._kept = Kept(self._notifier, os.environ, boot_id=boot_id)
+        run = config.run.name
         trainers = users.uids_of(config.trainer.users)
         speakers = users.may_speak(trainers)
         self._staging = prepare(config.staging.path, run)
+        self._kept.use_directory(self._staging.own_fd)
         # Before a trainer can take the name: a FUSE mount there could not be moved aside.
         with suppress(OSError):
             os.close(open_restored(self._staging.fd))
@@ -148,6 +159,7 @@ class Service:
             background_limit_bytes_per_s=config.flush.background_bytes_per_s,
             checkpoint_interval_s=config.run.checkpoint_interval_s,
             mtbf_s=config.run.mtbf_s,
+            assumed_grace_s=config.deadline.assumed_grace_s,
             stall_steps=config.trainer.stall_steps,
             stall_min_s=config.trainer.stall_min_s,
             several_vms=config.run.several_vms,
@@ -272,6 +284,9 @@ class Service:
             socket=str(self._config.trainer.socket),
             sources=[source.name for source in self._sources],
         )
+        unknown = unknown_firmware(self._config.sources.cloud, now_mono_s=time.monotonic())
+        if unknown is not None:
+            self._post(SourceChanged(unknown))
         self._notifier.ready()
         # Not before: nothing in staging may keep the daemon from being ready.
         self._pruner.submit(partial(scan.remove_leftovers, self._staging.fd))
@@ -301,7 +316,6 @@ class Service:
             self._asleep_s += slept_s
             self._step(WokeUp(slept_s), now)
         self._step(event, now)
-        self._decisions.guarded("notices", self._keep_notices)
         self._decisions.guarded("hold", self._hold_or_release)
         if self._notifier.watchdog_interval_s is not None:
             self._notifier.watchdog()
@@ -328,7 +342,10 @@ class Service:
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
     def _step(self, event: Event, now: float) -> None:
-        for action in self._decisions.decide(event, now):
+        actions = self._decisions.decide(event, now)
+        # First: a daemon that dies after a request was sent must know its id at the next start.
+        self._decisions.guarded("notices", self._keep_notices)
+        for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
             )
@@ -424,7 +441,8 @@ class Service:
 
     def _write(self, line: Log, now: float) -> None:
         facts = dict(line.facts)
-        extra = self._lines.admit((line.event, facts.get("source")), now)
+        limit = self._source_lines if line.event in _OF_SOURCES else self._lines
+        extra = limit.admit((line.event, facts.get("source")), now)
         if extra is not None:
             _log.log(logs.LEVELS[line.level], line.event, **facts, **extra)
 

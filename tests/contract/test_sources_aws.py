@@ -13,7 +13,7 @@ from emulators.process import EmulatorProcess
 from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
-from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
+from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, patiently
 from waiting import until
 
 GET_SPOT = f"GET {SPOT_PATH}"
@@ -181,17 +181,85 @@ def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
     """
     control(imds, "fault", path="*", kind="refuse-put")
     control(imds, "notice", action="terminate", in_s=60)
-    with SourceRun(spot(imds, timeout_s=0.3)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        reason = run.statuses[-1].reason
-        assert "aws ec2 modify-instance-metadata-options" in reason
-        assert "--http-put-response-hop-limit 2" in reason
+    cure = "aws ec2 modify-instance-metadata-options"
+    with SourceRun(spot(imds, timeout_s=0.1)) as run:
+        until(lambda: run.statuses and cure in run.statuses[-1].reason, what="the cure")
+        assert "--http-put-response-hop-limit 2" in run.statuses[-1].reason
+        words = len(run.statuses)
         puts = asked(imds, PUT_TOKEN)
         until(lambda: asked(imds, PUT_TOKEN) > puts + 1, what="further attempts")
         assert run.notices == []
-        assert len(run.statuses) == 1
+        assert len(run.statuses) == words
         control(imds, "clear")
         until(lambda: run.notices, what="the notice, once a token comes")
+
+
+def test_a_slow_token_is_not_taken_for_the_hop_limit(imds: str) -> None:
+    """A PUT that needs twice the limit gets more time: the source is healthy, and no cure is named."""
+    control(imds, "fault", path=TOKEN_PATH, kind="delay", value=0.4)
+    with SourceRun(spot(imds, timeout_s=0.2)) as run:
+        until(lambda: run.is_now(Health.OK), what="health")
+        assert not [status for status in run.statuses if "hop" in status.reason]
+
+
+def test_a_slow_service_is_not_blind(imds: str) -> None:
+    """Every answer needs twice the limit: the limit adapts, notices arrive, and health stays ok."""
+    with SourceRun(spot(imds, timeout_s=0.2)) as run:
+        polls(imds, 2)
+        control(imds, "fault", path=SPOT_PATH, kind="delay", value=0.4)
+        until(lambda: run.is_now(Health.DEGRADED), what="the first timeout")
+        until(lambda: run.is_now(Health.OK), what="adaptation")
+        before = len(run.statuses)
+        polls(imds, 4)
+        control(imds, "notice", action="terminate", in_s=60)
+        until(lambda: run.notices, what="the notice")
+        assert len(run.statuses) == before
+
+
+def test_the_limit_of_an_exchange_is_bounded(imds: str) -> None:
+    """It doubles from timeout to timeout, up to its maximum, and falls again while answers come fast."""
+    limits = []
+    with MetadataClient(imds, timeout_s=0.05, timeout_max_s=0.3) as client:
+        control(imds, "fault", kind="hang")
+        for _ in range(5):
+            with pytest.raises(MetadataUnavailable) as refused:
+                client.request("GET", SPOT_PATH)
+            limits.append(str(refused.value).split()[-2])
+        assert limits == ["0.05", "0.1", "0.2", "0.3", "0.3"]
+        assert refused.value.is_final
+        control(imds, "clear")
+        client.request("GET", SPOT_PATH)
+        assert client._limit_s < 0.3
+
+
+def test_patience_is_that_of_the_source(imds: str) -> None:
+    """What a source adapts to is an answer for doctor; what it does not is none."""
+    path = "/latest/meta-data/instance-id"
+    with MetadataClient(imds, timeout_s=0.1, timeout_max_s=2.0) as client:
+        control(imds, "fault", path=path, kind="delay", value=0.3)
+        assert patiently(lambda: client.request("GET", path)).status in (200, 401)
+        control(imds, "fault", path=path, kind="hang")
+    with (
+        MetadataClient(imds, timeout_s=0.1, timeout_max_s=0.2) as client,
+        pytest.raises(MetadataUnavailable, match=r"0\.2 s"),
+    ):
+        patiently(lambda: client.request("GET", path))
+
+
+@pytest.mark.fault("N11")
+def test_without_date_a_clock_that_is_ahead_ends_nothing(imds: str) -> None:
+    """The time seems to have passed: it gets the assumed time, and setting the clock changes nothing."""
+    ahead_s = [600.0]
+    control(imds, "fault", path=SPOT_PATH, kind="bare")
+    control(imds, "notice", action="terminate", in_s=110)
+    with SourceRun(spot(imds, wall=lambda: time.time() + ahead_s[0])) as run:
+        (notice,) = until(lambda: run.notices, what="the notice")
+        assert notice.deadline_quality is DeadlineQuality.ASSUMED
+        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        for wrong_s in (0.0, 3600.0, -3600.0):
+            ahead_s[0] = wrong_s
+            polls(imds, 3)
+        assert len(run.notices) == 1
 
 
 @pytest.mark.fault("N04")
@@ -201,7 +269,7 @@ def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
         assert "hop" not in run.statuses[-1].reason
-        assert "0.2 s" in run.statuses[-1].reason
+        assert "0.2 s" in run.statuses[0].reason
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 500])

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,18 @@ class Network:
 
     def heal(self) -> None:
         _run("nft", "flush", "ruleset")
+
+    @contextmanager
+    def ipv6_only(self, address: str) -> Iterator[None]:
+        """The metadata service is at this address instead; 127.0.0.1 stays, for the test."""
+        _run("ip", "address", "del", f"{ADDRESS}/32", "dev", "lo")
+        _run("ip", "-6", "address", "add", f"{address}/128", "dev", "lo", "nodad")
+        with closing(socket.create_server((address, 80), family=socket.AF_INET6)) as listener:
+            relay = threading.Thread(target=_relay_all, args=(listener,), daemon=True)
+            relay.start()
+            yield
+            listener.shutdown(socket.SHUT_RDWR)
+            relay.join(10)
 
     def victims(self) -> int:
         """How many packets the trouble has hit so far."""
@@ -162,6 +176,29 @@ def new_vm(network: Network, tmp_path: Path) -> Iterator[Any]:
 def witness() -> str:
     """Script of the small trainer that tells what the daemon tells it."""
     return WITNESS
+
+
+def _relay_all(listener: socket.socket) -> None:
+    """Connect each caller with port 80 of 127.0.0.1, until the listener is shut down."""
+    with suppress(OSError):
+        while True:
+            caller, _ = listener.accept()
+            threading.Thread(target=_relay, args=(caller,), daemon=True).start()
+
+
+def _relay(caller: socket.socket) -> None:
+    with (
+        suppress(OSError),
+        caller,
+        socket.create_connection(("127.0.0.1", 80)) as service,
+    ):
+        other = {caller: service, service: caller}
+        while True:
+            for end in select.select(list(other), [], [])[0]:
+                data = end.recv(65536)
+                if not data:
+                    return
+                other[end].sendall(data)
 
 
 def _run(*command: str, given: str = "") -> str:

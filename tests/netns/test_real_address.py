@@ -13,6 +13,7 @@ from clouds import SPOT_PATH, Bucket
 from emulators.process import EmulatorProcess
 from netns.forward_proxy import ForwardProxy
 from rig import control
+from swansongd.sources.metadata import IPV6_URLS
 from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,6 +144,20 @@ def test_trouble_on_the_way_delays_nothing_else(
     daemon.lines.wait(event="verdict", verdict="SAFE")
     states = [line["health"] for line in daemon.lines.all(event="health", source="aws.spot")]
     assert (states[0], states[-1]) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_a_vm_without_ipv4_is_watched(
+    *, network: Any, clouds: Any, new_vm: Any, witness: str, name: str
+) -> None:
+    """No route leads to the usual address: the one for IPv6 is asked, and the notice is seen there."""
+    cloud = getattr(clouds, name)()
+    with network.ipv6_only(IPV6_URLS[name].removeprefix("http://").strip("[]")):
+        vm = new_vm(name)
+        daemon = vm.start_daemon()
+        vm.start_trainer(script=witness).lines.wait(step=5)
+        tell_the_end(cloud)
+        daemon.lines.wait(event="verdict", verdict="SAFE")
 
 
 @pytest.mark.fault("N04")

@@ -160,6 +160,20 @@ def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
     assert finding["mend"].endswith("--http-endpoint enabled")
 
 
+def test_doctor_and_the_sources_are_equally_patient(
+    new_vm: NewVm, bucket: Bucket, aws: Aws
+) -> None:
+    """Every answer needs 1.2 s, more than the first limit: doctor finds it ok, and the daemon too."""
+    control(aws.url, "fault", kind="delay", value=1.2, path="/latest/*")
+    vm = new_vm("slow", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="aws.spot", health="ok")
+    _, findings = examine(vm)
+    assert findings["IMDS token"]["level"] == "ok"
+    assert findings["spot notice"]["level"] == "ok"
+    control(aws.url, "clear")
+
+
 @pytest.mark.fault("S18")
 def test_an_answer_without_the_flavor_is_not_the_metadata_server(
     new_vm: NewVm, bucket: Bucket, gcp: Gcp

@@ -57,9 +57,75 @@ def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
         assert len(vm.daemon.lines.all(event="notice", source="drill", kind="drill")) == count
         if count == 1:
             assert vm.swansong("notify", "--withdraw").returncode == 0
-    assert vm.swansong("notify", "--in", "30", "--drill").returncode == 0
+    assert vm.swansong("notify", "--in", "60", "--drill").returncode == 0
     vm.daemon.lines.wait(event="notice", source="drill")
     until(lambda: len(vm.daemon.lines.all(event="notice", source="drill")) == 3)
+
+
+def test_each_call_waits_for_its_own_verdict(vm: Vm) -> None:
+    """Call after call, none withdrawn: the evacuation of each verdict began after the call."""
+    assert vm.daemon is not None
+    assert vm.trainer is not None
+    for _ in range(8):
+        stood_at = vm.trainer.lines.all()[-1].get("step", 0)
+        done = vm.swansong("notify", "--in", "100s", "--wait", "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["last_commit"]["step"] > stood_at
+    ids = {line["id"] for line in vm.daemon.lines.all(event="evacuation", phase="notice")}
+    assert len(ids) == 8
+
+
+def test_calls_at_once_are_one_notice(vm: Vm) -> None:
+    """Ten at the same time: each gets the verdict, for a checkpoint or two; the earliest end counts."""
+    assert vm.daemon is not None
+    command = [
+        str(Path(sys.executable).with_name("swansong")), "--config", str(vm.config),
+        "notify", "--in", "100s", "--wait",
+    ]  # fmt: skip
+    calls = [vm.spawn(command, lines_on="stdout") for _ in range(10)]
+    assert [call.wait() for call in calls] == [0] * 10
+    assert len(vm.daemon.lines.all(event="evacuation", phase="notice")) <= 3
+    new = vm.daemon.lines.all(event="notice", source="manual")
+    repeated = vm.daemon.lines.all(event="notice_repeated", source="manual")
+    assert len(new) + len(repeated) == 10
+    assert repeated
+
+
+def test_an_end_in_an_hour_is_not_an_end_now(vm: Vm) -> None:
+    """A checkpoint at once, and no evacuation: training and its periodic checkpoints continue."""
+    assert vm.daemon is not None
+    done = vm.swansong("notify", "--in", "1h", "--json")
+    assert done.returncode == 0, done.stderr
+    (notice,) = json.loads(done.stdout)["notices"]
+    assert notice["severity"] == "scheduled"
+    vm.daemon.lines.wait(event="precaution_done")
+    status = vm.status()
+    assert (status["state"], status["evacuation"]) == ("ARMED", None)
+
+
+@pytest.mark.fault("N09")
+def test_a_restarted_daemon_remembers_a_notice_by_hand(vm: Vm) -> None:
+    """It is in force after a crash, with the same end, and its evacuation has the same id."""
+    assert vm.daemon is not None
+    assert vm.swansong("notify", "--in", "110s").returncode == 0
+    before = vm.daemon.lines.wait(event="evacuation", phase="notice")
+    vm.daemon.lines.wait(event="verdict", verdict="SAFE")
+    vm.daemon.kill()
+    restarted = vm.start_daemon()
+    after = restarted.lines.wait(event="evacuation", phase="notice")
+    assert after["id"] == before["id"]
+    assert after["seconds_left"] < before["seconds_left"]
+    restarted.lines.wait(event="verdict", verdict="SAFE")
+    assert vm.status()["notices"][0]["source"] == "manual"
+
+
+def test_too_little_time_is_tried_all_the_same(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """Three seconds of five that are kept back: by the numbers too little, and a checkpoint is committed."""
+    vm = new_vm("vm", bucket.store, settings={"deadline": {"reserve_s": 5.0}})
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    assert vm.swansong("notify", "--in", "3s").returncode == 0
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] >= 5
 
 
 def test_a_withdrawn_notice_lets_training_go_on(vm: Vm) -> None:

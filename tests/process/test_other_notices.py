@@ -10,6 +10,8 @@ import pytest
 from clouds import Aws, Bucket, Gcp
 from emulators.process import EmulatorProcess
 from rig import control
+from source_run import asked
+from swansongd.sources.aws_events import SCHEDULED_PATH
 from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -46,21 +48,44 @@ def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
 
 
 @pytest.mark.fault("N13")
-def test_hibernation_gives_no_time_and_is_not_given_any(
+def test_hibernation_gives_no_time_and_is_tried_all_the_same(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """It begins at once: no checkpoint is asked for, what is committed stands, and the verdict says so."""
+    """It may begin at once: while the VM is alive a checkpoint is tried, with the assumed time."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
     daemon.lines.wait(event="committed")
     aws.notice("hibernate", in_s=120)
     assert daemon.lines.wait(event="notice")["kind"] == "hibernate"
+    assert daemon.lines.wait(event="notice")["deadline_quality"] == "assumed"
     verdict = daemon.lines.wait(event="verdict")
-    assert verdict["verdict"] == "PARTIAL"
-    assert not daemon.lines.all(event="evacuation", phase="request")
-    assert all(commit["kind"] == "periodic" for commit in vm.commits())
+    assert verdict["verdict"] == "SAFE"
+    assert [c["step"] for c in vm.commits() if c["kind"] == "emergency"] == [verdict["step"]]
     trainer.lines.wait(step=verdict["step"] + 20)  # where the memory comes back, training goes on
+
+
+@pytest.mark.fault("N10")
+def test_an_event_that_has_begun_is_tried_once(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """NotBefore has passed and the VM is alive: one checkpoint, SAFE, and nothing again at later polls."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    control(aws.url, "schedule", code="instance-stop", in_s=-600, event_id="begun")
+    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
+    opened = daemon.lines.wait(event="evacuation", phase="notice")
+    assert 20 < opened["seconds_left"] <= 25
+    polls = aws_polls(aws)
+    until(lambda: aws_polls(aws) >= polls + 5, what="more polls")
+    assert len(daemon.lines.all(event="evacuation", phase="notice")) == 1
+    control(aws.url, "quiet")
+
+
+def aws_polls(aws: Aws) -> int:
+    """How often the scheduled events were asked for."""
+    return asked(aws.url, f"GET {SCHEDULED_PATH}")
 
 
 @pytest.mark.fault("N18")

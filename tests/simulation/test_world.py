@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
-from swansongd.core import advance
+from swansongd.core import notices
 from swansongd.core.events import NoticeRaised
 from swansongd.core.state import Phase
 from swansongd.model import Severity, Verdict
@@ -79,7 +79,7 @@ def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
             world.raise_notice(30.0)
             world.run(1060.0)
             world.trainer, world.is_over = None, True  # nothing new from here on
-            world.run(1060.0 + 30 + advance.OUTLIVED_S + 2000)
+            world.run(1060.0 + 30 + notices.OUTLIVED_S + 2000)
             state = world.state
             assert world.exit is None
             assert state.phase is Phase.IDLE, state.phase

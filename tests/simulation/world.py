@@ -33,6 +33,7 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
+    Mark,
     NoticeRaised,
     NoticeWithdrawn,
     Prune,
@@ -225,7 +226,10 @@ class World:
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
-        # A stream of its own: the seeds that found something before go on to find it.
+        # Streams of their own: the seeds that found something before go on to find it.
+        self._forgets = random.Random(f"forgets {seed}")
+        self.stood_at: dict[str, tuple[int, int]] = {}
+        """By evacuation: process and step of the trainer when it opened."""
         periodic = random.Random(f"periodic {seed}")
         self.takes_periodic = periodic.random() < 0.5
         self.interval_s = periodic.choice((7.0, 40.0))
@@ -269,6 +273,7 @@ class World:
 
     def _start_daemon(self) -> None:
         self.life += 1
+        known = self.state.notices.values() if self.life > 1 else ()
         settings = Settings(
             reserve_s=RESERVE_S,
             signals_trainer=False,
@@ -278,6 +283,10 @@ class World:
         abandoned = frozenset(self.abandoned)
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
         self._flush_id = ""
+        if self._forgets.random() < 0.8:  # else the record of the live notices is lost as well
+            for each in known:
+                if each.deadline_mono_s > self.now:
+                    self.at(0.0, lambda each=each: self.step(NoticeRaised(each)))  # type: ignore[misc]
         self.post(self._scan_result, 0.3)
         self._claim()
         self._tick()
@@ -360,7 +369,8 @@ class World:
                     self.at(wait_s, lambda: self._saves(trainer, target, request_id))
             case WithdrawRequest(request_id, _):
                 if self.trainer is not None:
-                    self.trainer.is_standing = False
+                    if self.trainer.request == request_id:
+                        self.trainer.is_standing = False
                     if request_id.startswith("periodic-"):
                         self.trainer.withdrawn.add(request_id)
             case StartFlush():
@@ -383,6 +393,8 @@ class World:
                 self._prune(directories)
             case Conclude():
                 self._concluded(action)
+            case Mark(id_, "notice", _) if self.trainer is not None:
+                self.stood_at.setdefault(id_, (self.trainer.pid, self.trainer.step))
             case Exit():
                 self.exit = action
             case _:
@@ -416,7 +428,7 @@ class World:
 
     def _trainer_starts(self, *, is_behind: bool = False) -> None:
         """A trainer resumes from the newest state, by the daemon's rule, or from an older one, by its own."""
-        if self.is_over:
+        if self.is_over or self.trainer is not None:
             return
         newest = max(self.commits(), default=None)
         scanned, _ = machine.step(self.state, self._scan_result(), self.now)
@@ -841,6 +853,10 @@ class World:
             if staged.id.step > conclusion.commit.step:
                 raise Broken(f"I7: SAFE at {conclusion.commit}, and {staged.id} is sealed")
         trainer = self.trainer
+        pid, step = self.stood_at.get(conclusion.evacuation_id, (0, 0))
+        is_same = trainer is not None and trainer.pid == pid
+        if is_same and evacuation.ask is not None and conclusion.commit.step < step:
+            raise Broken(f"I7: SAFE at {conclusion.commit}, the trainer was asked at step {step}")
         if trainer is not None and evacuation.ask is None and evacuation.plan.kind.value == "TAKE":
             raise Broken("I7: SAFE, and the trainer was never asked")
 

@@ -122,7 +122,7 @@ def test_live_notices_come_back_with_their_deadlines(
 
 def as_kept(**changes: object) -> bytes:
     facts = {**asdict(a_notice(deadline_mono_s=50.0)), **changes}
-    return json.dumps([facts]).encode()
+    return json.dumps({"boot_id": "", "notices": [facts]}).encode()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,12 @@ def as_kept(**changes: object) -> bytes:
         b"[{",
         b'[{"source": 1}]',
         b"7",
-        b"[7]",
+        b'{"boot_id": "", "notices": [7]}',
+        as_kept().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
+        as_kept(evacuation_id="../x y"),
+        as_kept(is_overdue=1),
+        as_kept(later_mono_s="soon"),
+        as_kept(repeats=["x"] * 1000),
         b"[" * 60_000,
         as_kept(deadline_mono_s=float("nan")),
         as_kept(deadline_mono_s=10**400),
@@ -140,7 +145,7 @@ def as_kept(**changes: object) -> bytes:
         as_kept(severity=17),
         as_kept(source=["aws.spot"]),
         as_kept(detail="x" * 5000),
-        as_kept()[:-1] + (b", " + as_kept()[1:-1]) * 64 + b"]",
+        as_kept()[:-2] + (b", " + as_kept()[28:-2]) * 64 + b"]}",
     ],
     ids=lambda content: repr(content[:20]),
 )

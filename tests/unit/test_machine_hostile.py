@@ -321,7 +321,7 @@ def test_a_forged_notice_costs_one_checkpoint_and_the_training_goes_on() -> None
     assert story.state.evacuation is None
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
-    story.notice(60.0, identity="forged")
+    story.notice(-60.0, identity="forged")
     assert len(story.all(AskTrainers)) == 1, "what was outlived opens nothing again"
 
 

@@ -41,7 +41,7 @@ candidates = st.lists(
 
 
 @given(st.floats(-1e3, 1e5), seconds, measures, st.booleans(), candidates, st.booleans())
-def test_take_only_what_fits(  # noqa: PLR0917 - hypothesis gives them by position
+def test_take_what_fits_or_what_is_the_only_chance(  # noqa: PLR0917 - hypothesis gives them by position
     left_s: float,
     reserve_s: float,
     measured: Measured,
@@ -49,7 +49,7 @@ def test_take_only_what_fits(  # noqa: PLR0917 - hypothesis gives them by positi
     sealed: list[Candidate],
     is_committing: bool,
 ) -> None:
-    """TAKE exactly when there is a trainer and save + send + reserve fit; else the best of the rest."""
+    """TAKE when save + send + reserve fit, or nothing else does; else the best of the rest."""
     plan = decide(
         left_s=left_s,
         reserve_s=reserve_s,
@@ -60,8 +60,14 @@ def test_take_only_what_fits(  # noqa: PLR0917 - hypothesis gives them by positi
     )
     send_s = (measured.save_bytes or 0) / (measured.bandwidth_bytes_per_s or float("inf"))
     fits = (measured.save_s or 0) + send_s + reserve_s <= left_s
-    assert (plan.kind is PlanKind.TAKE) == (has_trainer and fits)
-    if plan.kind is not PlanKind.TAKE:
+    is_better_known = is_committing or any(
+        seconds_to_store(c.bytes_left, measured.bandwidth_bytes_per_s) <= left_s - reserve_s
+        for c in sealed
+    )
+    assert (plan.kind is PlanKind.TAKE) == (has_trainer and (fits or not is_better_known))
+    if plan.kind is PlanKind.TAKE:
+        assert plan.fits == fits
+    else:
         rest = PlanKind.COMMIT if is_committing else PlanKind.NONE
         assert plan.kind is (PlanKind.FLUSH if sealed else rest)
 

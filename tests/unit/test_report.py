@@ -72,7 +72,8 @@ def test_each_phase_of_an_evacuation() -> None:
     story.withdraw()
     story.withdraw("aws.rebalance")
     report = shown(story)
-    assert (report["state"], report["verdict"], report["notices"]) == ("IDLE", None, [])
+    assert (report["state"], report["verdict"], report["notices"]) == ("IDLE", "SAFE", [])
+    assert report["last_verdict"]["step"] == 41
 
 
 def test_the_lag_is_what_a_power_cut_would_cost() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
@@ -11,16 +12,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from story import a_notice
 from swansongd.core.events import SourceChanged
 from swansongd.model import DeadlineQuality, Health, SourceStatus
 from swansongd.sources.aws import AwsSpotSource, Moment, read_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
-from swansongd.sources.base import HealthTracker
+from swansongd.sources.base import HealthTracker, is_news
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 from swansongd.sources.metadata import Answer, Backoff, MetadataClient, shortened, watch
-from swansongd.sources.opening import open_sources
+from swansongd.sources.opening import open_sources, unknown_firmware
 
 NOON = datetime(2026, 1, 5, 12, 0, tzinfo=UTC).timestamp()
 ASKED = Moment(mono_s=1000.0, wall_s=NOON)
@@ -102,14 +104,53 @@ def test_unknown_action_heeds_an_early_time() -> None:
 
 
 @pytest.mark.fault("N09")
-def test_identity_is_action_and_time_only() -> None:
-    """Neither the time of the poll nor the way in which the time is written is part of it."""
-    identity = read_instance_action(body(), ASKED, 25.0).identity
+def test_identity_contains_no_time() -> None:
+    """Neither that of the poll nor the stated one, which may recede with each poll."""
     later = Moment(5000.0, NOON + 60)
-    same = read_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0)
-    assert same.identity == identity == "aws.spot:terminate:2026-01-05T12:01:40Z"
-    assert read_instance_action(body("stop"), ASKED, 25.0).identity != identity
-    assert read_instance_action(body(time="2026-01-05T12:01:41Z"), ASKED, 25.0).identity != identity
+    sights = [
+        read_instance_action(body(), ASKED, 25.0),
+        read_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0),
+        read_instance_action(body("stop"), ASKED, 25.0),
+        read_instance_action(b"nonsense", ASKED, 25.0),
+    ]
+    assert {sight.identity for sight in sights} == {"aws.spot"}
+
+
+@pytest.mark.parametrize(
+    ("later_s", "quality", "expected"),
+    [
+        (0.0, DeadlineQuality.STATED, False),
+        (1.5, DeadlineQuality.STATED, False),
+        (-30.0, DeadlineQuality.STATED, True),
+        (-30.0, DeadlineQuality.ASSUMED, True),
+        (30.0, DeadlineQuality.STATED, True),
+        (30.0, DeadlineQuality.ASSUMED, False),
+        (30.0, DeadlineQuality.DERIVED, False),
+    ],
+)
+def test_what_is_news(later_s: float, quality: DeadlineQuality, expected: bool) -> None:
+    """A nearer deadline is, and a later one that is stated; what recedes by itself is not."""
+    before = a_notice(deadline_mono_s=100.0)
+    moved = replace(before, deadline_mono_s=100.0 + later_s, deadline_quality=quality)
+    assert is_news(before, moved, 10.0) is expected
+    assert not is_news(before, replace(moved, deadline_mono_s=105.0), 106.0), "has passed"
+    assert is_news(None, moved, 10.0)
+    assert is_news(replace(before, kind="stop"), moved, 10.0)
+
+
+def test_unknown_firmware_is_reported(tmp_path: Path) -> None:
+    """With sources.cloud = auto and firmware of no known cloud, the status says what is not watched."""
+    (tmp_path / "sys_vendor").write_text("Microsoft Corporation\n")
+    unknown = unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path))
+    assert unknown is not None
+    assert unknown.health is Health.DEGRADED
+    assert "Microsoft Corporation" in unknown.reason
+    assert "sources.cloud" in unknown.reason
+    absent = unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path / "absent"))
+    assert absent is not None
+    assert unknown_firmware("none", now_mono_s=1.0, dmi_directory=str(tmp_path)) is None
+    (tmp_path / "sys_vendor").write_text("Amazon EC2")
+    assert unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path)) is None
 
 
 @given(st.binary(max_size=300))

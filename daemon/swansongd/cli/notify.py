@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
@@ -16,6 +19,7 @@ from swansongd.config import load
 from swansongd.config_values import Wrong, duration
 from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
+from swansongd.sources.manual import identity_of
 
 HELP = "give notice by hand: the daemon evacuates as if the cloud had said it"
 
@@ -32,15 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="in_s",
         type=_duration,
         metavar="TIME",
-        help="the VM goes away in so long, such as 90s or 5m",
+        help="time until the VM is terminated, such as 90s or 1h",
     )
-    what.add_argument(
-        "--withdraw", action="store_true", help="what was notified by hand does not stand any more"
-    )
+    what.add_argument("--withdraw", action="store_true", help="withdraw all notices given by hand")
     parser.add_argument("--reason", default="", metavar="TEXT", help="for logs and the farewell")
     parser.add_argument("--drill", action="store_true", help="this is a rehearsal")
     parser.add_argument(
-        "--wait", action="store_true", help="wait for the verdict, and let the exit code tell it"
+        "--wait", action="store_true", help="wait for this notice's verdict, which is the exit code"
     )
     add_json(parser)
 
@@ -49,30 +51,35 @@ def run(args: argparse.Namespace) -> int:
     with Daemon(load(args.config).trainer.socket) as daemon:
         if args.withdraw:
             daemon.ask(NotifyWithdrawn(reason=args.reason), Noted)
-            return _show(args, _until(daemon, is_noted=False))
+            return _show(args, _until(daemon, lambda report: not _given_by_hand(report)))
         notify = Notify(
             nonce=secrets.token_hex(8),
-            seconds_left=args.in_s,
+            # From when the command was started: calls at once then have the same end.
+            seconds_left=max(0.0, args.in_s - _running_s()),
             reason=args.reason,
             drill=args.drill,
         )
+        identity = identity_of(notify.nonce, drill=notify.drill)
         daemon.ask(notify, Noted)
-        report = _until(daemon, is_noted=True)
+        report = _until(
+            daemon, lambda report: _is_in_force(report, identity) or _is_answered(report, identity)
+        )
         if not args.wait:
             return _show(args, report)
-        while report["verdict"] is None:
-            if not _noted(report):
+        while not _is_answered(report, identity):
+            if not _is_in_force(report, identity):
                 raise Stopped("the notice was withdrawn before there was a verdict")
             time.sleep(_LOOK_S)
             report = daemon.report()
-        _show(args, report)
-        return EXIT_BY_VERDICT[Verdict(report["verdict"])]
+        verdict = report["last_verdict"]["verdict"]
+        _show(args, {**report, "verdict": verdict})
+        return EXIT_BY_VERDICT[Verdict(verdict)]
 
 
-def _until(daemon: Daemon, *, is_noted: bool) -> dict[str, Any]:
+def _until(daemon: Daemon, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The daemon's state once the decision loop has seen our message."""
     give_up_mono_s = time.monotonic() + TIMEOUT_S
-    while _noted(report := daemon.report()) is not is_noted:
+    while not is_seen(report := daemon.report()):
         if time.monotonic() > give_up_mono_s:
             raise Unreachable(
                 f"the daemon took the message and did not act on it within {TIMEOUT_S:g} s",
@@ -82,8 +89,29 @@ def _until(daemon: Daemon, *, is_noted: bool) -> dict[str, Any]:
     return report
 
 
-def _noted(report: dict[str, Any]) -> bool:
+def _running_s() -> float:
+    """How long this process has been running; 0 where /proc does not tell."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        started_ticks = int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    started_s = started_ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+
+def _given_by_hand(report: dict[str, Any]) -> bool:
     return any(notice["source"] in _SOURCES for notice in report["notices"])
+
+
+def _is_in_force(report: dict[str, Any], identity: str) -> bool:
+    return any(identity in notice["identities"] for notice in report["notices"])
+
+
+def _is_answered(report: dict[str, Any], identity: str) -> bool:
+    """Whether the newest verdict is that of an evacuation for this notice."""
+    last = report["last_verdict"]
+    return last is not None and identity in last["notices"]
 
 
 def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:

@@ -47,7 +47,7 @@ def _summary(report: dict[str, Any]) -> Table:
     claimed = "no generation claimed yet" if generation is None else f"generation {generation}"
     table.add_row("run", f"{_word(report.get('run'))} ({claimed})")
     table.add_row("state", _word(report.get("state")))
-    table.add_row("verdict", _word(report.get("verdict")))
+    table.add_row("verdict", _verdict(report))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
@@ -107,6 +107,15 @@ def _failed_saves(failed: dict[str, Any]) -> str:
         f"{_word(failed['count'])}, the last one {_seconds(last.get('age_s'))} ago at step "
         f"{_word(last.get('step'))} of rank {_word(last.get('rank'))}: {_word(last.get('reason'))}"
     )
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """The verdict, and how old it is; during an evacuation that has none yet, a dash."""
+    last = report.get("last_verdict")
+    verdict = report.get("verdict")
+    if verdict is None or not isinstance(last, dict):
+        return _word(verdict)
+    return f"{_word(verdict)}, {_seconds(last.get('age_s'))} ago"
 
 
 def _store(health: Any) -> str:

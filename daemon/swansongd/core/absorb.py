@@ -9,7 +9,7 @@ from typing import assert_never
 from swansong import protocol
 
 from swansongd.core import absorb_stored as stored
-from swansongd.core import lineage, nodes, periodic, stall
+from swansongd.core import lineage, nodes, notices, periodic, stall
 from swansongd.core.cadence import History
 from swansongd.core.events import (
     AskTrainers,
@@ -52,13 +52,11 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
-from swansongd.core.state import Ask, FailedSaves, State
-from swansongd.core.turn import EXIT_STOPPED, HOST_SOURCE, LOGIND_SOURCE, Turn
+from swansongd.core.state import Ask, FailedSaves
+from swansongd.core.turn import EXIT_STOPPED, Turn
 from swansongd.model import (
     CheckpointId,
-    DeadlineQuality,
     Health,
-    Notice,
     Staged,
 )
 
@@ -67,14 +65,9 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
     state = turn.state
     match event:
         case NoticeRaised(notice):
-            _notice_raised(turn, notice)
+            notices.raised(turn, notice)
         case NoticeWithdrawn(source, reason):
-            if source in state.notices:
-                kept = {name: n for name, n in state.notices.items() if name != source}
-                # Should it come back under the same identity, then it is news.
-                gone = state.notices[source].identity
-                turn.set(notices=kept, concluded=tuple(i for i in state.concluded if i != gone))
-                turn.log("warning", "notice_withdrawn", source=source, reason=reason)
+            notices.withdrawn(turn, source, reason)
         case SourceChanged(status):
             turn.set(sources={**state.sources, status.source: status})
             level = "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning"
@@ -114,12 +107,11 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
         case PeerRequested(request_id, reason, seconds_left):
             peers = nodes.peer_notice(turn, request_id, reason, seconds_left)
             if peers is not None:
-                _notice_raised(turn, peers)
+                notices.raised(turn, peers)
         case IncarnationBegun(incarnation):
             nodes.incarnation(turn, incarnation)
         case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
-            if turn.ask_if_waiting(request_id):
-                turn.set_ask(claimed_step=at_step)
+            _claimed(turn, request_id, at_step)
             _trainer_progress(
                 turn,
                 TrainerProgress(event.connection, at_step, save_s=save_s, save_bytes=size_bytes),
@@ -191,57 +183,6 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             stored.sample_bandwidth(turn)
         case _ as unreachable:
             assert_never(unreachable)
-
-
-def _notice_raised(turn: Turn, notice: Notice) -> None:
-    known = turn.state.notices.get(notice.source)
-    if known is not None and known.identity == notice.identity:
-        # Seen before: it may come nearer or become more severe, and never recedes, unless the source
-        # has learned what it had to assume.
-        nearest = min(known.deadline_mono_s, notice.deadline_mono_s)
-        is_learned = _is_learned(turn.state, known, notice)
-        notice = replace(
-            notice,
-            severity=max(known.severity, notice.severity),
-            deadline_mono_s=notice.deadline_mono_s if is_learned else nearest,
-            deadline_quality=notice.deadline_quality if is_learned else known.deadline_quality,
-        )
-        evacuation = turn.state.evacuation
-        if is_learned and evacuation is not None and notice.identity in evacuation.identities:
-            turn.set(notices={**turn.state.notices, notice.source: notice})
-            live = turn.state.urgent_notices(turn.now) or (notice,)
-            turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in live))
-            turn.mark("deadline_learned", seconds_left=round(turn.left_s, 2), source=notice.source)
-    elif notice.identity not in turn.state.concluded:
-        turn.log(
-            "warning",
-            "notice",
-            source=notice.source,
-            kind=notice.kind,
-            severity=notice.severity.name.lower(),
-            seconds_left=round(notice.deadline_mono_s - turn.now, 2),
-            deadline_quality=notice.deadline_quality.value,
-            detail=notice.detail,
-        )
-    turn.set(notices={**turn.state.notices, notice.source: notice})
-
-
-def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
-    """Whether a later deadline is to be believed.
-
-    Compute Engine does not tell how long before the soft-off its notice comes.  When the soft-off has
-    not come after a while the long notice applies; that proves something only while logind would have
-    told us of it.
-    """
-    logind = state.sources.get(LOGIND_SOURCE)
-    return (
-        known.deadline_quality is DeadlineQuality.ASSUMED
-        and notice.deadline_quality is DeadlineQuality.DERIVED
-        and notice.deadline_mono_s > known.deadline_mono_s
-        and logind is not None
-        and logind.health is Health.OK
-        and not state.notices.keys() & {LOGIND_SOURCE, HOST_SOURCE}
-    )
 
 
 def _trainer_left(turn: Turn, event: TrainerLeft) -> None:
@@ -447,6 +388,18 @@ def _answers(staged: Staged, ask: Ask) -> bool:
     return staged.request_id == ask.request_id or (
         staged.framework == "swansong" and staged.id.step == ask.claimed_step
     )
+
+
+def _claimed(turn: Turn, request_id: str, step: int) -> None:
+    """A rank has answered; a step that it had left behind when it was asked is no answer to this request."""
+    ask = turn.ask_if_waiting(request_id)
+    if ask is None:
+        return
+    stood_at = max(ask.accepted.values(), default=ask.from_step)
+    if step < stood_at:
+        turn.fail_ask(f"the trainer answered with step {step}, and was asked after step {stood_at}")
+    else:
+        turn.set_ask(claimed_step=step)
 
 
 def _is_claimed(directory: str, ask: Ask) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 
-from swansongd.core import advance_wire, claims, nodes, periodic, planner, stall
+from swansongd.core import advance_wire, claims, nodes, notices, periodic, planner, stall
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -18,7 +18,7 @@ from swansongd.core.events import (
     WithdrawRequest,
 )
 from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.state import Ask, Evacuation, State
+from swansongd.core.state import Ask, Concluded, Evacuation, State
 from swansongd.core.turn import EXIT_FENCED, EXIT_STOPPED, HOST_SOURCE, Turn
 from swansongd.model import (
     Notice,
@@ -29,24 +29,28 @@ AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
 PRECAUTION_EVERY_S = 600.0
 """Advisory notices can come in storms; so often at most one costs a checkpoint."""
-OUTLIVED_S = 10.0
-"""A VM that still runs this long after its deadline was not taken: go back to watching."""
 HOPELESS_S = 2.0
 """A save is given up when it has been too late for so long; the wire may just have held its breath."""
 EARLY_SCAN_S = 0.2
 """While the trainer saves what it was asked for, staging is looked through so often."""
-CONCLUDED_MAX = 64
+PREPARED_MAX = 64
+OPENED_MAX = 64
 _MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 
-def evacuation_id(notice: Notice, vm: str = "") -> str:
-    """The same for the same notice after a restart of the daemon; also the id of its request.
+def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
+    """The id of the evacuation that opens now, which is also the id of its request to the trainer.
 
-    Two VMs may get the same words in a notice, and their ranks must tell the requests apart.
+    Hooks repeat their answer to an id that they have answered before.  So no id comes back within a boot: the
+    monotonic time is part of it.  The exception is the evacuation that an earlier life of the daemon had
+    open for this notice.  VMs that get the same words in a notice have different ids.
     """
     if notice.source == nodes.PEER_SOURCE:
         return notice.identity  # the request of that VM
-    return hashlib.sha256(f"{notice.identity}{vm}".encode()).hexdigest()[:12]
+    if notice.evacuation_id and notice.evacuation_id not in state.opened:
+        return notice.evacuation_id
+    facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {state.evacuations}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def advance(turn: Turn) -> None:
@@ -79,34 +83,69 @@ def _steer_evacuation(turn: Turn) -> None:
     """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
     live = turn.state.urgent_notices(turn.now)
     evacuation = turn.state.evacuation
-    if evacuation is not None and evacuation.is_precaution and live:
-        _withdraw(turn, evacuation, "the end is near now")
-        evacuation = None
     if not live:
         if evacuation is not None and not evacuation.is_precaution:
             _withdraw(turn, evacuation, "every notice was withdrawn")
         _steer_precaution(turn)
         return
-    # The end of another VM is none of ours, as long as ours is near as well.
-    own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
-    deadline = min(n.deadline_mono_s for n in own)
-    news = [n for n in live if evacuation is not None and n.identity not in evacuation.identities]
-    if evacuation is None:
-        _open(turn, live[0], deadline)
-    elif evacuation.verdict is not None and any(n.source != HOST_SOURCE for n in news):
-        # Training went on since the verdict: what is new by now is worth another checkpoint.
-        _open(turn, news[0], deadline)
+    if evacuation is None or evacuation.is_precaution:
+        _begin(turn, live)
+        return
+    news = _news(evacuation, live)
+    # Training continued since the verdict: what is new by now is worth another checkpoint.
+    admitted = notices.admitted(turn, news) if evacuation.verdict is not None else ()
+    deadline = _deadline_mono_s(live)
+    if admitted:
+        _open(turn, admitted[0], deadline)
     elif deadline < evacuation.deadline_mono_s:
         turn.set_evacuation(deadline_mono_s=deadline)
         turn.mark("deadline_moved", seconds_left=round(turn.left_s, 2), source=live[0].source)
-    elif turn.now > evacuation.deadline_mono_s + OUTLIVED_S:
+    elif turn.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
         turn.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
-        # A notice whose own time is still to come opens the next evacuation.
-        identities = tuple(n.identity for n in live if turn.now > n.deadline_mono_s + OUTLIVED_S)
-        turn.set(concluded=(*turn.state.concluded, *identities)[-CONCLUDED_MAX:])
+        notices.outlived(turn, live)
         _withdraw(turn, evacuation, "the VM has outlived its deadline")
         return
-    turn.set_evacuation(identities=frozenset(n.identity for n in live))
+    is_waiting = evacuation.verdict is not None and not admitted
+    _answer(turn, tuple(n for n in live if not (is_waiting and n in news)))
+
+
+def _begin(turn: Turn, live: tuple[Notice, ...]) -> None:
+    """Open an evacuation, in place of a precaution, unless too many were opened a moment ago."""
+    admitted = notices.admitted(turn, live)
+    if not admitted:
+        return
+    if turn.state.evacuation is not None:
+        _withdraw(turn, turn.state.evacuation, "the end is near now")
+    notices.extend_overdue(turn, live)
+    live = turn.state.urgent_notices(turn.now)
+    first = next(n for n in live if n.identity == admitted[0].identity)
+    _open(turn, first, _deadline_mono_s(live))
+    _answer(turn, live)
+
+
+def _answer(turn: Turn, live: tuple[Notice, ...]) -> None:
+    evacuation = turn.state.evacuation
+    assert evacuation is not None
+    turn.set_evacuation(identities=frozenset(notice.identity for notice in live))
+    notices.answered_by(turn, live, evacuation.id)
+
+
+def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
+    """What this evacuation does not answer yet.  A time that has passed adds nothing to a standing SAFE."""
+    return tuple(
+        notice
+        for notice in live
+        if notice.identity not in evacuation.identities
+        and notice.source != HOST_SOURCE
+        and not (notice.is_overdue and evacuation.verdict is Verdict.SAFE)
+    )
+
+
+def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
+    """The earliest deadline; those of other VMs, and assumed ones of overdue notices, give way to our own."""
+    own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
+    timely = [n for n in own if not n.is_overdue] or own
+    return min(notice.deadline_mono_s for notice in timely)
 
 
 def _steer_precaution(turn: Turn) -> None:
@@ -120,7 +159,7 @@ def _steer_precaution(turn: Turn) -> None:
     for notice in early:
         if notice.identity in state.prepared or not state.connected:
             continue
-        turn.set(prepared=(*state.prepared, notice.identity)[-CONCLUDED_MAX:])
+        turn.set(prepared=(*state.prepared, notice.identity)[-PREPARED_MAX:])
         last = state.precaution_mono_s
         if last is not None and turn.now - last < PRECAUTION_EVERY_S:
             turn.log(
@@ -141,17 +180,18 @@ def _open(
     turn: Turn, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
 ) -> None:
     plan = _plan(turn, left_s=deadline_mono_s - turn.now)
-    # Its own id when the same notice is acted on again: the old answer must not do for the new request.
-    id_ = evacuation_id(notice, turn.state.settings.vm)
-    again = turn.state.opened.count(id_)
-    turn.set(opened=(*turn.state.opened, id_)[-CONCLUDED_MAX:])
+    id_ = evacuation_id(notice, turn.state, turn.now)
+    turn.set(opened=(*turn.state.opened, id_)[-OPENED_MAX:], evacuations=turn.state.evacuations + 1)
+    if not is_precaution:
+        notices.count(turn, notice.source)
     evacuation = Evacuation(
-        id=f"{id_}-{again}" if again else id_,
+        id=id_,
         reason=f"{notice.source}: {notice.kind}",
         opened_mono_s=turn.now,
         deadline_mono_s=deadline_mono_s,
         plan=plan,
         is_precaution=is_precaution,
+        is_resumed=id_ == notice.evacuation_id,
         identities=frozenset({notice.identity}),
         newest=max((staged.id for staged in turn.state.staged), default=None),
     )
@@ -195,6 +235,11 @@ def _ask(turn: Turn) -> None:
         asked_mono_s=turn.now,
         agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
         known=frozenset(staged.id for staged in turn.state.staged),
+        from_step=(
+            -1
+            if evacuation.is_resumed
+            else max((trainer.step for trainer in connected), default=-1)
+        ),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
     )
     turn.set_evacuation(ask=ask)
@@ -227,7 +272,10 @@ def _steer_request(turn: Turn) -> None:
     if evacuation is not None and evacuation.ask is None and turn.state.connected:
         # A trainer that came after the notice, or came back after a restart of the daemon.
         plan = _plan(turn, left_s=turn.left_s)
-        if plan.kind is PlanKind.TAKE:
+        is_worth_it = plan.fits or (
+            evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
+        )
+        if plan.kind is PlanKind.TAKE and is_worth_it:
             turn.set_evacuation(plan=plan, verdict=None)
             _ask(turn)
             turn.do(Rescan())
@@ -256,7 +304,8 @@ def _steer_request(turn: Turn) -> None:
                 + (f", and {absent} of {expected} never came" if absent else ""),
             )
             return
-    _give_up_in_time(turn, ask)
+    if evacuation.plan.fits:
+        _give_up_in_time(turn, ask)
     _look_for_early_shards(turn)
 
 
@@ -321,6 +370,16 @@ def _steer_verdict(turn: Turn) -> None:
         turn.set_evacuation(verdict=verdict, verdict_commit=commit, verdict_is_complete=is_complete)
         slack_s = round(turn.left_s, 2)
         turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_complete=is_complete))
+        turn.set(
+            last_verdict=Concluded(
+                evacuation_id=evacuation.id,
+                verdict=verdict,
+                reason=reason,
+                commit=commit,
+                mono_s=turn.now,
+                notices=notices.identities(state, evacuation.identities),
+            )
+        )
     if HOST_SOURCE in state.notices:
         turn.set(is_leaving=True)
         turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))

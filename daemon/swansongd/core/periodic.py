@@ -40,7 +40,7 @@ def steer(turn: Turn) -> None:
     """Ask, bring the ranks to one step, and give up."""
     state = turn.state
     if state.periodic is not None:
-        if state.evacuation is not None:
+        if _is_pressed(turn):
             _withdraw(turn, "the VM may go away")
         elif turn.now - state.periodic.asked_mono_s > PATIENCE_S:
             _withdraw(turn, "nobody answered")
@@ -87,7 +87,7 @@ def _is_due(turn: Turn) -> bool:
     ranks = {trainer.rank for trainer in state.connected}
     # Over several VMs the one with rank 0 asks, and the ranks' own agreement takes the others along.
     is_ready = (
-        state.evacuation is None
+        not _is_pressed(turn)
         and state.generation is not None
         and 0 in ranks
         and len(ranks) >= state.local_world_size
@@ -104,6 +104,14 @@ def _is_due(turn: Turn) -> bool:
     moments = (state.saved_mono_s, state.joined_mono_s, state.periodic_mono_s)
     last = max((moment for moment in moments if moment is not None), default=turn.now)
     return turn.now - last >= interval_s(state)
+
+
+def _is_pressed(turn: Turn) -> bool:
+    """Whether an evacuation needs trainer and link.  One that has its verdict and a far deadline does not."""
+    evacuation = turn.state.evacuation
+    return evacuation is not None and (
+        evacuation.is_precaution or evacuation.verdict is None or turn.left_s <= turn.state.lead_s
+    )
 
 
 def _ask(turn: Turn) -> None:

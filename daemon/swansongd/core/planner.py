@@ -2,7 +2,9 @@
 """Arithmetic on what was measured: what still fits before the deadline?
 
 With G seconds left, a checkpoint that takes S seconds to save and B bytes to send at W bytes/s is
-started only if ``S + B / W + reserve`` fits in G.  Early shards go out while the save is still under way, but
+started if ``S + B / W + reserve`` fits in G.  If it does not, and no sealed set fits either, it is attempted
+all the same: the VM may live longer than announced, a commit that stands never gets worse, and training that
+no commit covers is lost either way.  Early shards go out while the save is still under way, but
 nobody can know how early, so nothing is taken off for them.  What nobody has measured yet counts as
 zero: with no numbers at all there is nothing to be gained by not trying.
 """
@@ -23,6 +25,8 @@ BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
 BANDWIDTH_MEMORY_S = 1.0
 """So much flushing makes what was measured before it count for a third (1/e): a drop to a tenth is
 believed, to a quarter of what was, after two seconds."""
+SHOWN_S_MAX = 3600.0
+"""An estimate above this says only that the store takes next to nothing at present."""
 _SWITCH_MARGIN = 1.25
 """A set in flight that fits gives way to a newer one only if that one fits with this much to spare:
 two sets that both just fit would otherwise take the wire from each other with every breath of it."""
@@ -46,6 +50,8 @@ class Plan:
     kind: PlanKind
     reason: str
     """In words, with the numbers."""
+    fits: bool = True
+    """False: a new checkpoint is attempted although the time is too short by the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +99,18 @@ def decide(
     needed_s = take_s(measured) + reserve_s
     if has_trainer and needed_s <= left_s:
         return Plan(PlanKind.TAKE, f"needs {needed_s:.1f} s of {left_s:.1f} s, reserve included")
+    needs = f"{needed_s:.1f} s" if needed_s <= SHOWN_S_MAX else "over an hour"
     why = (
-        f"a new checkpoint needs {needed_s:.1f} s, {left_s:.1f} s are left"
-        if has_trainer
-        else "no trainer"
+        f"a new checkpoint needs {needs}, {left_s:.1f} s are left" if has_trainer else "no trainer"
     )
+    bandwidth = measured.bandwidth_bytes_per_s
+    if is_committing and not candidates:
+        return Plan(PlanKind.COMMIT, f"{why}; everything sealed is stored")
+    is_known_better = any(fits(c, left_s - reserve_s, bandwidth) for c in candidates)
+    if has_trainer and not is_known_better and not is_committing:
+        return Plan(PlanKind.TAKE, f"{why}; nothing else fits, so it is attempted", fits=False)
     if candidates:
         return Plan(PlanKind.FLUSH, f"{why}; sealed sets are not committed yet: {len(candidates)}")
-    if is_committing:
-        return Plan(PlanKind.COMMIT, f"{why}; everything sealed is stored")
     return Plan(PlanKind.NONE, f"{why}; everything sealed is committed")
 
 

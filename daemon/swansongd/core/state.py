@@ -61,6 +61,8 @@ class Settings:
     """Nothing of this daemon ran since the VM was booted: the power may have been cut before."""
     mtbf_s: float = 4 * 3600.0
     """Mean time between interruptions that is assumed until the run knows better."""
+    assumed_grace_s: float = 25.0
+    """Time left when a source names a time that has passed."""
     stall_steps: float = 20.0
     stall_min_s: float = 60.0
     """A trainer that reports nothing for so many of its usual steps, and so long, has come to a halt."""
@@ -135,6 +137,9 @@ class Ask:
     agree_by_mono_s: float
     known: frozenset[CheckpointId]
     """Sets that were sealed before the request: none of them answers it."""
+    from_step: int = -1
+    """Newest step that the ranks had reported when they were asked: an older one is no answer.  -1 for a
+    request of an earlier life of the daemon, whose answer they may repeat."""
     ranks: frozenset[int] = frozenset()
     accepted: Mapping[int, int] = field(default_factory=dict)
     """Rank to the last step that it had completed."""
@@ -179,6 +184,8 @@ class Evacuation:
     plan: Plan
     is_precaution: bool = False
     """Because of word that may not come true, or not for long: a checkpoint more, and no verdict."""
+    is_resumed: bool = False
+    """An earlier life of the daemon had it open: the trainer may have answered its request already."""
     identities: frozenset[str] = frozenset()
     """Of the notices that it answers."""
     newest: CheckpointId | None = None
@@ -190,11 +197,28 @@ class Evacuation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Concluded:
+    """The newest verdict, which is remembered after its evacuation has ended."""
+
+    evacuation_id: str
+    verdict: Verdict
+    reason: str
+    commit: CommitRef | None
+    mono_s: float
+    notices: frozenset[str]
+    """Identities of the notices that it answers, repeated ones included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     settings: Settings
     sources: Mapping[str, SourceStatus] = field(default_factory=dict)
     notices: Mapping[str, Notice] = field(default_factory=dict)
-    """Live notices by their source."""
+    """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
+    rates_mono_s: Mapping[str, float] = field(default_factory=dict)
+    """By source: until when its evacuations so far use up its rate; see :mod:`swansongd.core.notices`."""
+    held: frozenset[str] = frozenset()
+    """Sources whose next evacuation waits for that rate."""
     concluded: tuple[str, ...] = ()
     """Identities of notices that the VM has outlived; they start nothing any more."""
     prepared: tuple[str, ...] = ()
@@ -282,7 +306,10 @@ class State:
     peers_mono_s: tuple[float, ...] = ()
     """When the last requests of other VMs were taken for notices."""
     opened: tuple[str, ...] = ()
-    """Notices, by the id that they give, for which evacuations were opened so far."""
+    """Ids of the last evacuations."""
+    evacuations: int = 0
+    """How many were opened so far."""
+    last_verdict: Concluded | None = None
     is_leaving: bool = False
 
     @property
@@ -436,6 +463,11 @@ class State:
             save_bytes=newest.size_bytes if newest else (sum(reported) if reported else None),
         )
 
+    @property
+    def lead_s(self) -> float:
+        """How long before a known end the last checkpoint is taken."""
+        return max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
+
     def urgent_notices(self, now_mono_s: float) -> tuple[Notice, ...]:
         """Live notices that call for an evacuation: the most severe first, of equals the earliest.
 
@@ -445,7 +477,7 @@ class State:
         evacuation = self.evacuation
         is_open = evacuation is not None and not evacuation.is_precaution
         answered = evacuation.identities if evacuation is not None and is_open else frozenset()
-        lead_s = max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
+        lead_s = self.lead_s
 
         def is_urgent(notice: Notice) -> bool:
             if notice.severity is Severity.SCHEDULED:

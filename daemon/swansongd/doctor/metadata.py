@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from swansongd.config import METADATA_TIMEOUT_S, Config
+from swansongd.config import Config
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.findings import (
     Check,
@@ -20,9 +20,13 @@ from swansongd.doctor.findings import (
 from swansongd.sources import aws, aws_events, gcp
 from swansongd.sources.metadata import (
     DEFAULT_URL,
+    TIMEOUT_MAX_S,
+    TIMEOUT_S,
     Answer,
     MetadataClient,
     MetadataUnavailable,
+    fallback_url,
+    patiently,
     shortened,
 )
 
@@ -30,8 +34,8 @@ FAMILY = "metadata"
 
 _IDENTITY = "/latest/meta-data/instance-id"
 _GCP = "/computeMetadata/v1/instance/"
-# Three exchanges at most: an answer, a token, and whether it is the hop limit that swallows the token.
-_LIMIT_S = 3 * METADATA_TIMEOUT_S + 1
+# As patient as the sources: the limit of an exchange doubles from TIMEOUT_S; then the hop limit is looked at.
+_LIMIT_S = 4 * TIMEOUT_MAX_S
 _MEND_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
 _MEND_GCP = "gcloud compute instances describe VM"
 
@@ -55,9 +59,9 @@ def _aws(url: str) -> Iterator[Check]:
     session = aws.ImdsSession()
 
     def ask(path: str) -> Answer:
-        with MetadataClient(url, timeout_s=METADATA_TIMEOUT_S) as client:
+        with _client(url, "aws") as client:
             imds = aws.Imds(client, monotonic=time.monotonic, session=session)
-            return imds.get(path)
+            return patiently(lambda: imds.get(path))
 
     def path(name: str, path: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(path), judge, needs="IMDS token", mend=_MEND_AWS)
@@ -76,8 +80,8 @@ def _aws(url: str) -> Iterator[Check]:
 
 def _gcp(url: str) -> Iterator[Check]:
     def ask(key: str) -> Answer:
-        with MetadataClient(url, timeout_s=METADATA_TIMEOUT_S) as client:
-            return gcp.get(client, _GCP + key)
+        with _client(url, "gcp") as client:
+            return patiently(lambda: gcp.get(client, _GCP + key))
 
     def key(name: str, key: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(key), judge, needs="metadata server", mend=_MEND_GCP)
@@ -91,6 +95,15 @@ def _gcp(url: str) -> Iterator[Check]:
     yield key("upcoming-maintenance", "upcoming-maintenance", judge_optional)
     yield key("stop-state", "shutdown-details/stop-state", judge_optional)
     yield _clock(lambda: ask("id"), "metadata server")
+
+
+def _client(url: str, cloud: str) -> MetadataClient:
+    return MetadataClient(
+        url,
+        timeout_s=TIMEOUT_S,
+        timeout_max_s=TIMEOUT_MAX_S,
+        fallback_url=fallback_url(url, cloud),
+    )
 
 
 def _path(

@@ -22,6 +22,7 @@ from swansongd.sources.metadata import (
     Backoff,
     MetadataClient,
     MetadataUnavailable,
+    fallback_url,
     shortened,
 )
 
@@ -208,7 +209,10 @@ class LifecycleHook:
         )
 
     def _identity(self) -> tuple[str, str]:
-        with MetadataClient(self._metadata_url, timeout_s=self._timeout_s) as client:
+        fallback = fallback_url(self._metadata_url, "aws")
+        with MetadataClient(
+            self._metadata_url, timeout_s=self._timeout_s, fallback_url=fallback
+        ) as client:
             answer = Imds(client, monotonic=self._monotonic).look(IDENTITY_PATH)
         return read_identity(answer.body)
 

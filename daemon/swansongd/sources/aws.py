@@ -15,20 +15,23 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post
+from swansongd.sources.base import Clock, HealthTracker, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
+    TIMEOUT_MAX_S,
+    TIMEOUT_S,
     Answer,
     Backoff,
     MetadataClient,
     MetadataUnavailable,
+    fallback_url,
     shortened,
     watch,
 )
@@ -45,8 +48,6 @@ CLOCK_SKEW_SHOWN_S = 5.0
 
 ON_DEMAND = "on-demand"
 
-_EARLIER_S = 2.0
-"""More than the whole seconds of ``Date`` can make of one and the same deadline."""
 _RENEW_BEFORE_S = 300.0
 _RENEW_RETRY_S = 30.0
 _KINDS = {"terminate": "reclaim", "stop": "stop", "hibernate": "hibernate"}
@@ -144,7 +145,11 @@ class Imds:
                 "PUT", TOKEN_PATH, headers={TOKEN_TTL_HEADER: str(self._token_ttl_s)}
             )
         except MetadataUnavailable as error:
-            if error.timed_out and (self._hop_limited or self._answers_without_token()):
+            # A token that is merely slow gets more time first.
+            is_swallowed = error.timed_out and (
+                self._hop_limited or (error.is_final and self._answers_without_token())
+            )
+            if is_swallowed:
                 self._hop_limited = True
                 raise MetadataUnavailable(
                     "the metadata service answers, but its token does not arrive: the hop limit is "
@@ -202,11 +207,18 @@ class Moment:
 
         ``Date`` names a second; within that second the local clock is believed.
         """
-        try:
-            date_s = parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-        except (ValueError, OverflowError):
+        date_s = server_date_s(answer)
+        if date_s is None:
             return self
         return Moment(self.mono_s, min(max(self.wall_s, date_s), date_s + 1))
+
+
+def server_date_s(answer: Answer) -> float | None:
+    """The server's clock as of this answer, in seconds since 1970; None where the answer does not show it."""
+    try:
+        return parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def read_instance_action(body: bytes, asked: Moment, assumed_grace_s: float) -> Notice:
@@ -231,7 +243,7 @@ def read_instance_action(body: bytes, asked: Moment, assumed_grace_s: float) -> 
     return Notice(
         source=AwsSpotSource.name,
         kind=_KINDS.get(action, "reclaim"),
-        identity=f"{AwsSpotSource.name}:{action if action in _KINDS else 'unknown'}:{written(stated)}",
+        identity=AwsSpotSource.name,  # a VM is taken once, whatever the action and the time
         severity=Severity.IMMINENT,
         deadline_mono_s=asked.mono_s + grace_s,
         deadline_quality=quality,
@@ -260,11 +272,6 @@ def read_time(value: object) -> datetime | None:
         return None
 
 
-def written(stated: datetime | None) -> str:
-    """One way to write an instant, for identities."""
-    return "unknown" if stated is None else f"{stated:%Y-%m-%dT%H:%M:%SZ}"
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """What one look at the service showed."""
@@ -287,13 +294,15 @@ class AwsSource(ABC):
         assumed_grace_s: grace period for a notice that does not state its time.
         monotonic, wall: the clocks, in seconds.
         session: shared by all sources of this VM.
-        timeout_s: limit of each HTTP exchange.
+        timeout_s: limit of each HTTP exchange at first; it adapts, up to five times as much.
         blind_after_s: without an answer for this long, or for three polls, the source calls itself blind.
         look_again_s: from one poll to the next while this VM seems to have no such source.
         uniform: where jitter comes from.
     """
 
     name: str
+    rests: ClassVar[bool] = True
+    """It polls less often while this VM seems to have no such source."""
 
     def __init__(
         self,
@@ -304,7 +313,7 @@ class AwsSource(ABC):
         metadata_url: str = DEFAULT_URL,
         session: ImdsSession | None = None,
         poll_interval_s: float = 1.0,
-        timeout_s: float = 1.0,
+        timeout_s: float = TIMEOUT_S,
         blind_after_s: float = 15.0,
         look_again_s: float = 60.0,
         uniform: Callable[[float, float], float] = random.uniform,
@@ -324,7 +333,12 @@ class AwsSource(ABC):
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
-        client = MetadataClient(self._metadata_url, timeout_s=self._timeout_s)
+        client = MetadataClient(
+            self._metadata_url,
+            timeout_s=self._timeout_s,
+            timeout_max_s=self._timeout_s * TIMEOUT_MAX_S / TIMEOUT_S,
+            fallback_url=fallback_url(self._metadata_url, "aws"),
+        )
         imds = Imds(client, monotonic=self._monotonic, session=self._session)
         health = HealthTracker(
             self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
@@ -337,7 +351,7 @@ class AwsSource(ABC):
             interval_s = self._poll_interval_s
             if seen.missing and seen.notice is None:
                 health.unsupported(seen.missing)
-                interval_s = self._look_again_s
+                interval_s = self._look_again_s if self.rests else interval_s
             else:
                 health.ok("answers" + self._skew_words(asked, seen.answer))
             return max(0.0, asked.mono_s + interval_s - self._monotonic())
@@ -360,13 +374,7 @@ class AwsSource(ABC):
             if live is not None:
                 self._live = None
                 post(NoticeWithdrawn(self.name, seen.gone))
-        elif (
-            live is None
-            or live.identity != notice.identity
-            # The deadline of the first sight stands, for an assumed one would recede with each poll;
-            # but after the VM slept, a stated one is nearer than it seemed.
-            or notice.deadline_mono_s < live.deadline_mono_s - _EARLIER_S
-        ):
+        elif is_news(live, notice, self._monotonic()):
             self._live = notice
             post(NoticeRaised(notice))
 
@@ -386,13 +394,34 @@ class AwsSpotSource(AwsSource):
     """``aws.spot``: the spot interruption notice of this VM."""
 
     name = "aws.spot"
+    rests = False
+    _body = b""
 
     def _look(self, imds: Imds, asked: Moment) -> Look:
         answer = imds.look(SPOT_PATH)
         notice = None
         if answer.status == 200:
             notice = read_instance_action(answer.body, asked.mended(answer), self._assumed_grace_s)
+            if server_date_s(answer) is None:
+                notice = self._by_local_clock(notice, answer.body, asked)
+            self._body = answer.body
         return Look(answer, notice, missing=not_spot(self._session))
+
+    def _by_local_clock(self, notice: Notice, body: bytes, asked: Moment) -> Notice:
+        """Nobody knows how far the local clock is off, and it may be set at any time.
+
+        Where it puts the notice into the past, it is wrong: the assumed grace period counts.  The deadline of
+        the first sight stands for as long as the service says the same.
+        """
+        if self._live is not None and body == self._body:
+            return self._live
+        if notice.deadline_mono_s > asked.mono_s or notice.kind == "hibernate":
+            return notice
+        return replace(
+            notice,
+            deadline_mono_s=asked.mono_s + self._assumed_grace_s,
+            deadline_quality=DeadlineQuality.ASSUMED,
+        )
 
 
 def not_spot(session: ImdsSession) -> str:

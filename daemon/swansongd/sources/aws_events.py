@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time, written
+from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time
 from swansongd.sources.metadata import MetadataUnavailable, shortened
 
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
@@ -72,12 +72,10 @@ class AwsRebalanceSource(AwsSource):
 
 def read_rebalance(body: bytes, asked: Moment) -> Notice:
     """The advisory that the body of ``events/recommendations/rebalance`` holds, however mangled."""
-    fields = _json(body)
-    stated = read_time(fields.get("noticeTime")) if isinstance(fields, dict) else None
     return Notice(
         source=AwsRebalanceSource.name,
         kind="rebalance",
-        identity=f"{AwsRebalanceSource.name}:{written(stated)}",
+        identity=AwsRebalanceSource.name,
         severity=Severity.ADVISORY,
         deadline_mono_s=asked.mono_s + REBALANCE_S,
         deadline_quality=DeadlineQuality.ASSUMED,
@@ -93,25 +91,18 @@ class AwsAsgSource(AwsSource):
     """
 
     name = "aws.asg"
-    _state = ""
-    _transitions = 0
 
     def _look(self, imds: Imds, asked: Moment) -> Look:
         answer = imds.look(ASG_PATH)
         state = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
         if answer.status == 404 or state in _ASG_STAYS:
-            self._state = state
             return Look(answer, None, gone=f"the Auto Scaling group wants {state or 'nothing'}")
         if state not in _ASG_ENDS:
             raise MetadataUnavailable(f"no such lifecycle state is known: {shortened(state, 40)!r}")
-        if state != self._state:
-            # Two transitions to one state are two notices; counting them says the same after a restart.
-            self._state = state
-            self._transitions += 1
         notice = Notice(
             source=self.name,
             kind=_ASG_ENDS[state],
-            identity=f"{self.name}:{state}:{self._transitions}",
+            identity=f"{self.name}:{state}",
             severity=Severity.IMMINENT,
             deadline_mono_s=asked.mono_s + self._assumed_grace_s,
             deadline_quality=DeadlineQuality.ASSUMED,
@@ -160,7 +151,7 @@ class AwsScheduledSource(AwsSource):
 def read_event(event: dict[str, Any], asked: Moment, assumed_grace_s: float) -> Notice:
     """The notice that one scheduled event is, whatever is missing from it.
 
-    Its identity holds the date as well: AWS lets an event be put off, and that makes it another one.
+    Its identity does not contain the date: AWS lets an event be put off.
 
     Args:
         asked: when it was asked for, by the server's clock.
@@ -171,13 +162,13 @@ def read_event(event: dict[str, Any], asked: Moment, assumed_grace_s: float) -> 
         grace_s, quality = assumed_grace_s, DeadlineQuality.ASSUMED
     else:
         grace_s = max(0.0, begins.timestamp() - asked.wall_s)
-        quality = DeadlineQuality.DERIVED
+        quality = DeadlineQuality.STATED if grace_s > 0 else DeadlineQuality.DERIVED
     code = _text(event, "Code")
     named = shortened(_text(event, "EventId") or code, 100) or "unknown"
     return Notice(
         source=AwsScheduledSource.name,
         kind=_EVENT_KINDS.get(code, "maintenance"),
-        identity=f"{AwsScheduledSource.name}:{named}:{written(begins)}",
+        identity=f"{AwsScheduledSource.name}:{named}",
         severity=Severity.SCHEDULED,
         deadline_mono_s=asked.mono_s + grace_s,
         deadline_quality=quality,

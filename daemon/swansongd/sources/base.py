@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swansongd.core.events import Event, SourceChanged
-from swansongd.model import Health, SourceStatus
+from swansongd.model import DeadlineQuality, Health, Notice, SourceStatus
 
 Post = Callable[[Event], None]
 """Hands an event to the decision loop.  May block, never raises."""
@@ -31,6 +31,29 @@ class Source(Protocol):
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """Watch until ``stop`` is set.  Returns within a second of that, or is abandoned."""
+
+
+MOVED_S = 2.0
+"""A deadline that moves by less is the same: servers name whole seconds, and clocks are slewed."""
+
+
+def is_news(before: Notice | None, notice: Notice, now_mono_s: float) -> bool:
+    """Whether the decision loop has to know of this sighting, after that of ``before``.
+
+    An assumed deadline recedes with each poll, and so does one that has passed: the first sight stands.
+    After the VM slept a deadline is nearer than it seemed, and the source may put it off.
+    """
+    if before is None or (before.identity, before.kind, before.severity) != (
+        notice.identity,
+        notice.kind,
+        notice.severity,
+    ):
+        return True
+    later_s = notice.deadline_mono_s - before.deadline_mono_s
+    is_put_off = (
+        notice.deadline_quality is DeadlineQuality.STATED and notice.deadline_mono_s > now_mono_s
+    )
+    return later_s < -MOVED_S or (later_s > MOVED_S and is_put_off)
 
 
 class HealthTracker:

@@ -23,6 +23,13 @@ def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
     return "none"
 
 
+def describe_firmware(dmi_directory: str = DMI_DIRECTORY) -> str:
+    """What the firmware says, in words."""
+    names = [_read(dmi_directory, name)[:60] for name in ("sys_vendor", "product_name")]
+    found = " ".join(name for name in names if name)
+    return f"unknown firmware ({found})" if found else "the firmware names no vendor"
+
+
 def _read(directory: str, name: str) -> str:
     try:
         with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:

@@ -18,13 +18,14 @@ from typing import ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post
+from swansongd.sources.base import Clock, HealthTracker, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     Answer,
     Backoff,
     MetadataClient,
     MetadataUnavailable,
+    fallback_url,
     shortened,
     watch,
 )
@@ -137,8 +138,8 @@ class GcpSource(ABC):
         metadata_url: address of the metadata server.
         boot_id: makes the identity of notices; of this boot if not given.
         hang_s: how long the server is asked to hold a request, in whole seconds.
-        timeout_s: limit of each HTTP exchange, more than ``hang_s``.  So long may a connection that
-            broke without a sign hide a notice.
+        timeout_s: limit of each HTTP exchange, more than ``hang_s``; it adapts to a slow server.  For so
+            long a connection that broke without a sign can hide a notice.
         retry_cap_s: most to wait before asking again after a failure.
         blind_after_s: without an answer for this long the source calls itself blind.
         uniform: where jitter comes from.
@@ -175,7 +176,14 @@ class GcpSource(ABC):
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
-        client = MetadataClient(self._metadata_url, timeout_s=self._timeout_s)
+        # A slow server needs more than the time for which it holds the request.
+        slack_s = self._timeout_s - self._hang_s
+        client = MetadataClient(
+            self._metadata_url,
+            timeout_s=self._timeout_s,
+            timeout_max_s=self._timeout_s + 4 * max(0.0, slack_s),
+            fallback_url=fallback_url(self._metadata_url, "gcp"),
+        )
         key = KeyWatch(client, self.key, hang_s=self._hang_s, parameters=self.parameters)
         health = HealthTracker(
             self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
@@ -223,8 +231,10 @@ class GcpSource(ABC):
     def _settle(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
         """Post what is new; whether anything was."""
         before = self._live
-        if (notice and notice.identity) == (before and before.identity):
-            return False  # the deadline of the first sight stands
+        if notice is None and before is None:
+            return False
+        if notice is not None and not is_news(before, notice, self._monotonic()):
+            return False
         with self._lock:
             self._live = notice
             if notice is None:

@@ -17,6 +17,7 @@ from swansongd.sources.metadata import (
     DEFAULT_URL,
     MetadataClient,
     MetadataUnavailable,
+    fallback_url,
     shortened,
 )
 
@@ -143,11 +144,10 @@ class GcpUpcomingSource(_TimedSource):
             )
         stated = _instant(begin)
         deadline_mono_s, quality = self._deadline(sight, stated)
-        when = "unknown" if stated is None else f"{stated:%Y-%m-%dT%H:%M:%SZ}"
         return Notice(
             source=self.name,
             kind="host-maintenance",
-            identity=f"{self.name}:{shortened(str(kind), 40)}:{when}",
+            identity=f"{self.name}:{shortened(str(kind), 40)}",
             severity=Severity.SCHEDULED,
             deadline_mono_s=deadline_mono_s,
             deadline_quality=quality,
@@ -197,7 +197,10 @@ class GcpStopSource(_TimedSource):
     def _details(self) -> tuple[float | None, datetime | None]:
         """How long the stop may take, and when it was ordered; what cannot be had quickly is None."""
         texts = []
-        with MetadataClient(self._metadata_url, timeout_s=_DETAILS_TIMEOUT_S) as client:
+        fallback = fallback_url(self._metadata_url, "gcp")
+        with MetadataClient(
+            self._metadata_url, timeout_s=_DETAILS_TIMEOUT_S, fallback_url=fallback
+        ) as client:
             for name in ("max-duration", "request-timestamp"):
                 try:
                     answer = get(client, _SHUTDOWN_DETAILS + name)

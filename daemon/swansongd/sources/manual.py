@@ -10,6 +10,13 @@ from swansongd.sources.metadata import shortened
 
 MANUAL = "manual"
 DRILL = "drill"
+SOON_S = 120.0
+"""A notice with more time is a scheduled one: a checkpoint at once, the evacuation when its end is near."""
+
+
+def identity_of(nonce: str, *, drill: bool) -> str:
+    """The identity of the notice with this nonce."""
+    return f"{DRILL if drill else MANUAL}:{shortened(nonce, 32)}"
 
 
 def notice_of(message: protocol.Notify, *, now_mono_s: float) -> Notice:
@@ -18,8 +25,8 @@ def notice_of(message: protocol.Notify, *, now_mono_s: float) -> Notice:
     return Notice(
         source=source,
         kind=source,
-        identity=f"{source}:{shortened(message.nonce, 64)}",
-        severity=Severity.IMMINENT,
+        identity=identity_of(message.nonce, drill=message.drill),
+        severity=Severity.IMMINENT if message.seconds_left <= SOON_S else Severity.SCHEDULED,
         deadline_mono_s=now_mono_s + max(0.0, message.seconds_left),
         deadline_quality=DeadlineQuality.STATED,
         detail=shortened(message.reason),

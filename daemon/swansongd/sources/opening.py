@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import datetime
 
+from swansongd.model import Health, SourceStatus
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsSource, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clock, Source
-from swansongd.sources.detect import detect_cloud
+from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
 from swansongd.sources.gcp import GcpPreemptedSource
 from swansongd.sources.gcp_events import (
@@ -91,6 +92,21 @@ def open_sources(
             return []
         case _:
             raise ValueError(f"no such cloud: {cloud!r}")
+
+
+def unknown_firmware(
+    cloud: str, *, now_mono_s: float, dmi_directory: str = DMI_DIRECTORY
+) -> SourceStatus | None:
+    """What to report when ``sources.cloud`` is ``auto`` and the firmware names no known cloud; else None."""
+    if cloud != "auto" or detect_cloud(dmi_directory) != "none":
+        return None
+    return SourceStatus(
+        source="cloud",
+        health=Health.DEGRADED,
+        reason=f"{describe_firmware(dmi_directory)}: no cloud is watched, only the shutdown of the OS; set "
+        'sources.cloud to "aws", "gcp" or, if that is intended, "none"',
+        since_mono_s=now_mono_s,
+    )
 
 
 def shortest_grace_s(names: Collection[str], *, assumed_grace_s: float) -> float:

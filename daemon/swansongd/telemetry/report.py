@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from swansongd.core import periodic
 from swansongd.core.state import FailedSaves, State
-from swansongd.model import TrainerView, Verdict
+from swansongd.model import TrainerView
 
 STORE_HEALTH = "store"
 """Under this name the health of the store goes beside that of the sources."""
@@ -29,7 +29,8 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     return {
         "generation": state.generation,
         "state": state.phase.value,
-        "verdict": _verdict(evacuation.verdict if evacuation else None),
+        "verdict": _verdict(state),
+        "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
         "store": store,
         "notices": [
@@ -38,6 +39,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
                 "kind": notice.kind,
                 "severity": notice.severity.name.lower(),
                 "seconds_left": round(notice.deadline_mono_s - now_mono_s, 1),
+                "identities": [notice.identity, *notice.repeats],
             }
             for notice in state.notices.values()
         ],
@@ -95,8 +97,28 @@ def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float |
     return round(now_mono_s - trainer.reported_mono_s, 1)
 
 
-def _verdict(verdict: Verdict | None) -> str | None:
-    return None if verdict is None else verdict.value
+def _verdict(state: State) -> str | None:
+    """That of the open evacuation, which may have none yet; without one, that of the last evacuation."""
+    decided = state.evacuation or state.last_verdict
+    is_precaution = state.evacuation is not None and state.evacuation.is_precaution
+    if is_precaution:
+        decided = state.last_verdict
+    return None if decided is None or decided.verdict is None else decided.verdict.value
+
+
+def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
+    last = state.last_verdict
+    if last is None:
+        return None
+    return {
+        "verdict": last.verdict.value,
+        "reason": last.reason,
+        "generation": None if last.commit is None else last.commit.generation,
+        "step": None if last.commit is None else last.commit.step,
+        "age_s": round(now_mono_s - last.mono_s, 1),
+        "evacuation": last.evacuation_id,
+        "notices": sorted(last.notices),
+    }
 
 
 def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:

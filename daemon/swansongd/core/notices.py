@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices: which ones are in force, which deadline counts, and how many evacuations one source may cause.
+
+A source may name any time, as often as it likes.  Three rules keep that harmless:
+
+- Nobody knows better than the VM that it is still alive: a time that has passed becomes an assumed one.
+- While an evacuation answers a notice, its deadline never moves later.  A later time that the source has
+  named meanwhile counts once the VM has outlived the earlier one.
+- Each source causes :data:`AT_ONCE` evacuations at once, and one more every :data:`EVERY_S`.  Operators
+  and the host's own shutdown are exempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core.state import State
+from swansongd.core.turn import HOST_SOURCE, LOGIND_SOURCE, Turn
+from swansongd.model import DeadlineQuality, Health, Notice, Severity
+
+OUTLIVED_S = 10.0
+"""A VM that still runs this long after its deadline was not taken: go back to watching."""
+CONCLUDED_MAX = 64
+AT_ONCE = 3
+EVERY_S = 20.0
+BY_HAND = ("manual", "drill")
+"""Sources of notices that operators give: several can be in force at once, each with its own end."""
+BY_HAND_MAX = 16
+SAME_END_S = 0.3
+"""Notices by hand whose ends are no further apart are one notice: calls at once, or a retried call."""
+REPEATS_MAX = 16
+
+
+def raised(turn: Turn, notice: Notice) -> None:
+    """A source has shown a notice: a new one, or one that is in force already."""
+    if notice.deadline_mono_s <= turn.now:
+        notice = _overdue(turn, notice)
+    key = _key(notice)
+    known = turn.state.notices.get(key)
+    if known is not None and known.identity == notice.identity:
+        _seen_again(turn, known, notice)
+        return
+    if notice.source in BY_HAND and _is_repeated(turn, notice):
+        return
+    turn.set(notices={**turn.state.notices, key: notice})
+    if notice.identity not in turn.state.concluded:
+        _log(turn, notice)
+
+
+def withdrawn(turn: Turn, source: str, reason: str) -> None:
+    """A source no longer shows its notice; if it shows it again, that is a new one."""
+    state = turn.state
+    gone = {key: notice for key, notice in state.notices.items() if notice.source == source}
+    if not gone:
+        return
+    identities = {notice.identity for notice in gone.values()}
+    turn.set(
+        notices={key: notice for key, notice in state.notices.items() if key not in gone},
+        concluded=tuple(i for i in state.concluded if i not in identities),
+        prepared=tuple(i for i in state.prepared if i not in identities),
+    )
+    turn.log("warning", "notice_withdrawn", source=source, reason=reason)
+
+
+def outlived(turn: Turn, live: tuple[Notice, ...]) -> None:
+    """The VM has outlived its deadline, and with it each of these notices whose own deadline has passed."""
+    notices = dict(turn.state.notices)
+    concluded = list(turn.state.concluded)
+    for notice in live:
+        # Its next evacuation is another one, whether this daemon opens it or the one after a restart.
+        left = replace(notice, evacuation_id="")
+        later_s = notice.later_mono_s
+        if turn.now > notice.deadline_mono_s + OUTLIVED_S:
+            if later_s is not None and later_s > turn.now:
+                left = replace(left, deadline_mono_s=later_s, later_mono_s=None)
+            else:
+                concluded.append(notice.identity)
+        notices[_key(notice)] = left
+        if notice.source in BY_HAND and notice.identity in concluded:
+            del notices[_key(notice)]  # nobody would ever withdraw it
+    turn.set(notices=notices, concluded=tuple(concluded[-CONCLUDED_MAX:]))
+
+
+def extend_overdue(turn: Turn, live: tuple[Notice, ...]) -> None:
+    """An evacuation is about to open: what has become overdue before that gets the assumed time."""
+    overdue = [notice for notice in live if notice.deadline_mono_s <= turn.now]
+    if overdue:
+        extended = {_key(notice): _overdue(turn, notice) for notice in overdue}
+        turn.set(notices={**turn.state.notices, **extended})
+
+
+def answered_by(turn: Turn, live: tuple[Notice, ...], evacuation_id: str) -> None:
+    """The evacuation answers these notices; a restarted daemon has to know."""
+    changed = {
+        _key(notice): replace(notice, evacuation_id=evacuation_id)
+        for notice in live
+        if notice.evacuation_id != evacuation_id
+    }
+    if changed:
+        turn.set(notices={**turn.state.notices, **changed})
+
+
+def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
+    """The identities of these notices and of their repetitions."""
+    repeats = (n.repeats for n in state.notices.values() if n.identity in answered)
+    return answered.union(*repeats)
+
+
+def admitted(turn: Turn, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
+    """Those of the notices whose sources may cause one more evacuation now."""
+    admitted = tuple(n for n in news if _is_within_rate(turn, n))
+    held = {notice.source for notice in news} - {notice.source for notice in admitted}
+    for source in sorted(held - turn.state.held):
+        turn.log("warning", "evacuation_held", source=source, hint="too many in a short time")
+    if not held <= turn.state.held:
+        turn.set(held=turn.state.held | held)
+    return admitted
+
+
+def count(turn: Turn, source: str) -> None:
+    """An evacuation opens because of this source."""
+    until_s = max(turn.now, turn.state.rates_mono_s.get(source, turn.now)) + EVERY_S
+    turn.set(
+        rates_mono_s={**turn.state.rates_mono_s, source: until_s},
+        held=turn.state.held - {source},
+    )
+
+
+def _is_within_rate(turn: Turn, notice: Notice) -> bool:
+    if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
+        return True  # this host reports it, or its operator
+    until_s = turn.state.rates_mono_s.get(notice.source, turn.now)
+    return until_s - turn.now <= (AT_ONCE - 1) * EVERY_S
+
+
+def _key(notice: Notice) -> str:
+    return notice.identity if notice.source in BY_HAND else notice.source
+
+
+def _overdue(turn: Turn, notice: Notice) -> Notice:
+    return replace(
+        notice,
+        deadline_mono_s=turn.now + turn.state.settings.assumed_grace_s,
+        deadline_quality=DeadlineQuality.ASSUMED,
+        is_overdue=True,
+    )
+
+
+def _seen_again(turn: Turn, known: Notice, notice: Notice) -> None:
+    """It may come nearer or become more severe; when it recedes depends on what it has led to."""
+    state = turn.state
+    evacuation = state.evacuation
+    is_later = notice.deadline_mono_s > known.deadline_mono_s
+    is_stated = notice.deadline_quality is not DeadlineQuality.ASSUMED
+    if notice.identity in state.concluded:
+        is_guess = known.deadline_quality is DeadlineQuality.ASSUMED and not known.is_overdue
+        is_further = notice.deadline_mono_s > known.deadline_mono_s + OUTLIVED_S
+        if not is_stated or is_guess or not is_further:
+            return
+        # Put off, after the VM has outlived the time that was named before.
+        turn.set(concluded=tuple(i for i in state.concluded if i != notice.identity))
+        turn.set(notices={**state.notices, _key(notice): notice})
+        _log(turn, notice)
+        return
+    is_answered = (
+        evacuation is not None
+        and not evacuation.is_precaution
+        and notice.identity in evacuation.identities
+    )
+    is_learned = _is_learned(state, known, notice)
+    merged = replace(
+        known,
+        kind=notice.kind,
+        detail=notice.detail,
+        severity=max(known.severity, notice.severity),
+    )
+    is_put_off = is_stated and not is_answered and known.severity <= Severity.SCHEDULED
+    if is_learned or not is_later or is_put_off:
+        merged = replace(
+            merged,
+            deadline_mono_s=notice.deadline_mono_s,
+            deadline_quality=notice.deadline_quality,
+            is_overdue=notice.is_overdue,
+            later_mono_s=None,
+        )
+    elif is_stated:
+        merged = replace(merged, later_mono_s=notice.deadline_mono_s)
+    turn.set(notices={**state.notices, _key(notice): merged})
+    if is_learned and is_answered:
+        live = turn.state.urgent_notices(turn.now) or (merged,)
+        turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in live))
+        turn.mark("deadline_learned", seconds_left=round(turn.left_s, 2), source=notice.source)
+
+
+def _is_repeated(turn: Turn, notice: Notice) -> bool:
+    """Whether the notice changes nothing: its end is known, or there are too many of its kind."""
+    state = turn.state
+    others = [n for n in state.notices.values() if n.source == notice.source]
+    same = next(
+        (n for n in others if abs(n.deadline_mono_s - notice.deadline_mono_s) <= SAME_END_S), None
+    )
+    if same is not None:
+        if notice.identity not in same.repeats:
+            repeats = (*same.repeats, notice.identity)[-REPEATS_MAX:]
+            nearest_s = min(same.deadline_mono_s, notice.deadline_mono_s)
+            merged = replace(
+                same,
+                repeats=repeats,
+                deadline_mono_s=nearest_s,
+                severity=max(same.severity, notice.severity),
+            )
+            turn.set(notices={**state.notices, _key(same): merged})
+            last = state.last_verdict
+            if last is not None and same.identity in last.notices:
+                answered = last.notices | {notice.identity}
+                turn.set(last_verdict=replace(last, notices=answered))
+            turn.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
+        return True
+    if len(others) < BY_HAND_MAX:
+        return False
+    evacuation = state.evacuation
+    has_verdict = evacuation is not None and evacuation.verdict is not None
+    answered = evacuation.identities if evacuation is not None and has_verdict else frozenset()
+    latest = max(
+        (n for n in others if n.identity in answered), key=lambda n: n.deadline_mono_s, default=None
+    )
+    if latest is not None:  # it has its verdict, and others in force end sooner
+        turn.set(notices={key: n for key, n in state.notices.items() if n is not latest})
+        return False
+    turn.log(
+        "warning",
+        "notice_ignored",
+        source=notice.source,
+        reason=f"{BY_HAND_MAX} notices by hand are in force",
+        hint="swansong notify --withdraw",
+    )
+    return True
+
+
+def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
+    """Whether a later deadline replaces the assumed one.
+
+    Compute Engine does not report how long before the soft-off its notice comes.  When the soft-off has
+    not come after a while the long notice applies; that proves something only while logind would have
+    reported it.
+    """
+    logind = state.sources.get(LOGIND_SOURCE)
+    return (
+        known.deadline_quality is DeadlineQuality.ASSUMED
+        and not known.is_overdue
+        and notice.deadline_quality is DeadlineQuality.DERIVED
+        and notice.deadline_mono_s > known.deadline_mono_s
+        and logind is not None
+        and logind.health is Health.OK
+        and not state.notices.keys() & {LOGIND_SOURCE, HOST_SOURCE}
+    )
+
+
+def _log(turn: Turn, notice: Notice) -> None:
+    turn.log(
+        "warning",
+        "notice",
+        source=notice.source,
+        kind=notice.kind,
+        severity=notice.severity.name.lower(),
+        seconds_left=round(notice.deadline_mono_s - turn.now, 2),
+        deadline_quality=notice.deadline_quality.value,
+        detail=notice.detail,
+    )
