@@ -26,7 +26,6 @@ from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
-    CommitCompleted,
     CommitDone,
     CommitFailed,
     CommitManifest,
@@ -34,6 +33,7 @@ from swansongd.core.events import (
     FenceFound,
     GenerationClaimed,
     HistoryRead,
+    PartsCounted,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.journal import Journal
@@ -214,7 +214,7 @@ class Clerk:
         self._jobs.put(lambda: self._join(incarnation))
 
     def check_complete(self, order: CheckComplete) -> None:
-        """Look for the manifests of all VMs; posts CommitCompleted when they are there."""
+        """Look for the manifests of all VMs; posts PartsCounted, whatever happens."""
         self._jobs.put(lambda: self._check_complete(order))
 
     def drain(self, timeout_s: float) -> bool:
@@ -401,13 +401,18 @@ class Clerk:
             self._health.failed(error.line())
 
     def _check_complete(self, order: CheckComplete) -> None:
+        committed, whole = 0, None
         try:
-            commits = catalog.list_commits(self._store, self._keys, order.ref)
+            for ref in order.refs:
+                found = commit.parts_committed(self._store, self._keys, ref, order.nodes)
+                committed = found if ref == order.refs[0] else committed
+                if found == order.nodes:
+                    whole = ref
+                    break
         except SwansongError as error:  # it is looked for again
             self._health.failed(error.line())
-            return
-        if any(found.nodes == order.nodes and found.is_complete for found in commits):
-            self._post(CommitCompleted(order.ref))
+        finally:
+            self._post(PartsCounted(order.refs[0], committed, whole))
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

@@ -433,6 +433,16 @@ class Service:
 
     def _conclude(self, conclusion: Conclude) -> None:
         assert self._timeline is not None
+        if conclusion.is_final:
+            self._announce(conclusion)
+        generation = self._state.generation
+        farewell = self._timeline.farewell(
+            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
+        )
+        if generation is not None:
+            self._clerk.farewell(generation, farewell)
+
+    def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
         _log.warning(
             "verdict",
@@ -445,12 +455,6 @@ class Service:
         is_awaited = AwsAsgSource.name in self._state.notices
         if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
             self._asg_hook.complete()
-        generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
-        if generation is not None:
-            self._clerk.farewell(generation, farewell)
 
     def _prune(self, directories: tuple[str, ...]) -> None:
         refused: list[tuple[str, str]] = []

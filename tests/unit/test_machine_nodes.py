@@ -12,7 +12,6 @@ from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckComplete,
-    CommitCompleted,
     CommitDone,
     CommitManifest,
     Conclude,
@@ -21,6 +20,7 @@ from swansongd.core.events import (
     GenerationClaimed,
     IncarnationBegun,
     JoinGeneration,
+    PartsCounted,
     PeerRequested,
     Prune,
     SendTarget,
@@ -31,8 +31,9 @@ from swansongd.core.events import (
     TrainerJoined,
     WithdrawRequest,
 )
-from swansongd.core.state import Settings
-from swansongd.model import CommitRef, Staged, TrainerView
+from swansongd.core.state import Phase, Settings
+from swansongd.model import CommitRef, Part, Staged, TrainerView
+from swansongd.telemetry.report import status_line, status_report
 
 
 class Node(Story):
@@ -65,6 +66,15 @@ class Node(Story):
     def seal_part(self, step: int, request_id: str = "") -> None:
         self.staging.append(replace(a_set(step, request_id=request_id), nodes=2))
         self.scan()
+
+    def counted(self, ref: CommitRef, committed: int) -> None:
+        """The store lists the parts of so many VMs."""
+        self.tell(PartsCounted(ref, committed, ref if committed == 2 else None))
+
+    @property
+    def final(self) -> list[str]:
+        """The verdicts, without what is only known of this VM's part so far."""
+        return [f"{c.verdict.value} {c.commit}" for c in self.all(Conclude) if c.is_final]
 
     def commit_own_part(self) -> CommitRef:
         self.flushed()
@@ -154,8 +164,8 @@ def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     assert not node.all(SendTarget)
     node.seal_part(9, request_id="theirs")
     assert node.flushes == [9]
-    node.commit_own_part()
-    assert node.verdicts == ["SAFE generation 3 step 9"]
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 3 step 9"]
 
 
 def test_our_own_request_that_comes_back_is_no_notice() -> None:
@@ -210,41 +220,123 @@ def test_ranks_that_do_not_agree_are_not_waited_for() -> None:
 
 
 @pytest.mark.fault("G17")
-def test_a_checkpoint_counts_when_all_parts_are_there() -> None:
-    """Own part committed: SAFE, but nothing is pruned, told or built upon until the others are seen."""
+def test_safe_means_the_whole_checkpoint() -> None:
+    """After this VM's part nothing is safe, pruned, reported or built upon until all parts are seen."""
     node = Node()
     node.begin()
     node.seal_part(5)
     first = node.commit_own_part()
-    node.tell(CommitCompleted(first))
+    node.counted(first, 2)
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
     node.notice(in_s=60)
     node.tell(TrainerAgreed(node.request_id, 9))
     node.seal_part(9, request_id=node.request_id)
     node.flushed()
-    assert node.last(CommitManifest).parent == first
     order = node.last(CommitManifest)
+    assert order.parent == first
     second = CommitRef(3, 9)
     node.tell(CommitDone(order.flush_id, second))
-    assert node.verdicts == ["SAFE generation 3 step 9"]
-    assert node.last(Conclude).is_complete is False
+    assert node.final == []
+    report = status_report(node.state, node.now)
+    assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
+    assert report["last_commit"] == {"generation": 3, "step": 5, "age_s": 0.0}
+    assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
+    assert report["replication_lag"] == {"steps": 4, "seconds": 0.0, "bytes": 0}
+    line = status_line(node.state, node.now)
+    assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
     assert not node.all(Prune)
-    looks = len(node.all(CheckComplete))
-    node.wait(0.1)
+    node.counted(second, 1)
+    assert node.state.phase is Phase.WAITING_FOR_PEERS
     node.wait(0.3)
-    assert node.last(CheckComplete) == CheckComplete(second, 2)
-    assert len(node.all(CheckComplete)) == looks + 1
-    node.tell(CommitCompleted(second))
-    assert node.verdicts == ["SAFE generation 3 step 9"] * 2
-    assert node.last(Conclude).is_complete is True
+    node.counted(second, 2)
+    assert node.final == ["SAFE generation 3 step 9"]
+    assert node.last(Conclude).part is None
     assert node.last(TellCommitted).ref == second
     assert len(node.last(Prune).directories) == 1
+    assert status_report(node.state, node.now)["part"] is None
+    node.wait(5)
+    assert node.final == ["SAFE generation 3 step 9"]
+
+
+@pytest.mark.fault("G17")
+@pytest.mark.parametrize(("whole_before", "word"), [(True, "PARTIAL"), (False, "LOST")])
+def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str) -> None:
+    """The verdict names the whole commit that stands, and the part; it improves if the others come late."""
+    node = Node()
+    node.begin()
+    stands = None
+    if whole_before:
+        node.seal_part(5)
+        stands = node.commit_own_part()
+        node.counted(stands, 2)
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    ref = node.commit_own_part()
+    # The power may go before the deadline: a farewell with the facts so far is written at once, and once.
+    (early,) = node.all(Conclude)
+    assert (early.is_final, early.verdict, early.commit) == (False, word, stands)
+    for _ in range(59):
+        node.wait(1.0)
+        node.counted(ref, 1)
+    assert node.all(Conclude) == [early]
+    node.wait(2.0)
+    assert node.final == [f"{word} {stands}"]
+    last = node.last(Conclude)
+    assert last.part == Part(ref, 2, 1)
+    assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
+    node.counted(ref, 2)
+    assert node.final[1:] == ["SAFE generation 3 step 9"]
+
+
+def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
+    """Training continues after the save: what it seals is flushed while the other VMs are slow."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.commit_own_part()
+    node.seal_part(12)
+    assert node.flushes == [9, 12]
+
+
+def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
+    """A VM that is slower may skip sets: each of the last own parts may be the one that it has."""
+    node = Node()
+    node.begin()
+    refs = []
+    for step in (5, 10, 15):
+        node.seal_part(step)
+        refs.append(node.commit_own_part())
+    node.tell(PartsCounted(refs[0], 1, None))
+    node.wait(1)
+    assert node.last(CheckComplete) == CheckComplete(tuple(reversed(refs)), 2)
+    node.tell(PartsCounted(refs[2], 1, refs[1]))
+    assert node.last(TellCommitted).ref == refs[1]
+    assert node.state.part == Part(refs[2], 2, 1)
+    node.wait(40)
+    assert node.last(CheckComplete) == CheckComplete((refs[2],), 2)
+
+
+@pytest.mark.fault("G17")
+def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
+    """The ranks are gone to another start: its generation counts, and the part of the old one does not."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.commit_own_part()
+    node.tell(FenceFound(4))
+    node.wait(61)
+    assert node.final == ["LOST None"]
 
 
 @pytest.mark.fault("G17")
 def test_a_part_alone_stands_for_nothing() -> None:
-    """When only this VM has committed, and its newer set fails, the run has lost all."""
+    """When only this VM has committed, and its newer set fails, the run has lost all at the deadline."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -252,6 +344,7 @@ def test_a_part_alone_stands_for_nothing() -> None:
     node.notice(in_s=60)
     node.tell(TrainerFailed(1, node.request_id, "no"))
     node.scan()
+    node.wait(61)
     assert node.last(Conclude).verdict.value == "LOST"
     assert node.last(Conclude).commit is None
 
@@ -261,7 +354,29 @@ def test_the_parts_of_others_are_looked_for_ever_less_often() -> None:
     node = Node()
     node.begin()
     node.seal_part(5)
-    node.commit_own_part()
+    ref = node.commit_own_part()
+    node.counted(ref, 1)
     for _ in range(3600):
-        node.wait(1.0)
+        if node.wait(1.0):
+            node.counted(ref, 1)
     assert 100 < len(node.all(CheckComplete)) < 140
+
+
+def test_parts_are_looked_for_one_answer_after_the_other() -> None:
+    """A store that does not answer is asked once; a manifest that is due does not queue behind a look."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    ref = node.commit_own_part()
+    for _ in range(20):
+        node.wait(0.3)
+    assert len(node.all(CheckComplete)) == 1
+    node.tell(PartsCounted(ref, 0, None))
+    node.seal_part(12)
+    node.flushed()
+    node.wait(1)
+    assert len(node.all(CheckComplete)) == 1
+    node.commit_fails()
+    assert len(node.all(CheckComplete)) == 2

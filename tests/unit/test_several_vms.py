@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +18,22 @@ from swansongd import commit
 from swansongd.clerk import ClaimRecord, Clerk
 from swansongd.core.events import (
     CheckComplete,
-    CommitCompleted,
     Event,
     FenceFound,
     GenerationClaimed,
+    PartsCounted,
     SourceChanged,
 )
 from swansongd.core.state import State
-from swansongd.errors import FencedError
+from swansongd.errors import FencedError, Transient
 from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
 from swansongd.rejoin import Rejoin
+from swansongd.signing import Signer
 from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import prepare
+from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 from swansongd.trainers.translate import problem_with
 
@@ -186,19 +189,42 @@ def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
 def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """Of this step and this number of VMs; until then nothing is said."""
+    """Of this step and this number of VMs; and the newest of several that is whole is named."""
     desk = Desk(tmp_path / "a", store)
     clerk = desk.open()
-    order = CheckComplete(CommitRef(1, 9), 2)
-    for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}):
+    refs = (CommitRef(1, 9), CommitRef(1, 8), CommitRef(1, 7))
+    order = CheckComplete(refs, 2)
+    for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}, {"step": 8, "node": 0}):
         committed.commit(store, FILES, nodes=2, generation=1, attempt=f"{options}", **options)
     clerk.check_complete(order)
-    assert clerk.drain(10)
-    assert desk.events.empty()
+    assert desk.next(PartsCounted) == PartsCounted(refs[0], 1, refs[1])
     committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, attempt="x")
     clerk.check_complete(order)
-    assert desk.next(CommitCompleted) == CommitCompleted(order.ref)
+    assert desk.next(PartsCounted) == PartsCounted(refs[0], 2, refs[0])
     clerk.close()
+
+
+def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -> None:
+    """Also when the store fails: the decision loop makes no other look before the answer."""
+
+    class Broken(FileStore):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            raise Transient("503")
+
+    desk = Desk(tmp_path / "a", Broken(store.url))
+    clerk = desk.open()
+    clerk.check_complete(CheckComplete((CommitRef(1, 9),), 2))
+    assert desk.next(PartsCounted) == PartsCounted(CommitRef(1, 9), 0, None)
+    clerk.close()
+
+
+@pytest.mark.fault("S25")
+def test_an_unsigned_part_makes_no_checkpoint_whole(tmp_path: Path, store: FileStore) -> None:
+    """A reader with a key would refuse it."""
+    keys = RunKeys("r", Signer(b"k" * 32))
+    for node in (0, 1):
+        committed.commit(store, FILES, step=9, node=node, nodes=2, attempt=f"a{node}")
+    assert commit.parts_committed(store, keys, CommitRef(1, 9), 2) == 1
 
 
 class Vm:

@@ -11,6 +11,7 @@ from typing import Any
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
 from swansongd.cli.common import add_json, print_json
+from swansongd.cli.status import part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config import load
 from swansongd.config_values import Wrong, duration
@@ -87,9 +88,8 @@ def _noted(report: dict[str, Any]) -> bool:
 
 
 def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
-    shown = {
-        key: report[key] for key in ("state", "verdict", "notices", "evacuation", "last_commit")
-    }
+    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part")
+    shown = {key: report[key] for key in keys}
     if args.json:
         print_json(shown)
     else:
@@ -99,6 +99,8 @@ def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
             if commit
             else "nothing is committed"
         )
+        if shown["part"]:
+            stands += f"; {part_of(shown['part'])}"
         print(f"{shown['verdict'] or shown['state']}: {stands}")
     return 0
 

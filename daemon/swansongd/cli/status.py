@@ -49,6 +49,8 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("state", _word(report.get("state")))
     table.add_row("verdict", _word(report.get("verdict")))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
+    if isinstance(report.get("part"), dict):
+        table.add_row("waits for peers", part_of(report["part"]))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
     table.add_row("pending", _bytes(report.get("pending_bytes")))
@@ -109,6 +111,14 @@ def _last_commit(commit: Any) -> str:
     return (
         f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, "
         f"{_seconds(commit.get('age_s'))} ago"
+    )
+
+
+def part_of(part: dict[str, Any]) -> str:
+    """The checkpoint of which this VM's part is committed, over several VMs."""
+    return (
+        f"this VM's part of generation {_word(part.get('generation'))} step {_word(part.get('step'))} "
+        f"is committed ({_word(part.get('nodes_committed'))} of {_word(part.get('nodes'))} VMs)"
     )
 
 

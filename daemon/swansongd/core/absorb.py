@@ -15,7 +15,6 @@ from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckFence,
-    CommitCompleted,
     CommitDone,
     CommitFailed,
     Event,
@@ -29,6 +28,7 @@ from swansongd.core.events import (
     IncarnationBegun,
     NoticeRaised,
     NoticeWithdrawn,
+    PartsCounted,
     PeerRequested,
     Rescan,
     RolledBack,
@@ -156,8 +156,8 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             stored.flush_failed(turn, event)
         case CommitDone(flush_id, ref):
             stored.commit_done(turn, flush_id, ref)
-        case CommitCompleted(ref):
-            nodes.completed(turn, ref)
+        case PartsCounted():
+            nodes.counted(turn, event)
         case CommitFailed():
             stored.commit_failed(turn, event)
         case FenceFound(generation) if state.settings.several_vms:

@@ -126,7 +126,7 @@ def commit_done(turn: Turn, flush_id: str, ref: CommitRef) -> None:
         stored=tuple(item for item in turn.state.stored if item.flush_id != flush_id), failures=0
     )
     if newest is None or ref > newest:
-        turn.set(last_commit=ref, last_commit_mono_s=turn.now)
+        turn.set(last_commit=ref)
     if done is not None and is_healthy(done.staged.health):
         healthy = turn.state.healthy_commit
         turn.set(healthy_commit=ref if healthy is None else max(ref, healthy))

@@ -298,47 +298,78 @@ def _steer_verdict(turn: Turn) -> None:
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_answered = state.answer is not None and state.is_covered(state.answer)
+    is_answered = state.answer is not None and state.is_whole(state.answer)
     is_busy = not is_answered and (
-        not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
+        not has_looked
+        or bool(state.uncommitted)
+        or bool(state.stored)
+        or state.generation is None
+        or (state.part is not None and not evacuation.is_precaution)
     )
     out_of_time = turn.left_s <= 0
     if (is_waiting or is_busy) and not out_of_time:
+        if not is_waiting:
+            _report_part(turn, evacuation)
         return
     verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
     before = evacuation.verdict
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
-    commit = state.last_commit if verdict is Verdict.SAFE else state.last_complete
-    is_complete = commit == state.last_complete
-    is_news = (
-        verdict is not before
-        or commit != evacuation.verdict_commit
-        or is_complete is not evacuation.verdict_is_complete
-    )
+    commit = state.last_complete
+    is_news = verdict is not before or commit != evacuation.verdict_commit
     if evacuation.is_precaution:
         _precaution_done(turn, evacuation, reason)
         return
     if is_news and not is_worse:
-        turn.set_evacuation(verdict=verdict, verdict_commit=commit, verdict_is_complete=is_complete)
+        turn.set_evacuation(verdict=verdict, verdict_commit=commit)
         slack_s = round(turn.left_s, 2)
-        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_complete=is_complete))
+        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
     if HOST_SOURCE in state.notices:
         turn.set(is_leaving=True)
         turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
 
 
+def _report_part(turn: Turn, evacuation: Evacuation) -> None:
+    """Leave a farewell that names this VM's part: the power may go before the other VMs have committed."""
+    state, part = turn.state, turn.state.part
+    is_wanted = state.answer is None or state.is_covered(state.answer)
+    if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
+        return
+    if evacuation.part_reported == part.ref:
+        return
+    turn.set_evacuation(part_reported=part.ref)
+    turn.mark(
+        "waiting_for_peers",
+        generation=part.ref.generation,
+        step=part.ref.step,
+        vms_committed=part.committed,
+        vms=part.nodes,
+    )
+    verdict, reason = _judge(turn.state, out_of_time=False)
+    slack_s = round(turn.left_s, 2)
+    turn.do(
+        Conclude(evacuation.id, verdict, reason, state.last_complete, slack_s, part, is_final=False)
+    )
+
+
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
-    evacuation = state.evacuation
+    evacuation, part = state.evacuation, state.part
     assert evacuation is not None
-    if state.answer is not None and state.is_covered(state.answer):
-        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
+    if state.answer is not None and state.is_whole(state.answer):
+        return (
+            Verdict.SAFE,
+            f"the checkpoint that was asked for is committed: {state.last_complete}",
+        )
     if state.last_complete is None:
+        if part is not None:
+            return Verdict.LOST, f"{part}; no checkpoint of the run is whole"
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
         if evacuation.ask is not None and evacuation.ask.failure:
             return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
     stands = f"{state.last_complete} stands"
+    if part is not None:
+        stands = f"{part}; {stands}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     ask = evacuation.ask
@@ -349,4 +380,6 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
     if ask is None and ahead > state.last_complete.step:
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
-    return Verdict.SAFE, f"the newest sealed state is committed: {state.last_commit}"
+    if part is not None:
+        return Verdict.PARTIAL, stands
+    return Verdict.SAFE, f"the newest sealed state is committed: {state.last_complete}"

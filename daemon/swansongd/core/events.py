@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from swansongd.model import (
     CommitRef,
     Notice,
+    Part,
     SourceStatus,
     Staged,
     StoredShard,
@@ -222,10 +223,15 @@ class CommitDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitCompleted:
-    """It answers CheckComplete: the parts of all VMs are committed."""
+class PartsCounted:
+    """It answers CheckComplete, also when the store could not be asked."""
 
-    ref: CommitRef
+    newest: CommitRef
+    """First of the refs that were asked about."""
+    committed: int
+    """Number of VMs whose part of ``newest`` is committed; 0: not known."""
+    whole: CommitRef | None
+    """Newest of the refs of which all VMs have committed their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +276,7 @@ Event = (
     | TrainerFailed | PeerRequested | IncarnationBegun
     | RolledBack | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
-    | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
+    | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 CAUSED_BY_TRAINERS = (
@@ -373,9 +379,10 @@ class JoinGeneration:
 
 @dataclass(frozen=True, slots=True)
 class CheckComplete:
-    """Look whether the parts of all VMs are committed."""
+    """Count the VMs whose parts are committed; always answered with PartsCounted."""
 
-    ref: CommitRef
+    refs: tuple[CommitRef, ...]
+    """Newest first."""
     nodes: int
 
 
@@ -408,15 +415,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The evacuation has a verdict: write the farewell, log it, tell whoever watches."""
+    """The evacuation has a verdict: write the farewell and log it."""
 
     evacuation_id: str
     verdict: Verdict
     reason: str
     commit: CommitRef | None
+    """Whole: the parts of all VMs are committed."""
     slack_s: float
-    is_complete: bool = True
-    """Whether the parts of all VMs of ``commit`` are known to be committed."""
+    part: Part | None = None
+    """Committed by this VM, newer than ``commit``, and not whole."""
+    is_final: bool = True
+    """False: the other VMs may still commit their parts in time; only the farewell is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from swansongd.core.events import (
     CancelFlush,
     CheckComplete,
     JoinGeneration,
+    PartsCounted,
     Prune,
     TellCommitted,
     TellFenced,
@@ -25,6 +26,8 @@ from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged
 PEER_SOURCE = "peer"
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
+PARTS_MAX = 4
+"""Own parts that wait for those of the other VMs, which flush the newest set first and skip others."""
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
 PEER_REQUESTS_MAX = 3
@@ -76,6 +79,7 @@ def _drop_all(turn: Turn) -> None:
         flight=None,
         stored=(),
         generation=None,
+        last_commit=state.last_complete,
         incomplete=None,
         periodic=None,
         inherited=state.inherited | known,
@@ -135,28 +139,60 @@ def committed(turn: Turn, ref: CommitRef, staged: Staged | None) -> None:
     if staged is None or staged.nodes == 1:
         completed(turn, ref)
     elif turn.state.last_complete is None or ref > turn.state.last_complete:
-        turn.set(incomplete=Incomplete(ref, staged.nodes, turn.now, LOOK_FIRST_S))
+        before = turn.state.incomplete
+        others = () if before is None else before.refs
+        refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
+        is_asked = before is not None and before.is_asked
+        turn.set(
+            incomplete=Incomplete(refs, staged.nodes, turn.now, LOOK_FIRST_S, is_asked=is_asked)
+        )
 
 
 def steer(turn: Turn) -> None:
-    """Look for the parts of the other VMs, less and less often."""
-    incomplete = turn.state.incomplete
-    if incomplete is None or turn.now < incomplete.look_mono_s:
+    """Look for the parts of the other VMs, less and less often; one look at a time.
+
+    The same thread commits: a look never goes before a manifest.
+    """
+    state = turn.state
+    incomplete = state.incomplete
+    is_committing = any(item.is_asked for item in state.stored)
+    if incomplete is None or incomplete.is_asked or is_committing:
         return
-    turn.do(CheckComplete(incomplete.ref, incomplete.nodes))
-    is_urgent = turn.state.evacuation is not None and turn.left_s > 0
+    is_urgent = state.evacuation is not None and turn.left_s > 0
+    if turn.now < incomplete.look_mono_s and not (is_urgent and incomplete.wait_s > LOOK_FIRST_S):
+        return
+    turn.do(CheckComplete(incomplete.refs, incomplete.nodes))
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
-    turn.set(incomplete=replace(incomplete, look_mono_s=turn.now + wait_s, wait_s=wait_s))
+    turn.set(incomplete=replace(incomplete, wait_s=wait_s, is_asked=True))
+
+
+def counted(turn: Turn, event: PartsCounted) -> None:
+    """A look for the parts of the other VMs was answered."""
+    incomplete = turn.state.incomplete
+    if incomplete is None:
+        return
+    is_newest = event.newest == incomplete.refs[0]
+    turn.set(
+        incomplete=replace(
+            incomplete,
+            is_asked=False,
+            look_mono_s=turn.now + incomplete.wait_s,
+            committed=max(incomplete.committed, event.committed if is_newest else 0),
+        )
+    )
+    if event.whole in incomplete.refs:
+        completed(turn, event.whole)
 
 
 def completed(turn: Turn, ref: CommitRef) -> None:
     """All VMs have committed their parts: what is older is dispensable."""
     state = turn.state
-    if state.incomplete is not None and state.incomplete.ref <= ref:
+    if state.incomplete is not None:
         turn.mark("complete", generation=ref.generation, step=ref.step)
-        turn.set(incomplete=None)
+        refs = tuple(part for part in state.incomplete.refs if part > ref)
+        turn.set(incomplete=replace(state.incomplete, refs=refs) if refs else None)
     if state.last_complete is None or ref > state.last_complete:
-        turn.set(last_complete=ref)
+        turn.set(last_complete=ref, last_commit_mono_s=turn.now)
     turn.do(TellCommitted(ref))
     # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
     dispensable = tuple(

@@ -14,6 +14,7 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
+    Part,
     Severity,
     SourceStatus,
     Staged,
@@ -35,6 +36,8 @@ class Phase(StrEnum):
     CHECKPOINTING = "CHECKPOINTING"
     FLUSHING = "FLUSHING"
     COMMITTING = "COMMITTING"
+    WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
+    """This VM's part is committed, and not all other VMs have committed theirs."""
     FENCED = "FENCED"
 
 
@@ -98,13 +101,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """This VM's part of a checkpoint is committed, those of other VMs are not known to be."""
+    """This VM's parts of checkpoints are committed, those of other VMs are not known to be."""
 
-    ref: CommitRef
+    refs: tuple[CommitRef, ...]
+    """Newest first; the other VMs may skip some of them."""
     nodes: int
     look_mono_s: float
     """Not to be looked for before."""
     wait_s: float
+    committed: int = 1
+    """Number of VMs whose part of the newest one is committed."""
+    is_asked: bool = False
+    """A CheckComplete is out and has not been answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +176,8 @@ class Evacuation:
     ask: Ask | None = None
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
-    verdict_is_complete: bool = False
+    part_reported: CommitRef | None = None
+    """A farewell names this VM's part of that checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +216,12 @@ class State:
     """Newest commit of the run that this daemon knows of, of whatever generation.  Over several VMs
     perhaps this VM's part of it only."""
     last_complete: CommitRef | None = None
-    """Newest one that all its VMs have made."""
+    """Newest one that is whole: all its VMs have committed their parts."""
     incomplete: Incomplete | None = None
     incarnation: str = ""
     """Which start of a job over several VMs the trainers are of."""
     last_commit_mono_s: float | None = None
-    """When this daemon committed it; None for one that it found."""
+    """When ``last_complete`` was seen to be whole; None for one that this daemon found at its start."""
     retry_mono_s: float = 0.0
     """After a failure of the store: not before this instant."""
     failures: int = 0
@@ -258,6 +267,8 @@ class State:
             return Phase.FLUSHING
         if self.stored:
             return Phase.COMMITTING
+        if evacuation.verdict is None and self.incomplete is not None:
+            return Phase.WAITING_FOR_PEERS
         return evacuation.verdict or Phase.FLUSHING
 
     @property
@@ -297,12 +308,26 @@ class State:
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit as new, or newer, of the same lineage stands."""
-        last = self.last_commit
+        """Whether a commit as new, or newer, of the same lineage stands; this VM's part is enough."""
+        return self._covers(self.last_commit, checkpoint)
+
+    def is_whole(self, checkpoint: CheckpointId) -> bool:
+        """Whether a commit as new, or newer, of the same lineage stands, with the parts of all VMs."""
+        return self._covers(self.last_complete, checkpoint)
+
+    def _covers(self, last: CommitRef | None, checkpoint: CheckpointId) -> bool:
         if last is None:
             return False
         same_lineage = last.generation == self.generation or checkpoint in self.inherited
         return same_lineage and checkpoint.step <= last.step
+
+    @property
+    def part(self) -> Part | None:
+        """The newest checkpoint of which this VM's part is committed, as long as it is not whole."""
+        incomplete = self.incomplete
+        if incomplete is None:
+            return None
+        return Part(incomplete.refs[0], incomplete.nodes, incomplete.committed)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

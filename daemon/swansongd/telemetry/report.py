@@ -59,6 +59,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
+        "part": None if state.part is None else state.part.facts(),
         "replication_lag": _lag(state, now_mono_s),
         "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
@@ -77,7 +78,9 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
 
 def status_line(state: State, now_mono_s: float) -> str:
     """The same in one line, for ``systemctl status``."""
-    last = f"last commit {state.last_commit}" if state.last_commit else "nothing committed yet"
+    last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
+    if state.part is not None:
+        last += f"; {state.part}"
     if state.stalled:
         last += "; the trainer is stalled"
     if state.evacuation is None:
@@ -98,7 +101,7 @@ def _verdict(verdict: Verdict | None) -> str | None:
 
 
 def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
-    last = state.last_commit
+    last = state.last_complete
     if last is None:
         return None
     since = state.last_commit_mono_s
@@ -111,9 +114,11 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
     """What would be lost if the power went now."""
-    committed = state.last_commit.step if state.last_commit else 0
+    committed = state.last_complete.step if state.last_complete else 0
     ahead = max((trainer.step for trainer in state.trainers), default=committed)
-    newest = state.uncommitted[0].id.step if state.uncommitted else committed
+    newest = max((staged.id.step for staged in state.uncommitted), default=committed)
+    if state.part is not None:
+        newest = max(newest, state.part.ref.step)
     since = state.last_commit_mono_s
     return {
         "steps": max(ahead, newest, committed) - committed,
