@@ -50,6 +50,7 @@ from swansongd.core.events import (
     StopRequested,
     TellCommitted,
     TellFenced,
+    TellFinished,
     Tick,
     WithdrawRequest,
     WokeUp,
@@ -351,7 +352,7 @@ class Service:
 
     # ------------------------------------------------------------------ actions
 
-    def _carry_out(self, action: Action, now: float) -> None:
+    def _carry_out(self, action: Action, now: float) -> None:  # noqa: PLR0915 - one case for each action
         match action:
             case AskTrainers():
                 request = protocol.Request(
@@ -375,6 +376,8 @@ class Service:
                 self._channel.send(connections, committed)
             case TellFenced(generation):
                 self._channel.send(None, protocol.Fenced(generation=generation))
+            case TellFinished(incarnation):
+                self._channel.send(None, protocol.Finished(incarnation=incarnation))
             case StartFlush():
                 self._flush.start(
                     action.flush_id,

@@ -16,6 +16,7 @@ from swansong._rounds import Decision, JobStore, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
+    Finish,
     Incarnation,
     Message,
     PeerRequest,
@@ -36,7 +37,10 @@ class Rank:
         self.said: list[Message] = []
         self.saved: list[tuple[str, int]] = []
         self.agreement = Agreement(ranks.world_size, None, self._answer)
-        self.assembly = Assembly(ranks, self.agreement, self.said.append, connect)
+        self.assembly = Assembly(ranks, self.agreement, self._tell_daemon, connect)
+        self.may_begin = threading.Event()
+        """The daemon has nothing of an earlier start to commit."""
+        self.may_begin.set()
         self.is_stuck = threading.Event()
         self.stop = threading.Event()
         self._random = random.Random(seed)
@@ -45,6 +49,11 @@ class Rank:
 
     def _answer(self, message: Message) -> object:
         return self.assembly.answer(message)
+
+    def _tell_daemon(self, message: Message) -> None:
+        self.said.append(message)
+        if isinstance(message, Finish) and self.may_begin.is_set():
+            self.assembly.finished(message.incarnation)
 
     def start(self) -> None:
         self.assembly.start()
@@ -379,8 +388,9 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         got: dict[int, object] = {}
 
         def ask(rank: Rank) -> None:
-            def decide() -> dict[str, object]:
+            def decide(session: str) -> dict[str, object]:
                 assert rank.ranks.rank == 0
+                assert Incarnation(session) in rank.said
                 return {"generation": 3, "step": 40}
 
             got[rank.ranks.rank] = rank.assembly.restore(decide)
@@ -391,6 +401,32 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         for thread in threads:
             thread.join(20)
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
+
+
+def test_a_start_begins_when_no_daemon_has_anything_to_finish(
+    connect: Callable[[], JobStore],
+) -> None:
+    """Nothing is claimed or chosen before the last daemon says so, and one that restarts is asked again."""
+    with Job(connect, nodes=3, local=1) as job:
+        busy = job.ranks[2]
+        busy.may_begin.clear()
+
+        def begun() -> list[Message]:
+            return [m for rank in job.ranks for m in rank.said if isinstance(m, Incarnation)]
+
+        until(lambda: all(any(isinstance(m, Finish) for m in r.said) for r in job.ranks))
+        (session,) = {m.incarnation for r in job.ranks for m in r.said if isinstance(m, Finish)}
+        busy.said.clear()
+        busy.assembly.connected()
+        assert busy.said == [Finish(session)]
+        assert not begun()
+        busy.assembly.finished("another start")
+        assert not begun()
+        busy.assembly.finished(session)
+        until(lambda: len(begun()) == 3)
+        assert set(begun()) == {Incarnation(session)}
+        job.request("r1")
+        job.wait_sealed("r1")
 
 
 def all_go_back(

@@ -20,7 +20,7 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
-SETTINGS = {"run": {"several_vms": True}}
+SETTINGS = {"run": {"several_vms": True}, "flush": {"background_bytes_per_s": 100_000}}
 
 
 class Rank:
@@ -52,14 +52,14 @@ class Rank:
             if message["type"] == kind:
                 return message
 
-    def seal(self, step: int, request_id: str = "") -> None:
+    def seal(self, step: int, request_id: str = "", *, size_bytes: int = 1000) -> None:
         """Seal this VM's part of a checkpoint as the hooks do."""
         shard = f"rank-{self.node:05d}/model.bin"
         manifest = RankManifest(
             run="run",
             step=step,
             kind="emergency" if request_id else "periodic",
-            files=[FileEntry(shard, 1000)],
+            files=[FileEntry(shard, size_bytes)],
             rank=self.node,
             world_size=self.nodes,
             node=self.node,
@@ -68,7 +68,7 @@ class Rank:
         )
         sealed = self.vm.run_directory / protocol.sealed_name(step, "abc")
         content = {
-            shard: bytes([self.node]) * 1000,
+            shard: bytes([self.node]) * size_bytes,
             protocol.rank_manifest_name(self.node): manifest.encode(),
         }
         write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
@@ -77,7 +77,7 @@ class Rank:
             step=step,
             directory=sealed.name,
             save_s=0.1,
-            size_bytes=1000,
+            size_bytes=size_bytes,
             request_id=request_id,
         )
 
@@ -126,9 +126,14 @@ def committed(vm: Vm) -> int | None:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, new_vm: Callable[..., Vm]) -> Iterator[Pair]:
-    with ExitStack() as opened:
-        yield Pair(tmp_path, new_vm, opened)
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def pair(tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> Pair:
+    return Pair(tmp_path, new_vm, opened)
 
 
 @pytest.mark.fault("G17")
@@ -176,3 +181,42 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
     for farewell in farewells:
         assert (farewell["verdict"], farewell["complete"]) == ("PARTIAL", False)
         assert (farewell["commit"]["step"], farewell["part"]["step"]) == (5, 9)
+
+
+@pytest.mark.fault("N09", "G17")
+def test_a_restart_of_the_survivor_resumes_from_what_both_vms_had_sealed(
+    pair: Pair, opened: ExitStack
+) -> None:
+    """One VM commits its part and is gone; the other is flushing its own when the job starts again."""
+    first, second = pair.vms
+    assert second.daemon is not None
+    pair.ranks[0].seal(9)
+    until(lambda: first.status()["part"] is not None, timeout_s=40, what="the first part")
+    first.power_off()
+    pair.ranks[1].seal(9, size_bytes=4_000_000)
+    until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
+    pair.ranks[1].socket.close()
+    alone = Rank(second, 0, nodes=1)
+    opened.enter_context(alone.socket)
+    alone.say(type="restore_query", query_id="q")
+    restored = alone.hear("restored")
+    assert (restored["step"], restored["error"]) == (9, "")
+    assert second.status()["generation"] == 2
+    assert committed(second) == 9
+
+
+@pytest.mark.fault("G04")
+def test_a_vm_that_the_job_has_left_behind_says_so(pair: Pair, opened: ExitStack) -> None:
+    """State, command and exit code name the generation of the VM that the run continues on, at once."""
+    first, second = pair.vms
+    pair.ranks[1].socket.close()
+    alone = Rank(second, 0, nodes=1)
+    opened.enter_context(alone.socket)
+    until(lambda: second.status()["generation"] == 2, timeout_s=40, what="a generation for one VM")
+    pair.ranks[0].seal(7)
+    until(lambda: first.status()["state"] == "FENCED", timeout_s=40)
+    assert first.status()["newer_generation"] == 2
+    done = first.swansong("notify", "--in", "50s", "--wait")
+    assert done.returncode == 10
+    assert done.stdout.endswith("; generation 2 has taken the run over\n")
+    assert "generation 2 has taken the run over" in first.swansong("status").stdout

@@ -17,20 +17,25 @@ from swansongd.core.events import (
     Conclude,
     Exit,
     FenceFound,
+    FinishAsked,
     GenerationClaimed,
     IncarnationBegun,
     JoinGeneration,
+    Log,
+    Mark,
     PartsCounted,
     PeerRequested,
     Prune,
     SendTarget,
     StartFlush,
     TellCommitted,
+    TellFinished,
     TrainerAgreed,
     TrainerFailed,
     TrainerJoined,
     WithdrawRequest,
 )
+from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, is_alone
 from swansongd.core.state import Phase, Settings
 from swansongd.model import CommitRef, Part, Staged, TrainerView
 from swansongd.telemetry.report import status_line, status_report
@@ -380,3 +385,153 @@ def test_parts_are_looked_for_one_answer_after_the_other() -> None:
     assert len(node.all(CheckComplete)) == 1
     node.commit_fails()
     assert len(node.all(CheckComplete)) == 2
+
+
+# ---------------------------------------------------------------- another start of the job
+
+
+def finished(node: Node) -> list[str]:
+    return [told.incarnation for told in node.all(TellFinished)]
+
+
+@pytest.mark.fault("N09", "G17")
+def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
+    """The other VM has committed its part and is gone: this part is flushed, committed and seen as whole."""
+    node = Node()
+    node.begin()
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerAgreed("theirs", 9))
+    node.seal_part(9, request_id="theirs")
+    assert node.flushes == [9]
+    node.leave()
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    node.join_one_of(2, pid=200)
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.wait(40)
+    assert not node.all(CancelFlush)
+    assert not finished(node)
+    ref = node.commit_own_part()
+    assert not finished(node)
+    node.counted(ref, 2)
+    assert finished(node) == ["second"]
+    assert len(node.all(JoinGeneration)) == 1, "a claim would fence VMs that have not finished"
+    node.tell(FinishAsked("second"))
+    assert finished(node) == ["second", "second"], "a rank that came late hears it as well"
+    node.tell(IncarnationBegun("second"))
+    assert node.last(JoinGeneration).incarnation == "second"
+
+
+@pytest.mark.parametrize(
+    ("in_s", "limit_s"), [(None, FINISH_S), (52.0, 52.0), (600.0, FINISH_S_MAX)]
+)
+def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: float) -> None:
+    """For the deadline of an evacuation, else half a minute; then nothing of the old start is committed."""
+    node = Node()
+    node.begin()
+    if in_s is not None:
+        node.tell(PeerRequested("theirs", "aws.spot: reclaim", in_s))
+        node.tell(TrainerAgreed("theirs", 9))
+    node.seal_part(9, request_id="theirs")
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.wait(limit_s - 0.1)
+    assert not finished(node)
+    node.wait(0.2)
+    assert finished(node) == ["second"]
+    node.tell(IncarnationBegun("second"))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert node.all(CancelFlush)
+    assert node.state.flight is None
+    assert not node.state.candidates
+
+
+def test_a_start_begins_at_once_where_nothing_is_left_to_commit() -> None:
+    """After a scan that began later than the question: an older one may have missed the last set."""
+    node = Node()
+    node.begin()
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    assert not finished(node)
+    node.seal_part(9)
+    assert not finished(node)
+    node.counted(node.commit_own_part(), 2)
+    assert finished(node) == ["second"]
+
+
+def test_a_daemon_that_took_part_in_no_start_has_nothing_to_finish() -> None:
+    """Sets on a disk of an earlier boot hold nobody up."""
+    node = Node(staged=(replace(a_set(10), nodes=2),))
+    node.now += 1
+    node.tell(FinishAsked("first"))
+    assert finished(node) == ["first"]
+
+
+def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> None:
+    """Its rank names no start: the daemon claims when the old one is whole."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.now += 1
+    node.join_one_of(1)
+    node.scan()
+    assert len(node.all(JoinGeneration)) == 1
+    node.counted(node.commit_own_part(), 2)
+    assert len(node.all(JoinGeneration)) == 2
+    assert is_alone(node.last(JoinGeneration).incarnation)
+
+
+def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() -> None:
+    """Ranks that do not ask where to resume train at once: their start begins with their first set."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.seal_part(3)
+    assert node.last(JoinGeneration).incarnation == "second"
+    assert node.all(CancelFlush)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
+
+
+# ---------------------------------------------------------------- a VM that the job has left behind
+
+
+@pytest.mark.fault("G04")
+def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
+    """State and verdict name the newer generation; nobody is asked, and the time is not waited out."""
+    node = Node()
+    node.begin()
+    node.tell(FenceFound(4))
+    report = status_report(node.state, node.now)
+    assert (report["state"], report["generation"], report["newer_generation"]) == (
+        "FENCED",
+        None,
+        4,
+    )
+    assert "generation 4" in status_line(node.state, node.now)
+    node.notice(in_s=60)
+    assert node.final == ["LOST None"]
+    assert "generation 4" in node.last(Conclude).reason
+    assert not node.all(AskTrainers)
+    assert node.last(Mark).evacuation_id
+    for _ in range(3):
+        node.tell(FenceFound(4))
+    fences = [line for line in node.all(Log) if line.event == "fenced"]
+    assert len(fences) == 1
+    node.tell(IncarnationBegun("second"))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert status_report(node.state, node.now)["newer_generation"] is None
+    assert node.state.phase is not Phase.FENCED
+
+
+def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
+    """It asked for a generation, and another start had taken the run over."""
+    node = Node()
+    node.join_one_of(2)
+    node.tell(IncarnationBegun("first"))
+    node.tell(FenceFound(7))
+    assert node.state.phase is Phase.FENCED

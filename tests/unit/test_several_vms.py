@@ -235,12 +235,12 @@ class Vm:
         story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
-        self.state: State = replace(story.state, settings=settings)
+        self.state: State = replace(story.state, settings=settings, incarnation="start")
         self.rejoin = Rejoin(store, KEYS, run, lambda: self.state, threading.Event())
         self.answers: queue.Queue[Message] = queue.Queue()
 
     def ask(self, wanted: CommitRef | None = None) -> Restored:
-        query = RestoreQuery("q")
+        query = RestoreQuery("q", incarnation="start")
         if wanted is not None:
             query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
         self.rejoin.ask(query, self.answers.put, lambda _: None)

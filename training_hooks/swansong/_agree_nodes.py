@@ -23,10 +23,19 @@ from collections.abc import Callable
 from typing import Any
 
 from swansong._agree import AGREEMENT_LIMIT_S, Agreement, Ranks
-from swansong._rounds import POLL_S, Call, JobStore, await_key, greet, open_job_store, take_part
+from swansong._rounds import (
+    POLL_S,
+    Call,
+    JobStore,
+    await_key,
+    greet,
+    open_job_store,
+    take_part,
+)
 from swansong.protocol import (
     Agreed,
     Declined,
+    Finish,
     Incarnation,
     Message,
     PeerRequest,
@@ -38,6 +47,8 @@ DECISION_PART = 0.8
 """Of the time in which ranks must agree: the rest is left to the training loop, to hear of it."""
 GREETING_LIMIT_S = 120.0
 """How long a restore waits for the ranks of the other VMs to come."""
+FINISH_LIMIT_S = 100.0
+"""How long a start waits for all daemons to commit what earlier ones have sealed; theirs is 90 s at most."""
 COMING_LIMIT_S = 60.0
 """How long rank 0 waits for another rank to go back with it; each has ended the same step."""
 _POLLS_PER_S = 2000.0
@@ -72,7 +83,12 @@ class Assembly:
         self._open_store = open_store
         self._stop = threading.Event()
         self._changed = threading.Condition()
+        self._met: str | None = None
+        """The session, as soon as all ranks have met."""
         self._session: str | None = None
+        """The same, once all daemons have finished what earlier starts have sealed."""
+        self._finished: str | None = None
+        """The session that the daemon of this VM would let begin."""
         self._incarnation: str | None = None
         """The session, or what it became when the ranks went back together."""
         self._problem = "they have not all come yet"
@@ -130,11 +146,19 @@ class Assembly:
         """There is a (new) connection to the daemon: say what it must know."""
         if self._incarnation is not None:
             self._send(Incarnation(self._incarnation))
+        elif self._met is not None:
+            self._send(Finish(self._met))
         if self._heard is not None:
             call, deadline_mono_s = self._heard
             left_s = deadline_mono_s - time.monotonic()
             if left_s > 0:
                 self._send(PeerRequest(call.id, call.reason, left_s))
+
+    def finished(self, session: str) -> None:
+        """The daemon of this VM has nothing more of earlier starts to commit."""
+        with self._changed:
+            self._finished = session
+            self._changed.notify_all()
 
     def answer(self, message: Message) -> object:
         """Send the agreement's word to the daemon, also for the requests that it answers besides."""
@@ -148,19 +172,19 @@ class Assembly:
 
     # ------------------------------------------------------------ restore
 
-    def restore(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def restore(self, decide: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 has decided; the same for all ranks.
 
         Args:
-            decide: called at rank 0 only.
+            decide: called at rank 0 only, with the name of this start of the job.
 
         Raises:
             TimeoutError: the other ranks did not come, or rank 0 does not answer any more.
             Exception: the store failed.
         """
-        session = self._session_within(GREETING_LIMIT_S)
+        session = self._session_within(GREETING_LIMIT_S + FINISH_LIMIT_S)
         self._restores += 1
-        return self._decision(f"{session}/restore/{self._restores}", lambda _: decide())
+        return self._decision(f"{session}/restore/{self._restores}", lambda _: decide(session))
 
     def go_back(
         self,
@@ -289,7 +313,7 @@ class Assembly:
             try:
                 store = self._open_store()
                 if self._session is None:
-                    self._greet(store)
+                    self._meet(store)
                 while not self._stop.is_set():
                     self._next_round(store)
             except Exception as error:
@@ -297,20 +321,38 @@ class Assembly:
                 log.info("the store of the job fails (%s); trying again", self._problem)
                 self._stop.wait(_RETRY_S)
 
-    def _greet(self, store: JobStore) -> None:
-        session = greet(
-            store,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            nonce=secrets.token_hex(8),
-            stop=self._stop,
-        )
+    def _meet(self, store: JobStore) -> None:
+        if self._met is None:
+            self._met = greet(
+                store,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                nonce=secrets.token_hex(8),
+                stop=self._stop,
+            )
+        if self._met is None:
+            return
         self._calls = self._open_store()
+        self._finish(store, self._met)
         with self._changed:
-            self._session = self._incarnation = session
+            self._session = self._incarnation = self._met
             self._changed.notify_all()
-        if session is not None:
-            self._send(Incarnation(session))
+        self._send(Incarnation(self._met))
+
+    def _finish(self, store: JobStore, session: str) -> None:
+        """Wait until no VM has anything of an earlier start to commit: the next claim fences it off."""
+        give_up_mono_s = time.monotonic() + FINISH_LIMIT_S
+        self._problem = "their daemons still commit what an earlier start has sealed"
+        self._send(Finish(session))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finished == session or self._stop.is_set(), FINISH_LIMIT_S
+            )
+        everybody = f"{session}/finished/all"
+        if store.add(f"{session}/finished", 1) == self._ranks.world_size:
+            store.set(everybody, "")
+        limit_s = give_up_mono_s - time.monotonic()
+        await_key(store, everybody, self._stop, every_s=self._poll_s, limit_s=limit_s)
 
     def _next_round(self, store: JobStore) -> None:
         key = f"{self._session}/round/{self._number}"

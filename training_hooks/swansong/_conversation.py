@@ -22,6 +22,7 @@ from swansong.protocol import (
     Committed,
     Declined,
     Fenced,
+    Finished,
     Hello,
     Message,
     Refused,
@@ -146,6 +147,9 @@ class Conversation:
             self.agreement.target(message)
         elif isinstance(message, Withdrawn):
             self.agreement.withdraw(message.request_id)
+        elif isinstance(message, Finished):
+            if self.assembly is not None:
+                self.assembly.finished(message.incarnation)
         elif isinstance(message, Committed):
             self.last_committed = message
         elif isinstance(message, Fenced):

@@ -11,7 +11,7 @@ from typing import Any
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
 from swansongd.cli.common import add_json, print_json
-from swansongd.cli.status import part_of
+from swansongd.cli.status import newer_generation, part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config import load
 from swansongd.config_values import Wrong, duration
@@ -88,7 +88,7 @@ def _noted(report: dict[str, Any]) -> bool:
 
 
 def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
-    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part")
+    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part", "newer_generation")
     shown = {key: report[key] for key in keys}
     if args.json:
         print_json(shown)
@@ -101,6 +101,7 @@ def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
         )
         if shown["part"]:
             stands += f"; {part_of(shown['part'])}"
+        stands += newer_generation(report)
         print(f"{shown['verdict'] or shown['state']}: {stands}")
     return 0
 

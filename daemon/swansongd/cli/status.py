@@ -46,7 +46,7 @@ def _summary(report: dict[str, Any]) -> Table:
     generation = report.get("generation")
     claimed = "no generation claimed yet" if generation is None else f"generation {generation}"
     table.add_row("run", f"{_word(report.get('run'))} ({claimed})")
-    table.add_row("state", _word(report.get("state")))
+    table.add_row("state", _word(report.get("state")) + newer_generation(report))
     table.add_row("verdict", _word(report.get("verdict")))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
     if isinstance(report.get("part"), dict):
@@ -112,6 +112,12 @@ def _last_commit(commit: Any) -> str:
         f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, "
         f"{_seconds(commit.get('age_s'))} ago"
     )
+
+
+def newer_generation(report: dict[str, Any]) -> str:
+    """What a fenced VM adds to its state; empty for others."""
+    newer = report.get("newer_generation")
+    return "" if newer is None else f"; generation {_word(newer)} has taken the run over"
 
 
 def part_of(part: dict[str, Any]) -> str:

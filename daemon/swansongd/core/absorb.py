@@ -20,6 +20,7 @@ from swansongd.core.events import (
     Event,
     Exit,
     FenceFound,
+    FinishAsked,
     Flushed,
     FlushFailed,
     FlushProgress,
@@ -106,6 +107,8 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             peers = nodes.peer_notice(turn, request_id, reason, seconds_left)
             if peers is not None:
                 _notice_raised(turn, peers)
+        case FinishAsked(incarnation):
+            nodes.finish(turn, incarnation)
         case IncarnationBegun(incarnation):
             nodes.incarnation(turn, incarnation)
         case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
@@ -145,6 +148,7 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 last_commit=newest,
                 last_complete=newest,
                 inherited=inherited,
+                overtaken_by=None,
             )
             if newest is not None:
                 turn.do(TellCommitted(newest))

@@ -177,7 +177,8 @@ def _plan(turn: Turn, *, left_s: float) -> Plan:
         left_s=left_s,
         reserve_s=state.settings.reserve_s,
         measured=state.measured,
-        has_trainer=bool(state.connected) or state.settings.signals_trainer,
+        has_trainer=(bool(state.connected) or state.settings.signals_trainer)
+        and state.overtaken_by is None,
         candidates=state.candidates,
         is_committing=bool(state.stored),
     )
@@ -299,7 +300,9 @@ def _steer_verdict(turn: Turn) -> None:
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
     is_answered = state.answer is not None and state.is_whole(state.answer)
-    is_busy = not is_answered and (
+    is_fenced = state.overtaken_by is not None
+    is_waiting = is_waiting and not is_fenced
+    is_busy = not (is_answered or is_fenced) and (
         not has_looked
         or bool(state.uncommitted)
         or bool(state.stored)
@@ -359,6 +362,9 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
             Verdict.SAFE,
             f"the checkpoint that was asked for is committed: {state.last_complete}",
         )
+    if state.overtaken_by is not None:
+        verdict = Verdict.LOST if state.last_complete is None else Verdict.PARTIAL
+        return verdict, f"the run continues on other VMs as generation {state.overtaken_by}"
     if state.last_complete is None:
         if part is not None:
             return Verdict.LOST, f"{part}; no checkpoint of the run is whole"

@@ -100,8 +100,15 @@ class PeerRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishAsked:
+    """The trainers are of this start of a job over several VMs, which is about to begin."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class IncarnationBegun:
-    """The trainers are of this start of a job over several VMs."""
+    """This start of the job begins: no VM has anything of an earlier one to commit."""
 
     incarnation: str
 
@@ -273,7 +280,7 @@ class Tick:
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
     | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed | TrainerSealed
-    | TrainerFailed | PeerRequested | IncarnationBegun
+    | TrainerFailed | PeerRequested | FinishAsked | IncarnationBegun
     | RolledBack | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
@@ -281,7 +288,7 @@ Event = (
 
 CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed, TrainerSealed,
-    TrainerFailed, PeerRequested, IncarnationBegun,
+    TrainerFailed, PeerRequested, FinishAsked, IncarnationBegun,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
@@ -331,6 +338,13 @@ class TellCommitted:
 @dataclass(frozen=True, slots=True)
 class TellFenced:
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellFinished:
+    """Nothing of earlier starts of the job is left to commit: this one may begin."""
+
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +459,7 @@ class Exit:
 
 
 Action = (
-    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced
+    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced | TellFinished
     | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
     | CheckComplete | CheckFence | Rescan
     | Prune | Mark | Conclude | Log | Exit

@@ -16,10 +16,12 @@ from swansongd.core.events import (
     JoinGeneration,
     PartsCounted,
     Prune,
+    Rescan,
     TellCommitted,
     TellFenced,
+    TellFinished,
 )
-from swansongd.core.state import Ask, Incomplete
+from swansongd.core.state import Ask, Finishing, Incomplete, State
 from swansongd.core.turn import Turn
 from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged, TrainerView
 
@@ -28,38 +30,103 @@ LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
 PARTS_MAX = 4
 """Own parts that wait for those of the other VMs, which flush the newest set first and skip others."""
+FINISH_S = 30.0
+"""Another start of the job waits at most this long for what the one before has sealed ..."""
+FINISH_S_MAX = 90.0
+"""... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
 PEER_REQUESTS_MAX = 3
 PEER_WINDOW_S = 60.0
 """No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
-_ALONE = "alone"
+_ALONE = "alone:"
 
 
 def joined(turn: Turn, trainer: TrainerView) -> None:
     """A rank came.  Over several VMs it will say which start of the job it is of; on one, this says it."""
     settings = turn.state.settings
-    prefix = f"{_ALONE}:{settings.vm}:"
+    prefix = f"{_ALONE}{settings.vm}:"
     if trainer.nodes == 1 and not turn.state.incarnation.startswith(prefix):
-        incarnation(turn, f"{prefix}{turn.state.generation or 0}")
+        finish(turn, f"{prefix}{turn.state.generation or 0}")
+
+
+def is_alone(name: str) -> bool:
+    """Whether this incarnation is that of a job with one VM, which no rank has to name."""
+    return name.startswith(_ALONE)
+
+
+def finish(turn: Turn, name: str) -> None:
+    """Another start of the job is about to begin: first commit what is sealed, for it is as good as saved.
+
+    Nothing is claimed before all VMs have done so, since a claim fences the others.
+    """
+    state = turn.state
+    if not state.settings.several_vms:
+        return
+    finishing = state.finishing
+    is_known = finishing is not None and finishing.incarnation == name
+    if name == state.incarnation or (is_known and finishing is not None and finishing.is_done):
+        turn.do(TellFinished(name))  # to a rank that came later, or came back
+        return
+    if is_known:
+        return
+    is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
+    limit_s = min(max(FINISH_S, turn.left_s if is_evacuating else 0.0), FINISH_S_MAX)
+    turn.set(finishing=Finishing(name, asked_mono_s=turn.now, by_mono_s=turn.now + limit_s))
+    turn.do(Rescan())
+    if _has_more(state):
+        turn.log("info", "finishing", sets=len(state.uncommitted), limit_s=round(limit_s, 1))
+
+
+def _has_more(state: State) -> bool:
+    """Whether something sealed may still become a checkpoint."""
+    return bool(state.uncommitted) or bool(state.stored) or state.part is not None
+
+
+def _steer_finishing(turn: Turn) -> None:
+    """Let another start of the job begin when this VM has nothing more to commit, or it takes too long."""
+    state = turn.state
+    finishing = state.finishing
+    if finishing is None or finishing.is_done:
+        return
+    if finishing.known is None and (state.scanned_mono_s or 0.0) >= finishing.asked_mono_s:
+        finishing = replace(finishing, known=frozenset(staged.id for staged in state.staged))
+        turn.set(finishing=finishing)
+    # Ranks that do not ask where to resume may train already: what they seal must not be mixed up.
+    known = finishing.known
+    trains = known is not None and any(staged.id not in known for staged in state.staged)
+    is_joined = bool(
+        state.incarnation
+    )  # else nothing here is of a start that this daemon took part in
+    has_more = is_joined and (known is None or _has_more(state))
+    if has_more and not trains and turn.now < finishing.by_mono_s:
+        return
+    if trains or is_alone(finishing.incarnation):
+        incarnation(turn, finishing.incarnation)
+    else:
+        turn.set(finishing=replace(finishing, is_done=True))
+    turn.do(TellFinished(finishing.incarnation))
 
 
 def incarnation(turn: Turn, name: str) -> None:
-    """Another start of the job: what was staged for an earlier one is not continued by this one."""
+    """Another start of the job begins: what was staged for an earlier one is not continued by this one."""
     state = turn.state
     if not state.settings.several_vms or name == state.incarnation:
         return
     _drop_all(turn)
-    turn.set(incarnation=name)
+    turn.set(incarnation=name, finishing=None, overtaken_by=None)
     claims.order(turn, JoinGeneration(name))
 
 
 def fenced(turn: Turn, generation: int) -> None:
-    """The run goes on elsewhere, or the job has been started anew and its ranks are on their way here."""
-    if turn.state.generation is not None and generation > turn.state.generation:
-        turn.log("warning", "fenced", generation=turn.state.generation, newer_generation=generation)
-        turn.do(TellFenced(generation))
-        _drop_all(turn)
+    """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
+    state = turn.state
+    if generation <= max(state.generation or 0, state.overtaken_by or 0):
+        return
+    turn.log("warning", "fenced", generation=state.generation, newer_generation=generation)
+    turn.do(TellFenced(generation))
+    _drop_all(turn)
+    turn.set(overtaken_by=generation)
 
 
 def first_look(turn: Turn) -> None:
@@ -75,6 +142,8 @@ def _drop_all(turn: Turn) -> None:
     if state.flight is not None:
         turn.do(CancelFlush(state.flight.flush_id))
     known = frozenset(staged.id for staged in state.staged)
+    if state.finishing is not None and state.finishing.known is not None:
+        known &= state.finishing.known  # the others are of the start that begins
     turn.set(
         flight=None,
         stored=(),
@@ -149,6 +218,12 @@ def committed(turn: Turn, ref: CommitRef, staged: Staged | None) -> None:
 
 
 def steer(turn: Turn) -> None:
+    """Look for the parts of the other VMs, and let another start of the job begin."""
+    _steer_finishing(turn)
+    _steer_looks(turn)
+
+
+def _steer_looks(turn: Turn) -> None:
     """Look for the parts of the other VMs, less and less often; one look at a time.
 
     The same thread commits: a look never goes before a manifest.
@@ -158,7 +233,8 @@ def steer(turn: Turn) -> None:
     is_committing = any(item.is_asked for item in state.stored)
     if incomplete is None or incomplete.is_asked or is_committing:
         return
-    is_urgent = state.evacuation is not None and turn.left_s > 0
+    is_awaited = state.finishing is not None and not state.finishing.is_done
+    is_urgent = is_awaited or (state.evacuation is not None and turn.left_s > 0)
     if turn.now < incomplete.look_mono_s and not (is_urgent and incomplete.wait_s > LOOK_FIRST_S):
         return
     turn.do(CheckComplete(incomplete.refs, incomplete.nodes))

@@ -115,6 +115,19 @@ class Incomplete:
     """A CheckComplete is out and has not been answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """Another start of the job is about to begin; first, what was sealed by then is committed."""
+
+    incarnation: str
+    asked_mono_s: float
+    by_mono_s: float
+    """Not waited for any longer."""
+    known: frozenset[CheckpointId] | None = None
+    """Sets that the first scan since has found; None before it.  Others are of the new start."""
+    is_done: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A checkpoint request to the trainer, and how far it has come."""
@@ -220,6 +233,10 @@ class State:
     incomplete: Incomplete | None = None
     incarnation: str = ""
     """Which start of a job over several VMs the trainers are of."""
+    finishing: Finishing | None = None
+    """The start that comes next."""
+    overtaken_by: int | None = None
+    """Over several VMs: the newer generation that the run continues under, while this VM has none."""
     last_commit_mono_s: float | None = None
     """When ``last_complete`` was seen to be whole; None for one that this daemon found at its start."""
     retry_mono_s: float = 0.0
@@ -255,7 +272,7 @@ class State:
     @property
     def phase(self) -> Phase | Verdict:
         """Derived, so that it cannot disagree with the facts."""
-        if self.fenced_by is not None:
+        if self.newer_generation is not None:
             return Phase.FENCED
         evacuation = self.evacuation
         if evacuation is None or evacuation.is_precaution:
@@ -270,6 +287,11 @@ class State:
         if evacuation.verdict is None and self.incomplete is not None:
             return Phase.WAITING_FOR_PEERS
         return evacuation.verdict or Phase.FLUSHING
+
+    @property
+    def newer_generation(self) -> int | None:
+        """The generation that has taken the run over, while this VM is fenced."""
+        return self.fenced_by if self.fenced_by is not None else self.overtaken_by
 
     @property
     def connected(self) -> tuple[TrainerView, ...]:

@@ -29,6 +29,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     return {
         "generation": state.generation,
         "state": state.phase.value,
+        "newer_generation": state.newer_generation,
         "verdict": _verdict(evacuation.verdict if evacuation else None),
         "sources": list(health.values()),
         "store": store,
@@ -81,6 +82,8 @@ def status_line(state: State, now_mono_s: float) -> str:
     last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
     if state.part is not None:
         last += f"; {state.part}"
+    if state.newer_generation is not None:
+        last += f"; generation {state.newer_generation} has taken the run over"
     if state.stalled:
         last += "; the trainer is stalled"
     if state.evacuation is None:
