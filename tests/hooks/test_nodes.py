@@ -318,6 +318,32 @@ def test_a_stuck_rank_does_not_split_the_others(connect: Callable[[], JobStore])
         job.assert_together()
 
 
+@pytest.mark.fault("T04", "T12")
+def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -> None:
+    """The next request, under its own id, is a round of its own, and all ranks save for it."""
+    moves = threading.Event()
+    moves.set()
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            moves.wait(20)
+            return getattr(store, name)
+
+    job = Job(store.connect, nodes=2, local=1)
+    job.ranks[1].assembly._open_store = Slow  # type: ignore[assignment]
+    with job:
+        job.request("first")
+        job.wait_sealed("first")
+        moves.clear()
+        job.request("e1", seconds_left=5.0)
+        until(lambda: job.ranks[0].all_of(Declined, "e1"))
+        moves.set()
+        job.request("e1.again-1")
+        step = job.wait_sealed("e1.again-1")
+        job.assert_together()
+        assert job.ranks[1].saved[-1] == ("e1.again-1", step)
+
+
 @pytest.mark.fault("T12")
 def test_a_store_that_is_gone_is_a_reason_to_decline(store: MemoryJobStore) -> None:
     """The daemon hears why within a tenth of the time left, training is held up no longer."""

@@ -35,7 +35,7 @@ from swansongd.core.events import (
     TrainerJoined,
     WithdrawRequest,
 )
-from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, is_alone
+from swansongd.core.nodes import ASKS_MAX, FINISH_S, FINISH_S_MAX, is_alone
 from swansongd.core.state import Phase, Settings
 from swansongd.model import CommitRef, Part, Staged, TrainerView
 from swansongd.telemetry.report import status_line, status_report
@@ -213,15 +213,89 @@ def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
     assert node.all(WithdrawRequest)
 
 
-@pytest.mark.fault("T12")
-def test_ranks_that_do_not_agree_are_not_waited_for() -> None:
-    """What is sealed is finished, and the reason is theirs."""
+@pytest.mark.fault("T12", "T04")
+def test_a_round_that_fails_is_called_again_while_it_fits() -> None:
+    """One rank hung for a moment: the next request has another id, and its checkpoint is the answer."""
     node = Node()
     node.begin()
     node.notice(in_s=60)
-    node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
+    first = node.request_id
+    node.tell(TrainerFailed(1, first, "declined: rank 0 waited 4.0 s"))
     node.scan()
+    assert node.final == []
+    node.wait(0.5)
+    assert node.request_id == first
+    node.wait(0.6)
+    assert node.request_id not in ("", first)
+    node.tell(PeerRequested(node.request_id, "the same", 50.0))
+    assert "peer" not in node.state.notices, "our own request comes back by way of another rank"
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 3 step 9"]
+
+
+def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
+    """Each has an id of its own, the pauses grow, and no request is made that would not fit."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=100)
+    for _ in range(1200):
+        if node.state.evacuation is not None and node.state.evacuation.ask.is_waiting:
+            node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
+        node.scan()
+        node.wait(0.1)
+    ids = [ask.request_id for ask in node.all(AskTrainers)]
+    assert len(set(ids)) == len(ids) == ASKS_MAX
+    assert node.final == ["LOST None"]
     assert "rank 0 waited" in node.last(Conclude).reason
+
+
+def test_the_vm_of_a_peer_does_not_call_rounds_for_it() -> None:
+    """The VM whose end is near asks again itself, and its request is no second notice here."""
+    node = Node()
+    node.begin()
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    node.wait(2.0)
+    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+    node.tell(PeerRequested("theirs.again-1", "aws.spot: reclaim", 55.0))
+    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+
+
+@pytest.mark.fault("T12")
+def test_a_newer_whole_checkpoint_makes_up_for_a_request_that_failed() -> None:
+    """The verdict follows the facts, also after it was given: what was sealed after the notice will do."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    node.counted(node.commit_own_part(), 2)
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    assert node.final == ["PARTIAL generation 3 step 5"]
+    node.seal_part(12)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["PARTIAL generation 3 step 5", "SAFE generation 3 step 12"]
+
+
+def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_its_own() -> None:
+    """The ranks of the new start know nothing of the request."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=100)
+    first = node.request_id
+    node.leave()
+    node.tell(IncarnationBegun("second"))
+    node.join_one_of(2, pid=200)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.wait(1.5)
+    assert node.request_id != first
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 4 step 9"]
 
 
 @pytest.mark.fault("G17")

@@ -342,6 +342,9 @@ def _scanned(turn: Turn, event: Scanned) -> None:
         turn.do(CancelFlush(flight.flush_id))
         turn.set(flight=None)
     ask = turn.state.evacuation.ask if turn.state.evacuation else None
+    if ask is not None and ask.newer is None:
+        usable = present - ask.known - turn.state.inherited - turn.state.unusable
+        turn.set_ask(newer=min(usable, default=None))
     if ask is None or not ask.is_waiting:
         return
     answer = next((s for s in event.staged if _answers(s, ask)), None)

@@ -190,15 +190,16 @@ def _ask(turn: Turn) -> None:
     assert evacuation is not None
     connected = turn.state.connected
     by_signal = not connected
+    again = f"{nodes.AGAIN}{evacuation.asks}" if evacuation.asks else ""
     ask = Ask(
-        request_id=evacuation.id,
+        request_id=f"{evacuation.id}{again}",
         by_signal=by_signal,
         asked_mono_s=turn.now,
         agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
         known=frozenset(staged.id for staged in turn.state.staged),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
     )
-    turn.set_evacuation(ask=ask)
+    turn.set_evacuation(ask=ask, asks=evacuation.asks + 1)
     if by_signal:
         turn.mark("signal")
         turn.do(SignalTrainer(ask.request_id))
@@ -225,14 +226,15 @@ def _withdraw(turn: Turn, evacuation: Evacuation, reason: str) -> None:
 def _steer_request(turn: Turn) -> None:
     """Bring the ranks to one step, and know when it is too late to wait for them."""
     evacuation = turn.state.evacuation
-    if evacuation is not None and evacuation.ask is None and turn.state.connected:
-        # A trainer that came after the notice, or came back after a restart of the daemon.
+    # A trainer that came after the notice, or came back after a restart of the daemon.
+    is_new = evacuation is not None and evacuation.ask is None and bool(turn.state.connected)
+    if is_new or _asks_again(turn):
         plan = _plan(turn, left_s=turn.left_s)
         if plan.kind is PlanKind.TAKE:
             turn.set_evacuation(plan=plan, verdict=None)
             _ask(turn)
             turn.do(Rescan())
-        evacuation = turn.state.evacuation
+    evacuation = turn.state.evacuation
     if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
         return
     ask = evacuation.ask
@@ -259,6 +261,30 @@ def _steer_request(turn: Turn) -> None:
             return
     _give_up_in_time(turn, ask)
     _look_for_early_shards(turn)
+
+
+def _asks_again(turn: Turn) -> bool:
+    """Whether a request that failed is due again, because a new one would still fit."""
+    evacuation = turn.state.evacuation
+    return (
+        evacuation is not None
+        and _will_ask_again(turn)
+        and turn.now >= nodes.ask_again_mono_s(evacuation)
+    )
+
+
+def _will_ask_again(turn: Turn) -> bool:
+    return (
+        nodes.may_ask_again(turn.state)
+        and turn.left_s > 0
+        and not _is_answered(turn.state)
+        and _plan(turn, left_s=turn.left_s).kind is PlanKind.TAKE
+    )
+
+
+def _is_answered(state: State) -> bool:
+    """Whether a checkpoint that was taken after the request stands, with the parts of all VMs."""
+    return any(id_ is not None and state.is_whole(id_) for id_ in (state.answer, state.newer))
 
 
 def _give_up_in_time(turn: Turn, ask: Ask) -> None:
@@ -295,11 +321,11 @@ def _steer_verdict(turn: Turn) -> None:
     if evacuation is None:
         return
     ask = evacuation.ask
-    is_waiting = ask is not None and ask.is_waiting
+    is_waiting = (ask is not None and ask.is_waiting) or _will_ask_again(turn)
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_answered = state.answer is not None and state.is_whole(state.answer)
+    is_answered = _is_answered(state)
     is_fenced = state.overtaken_by is not None
     is_waiting = is_waiting and not is_fenced
     is_busy = not (is_answered or is_fenced) and (
@@ -309,6 +335,7 @@ def _steer_verdict(turn: Turn) -> None:
         or state.generation is None
         or (state.part is not None and not evacuation.is_precaution)
     )
+    is_waiting = is_waiting and not is_answered
     out_of_time = turn.left_s <= 0
     if (is_waiting or is_busy) and not out_of_time:
         if not is_waiting:
@@ -361,6 +388,11 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
         return (
             Verdict.SAFE,
             f"the checkpoint that was asked for is committed: {state.last_complete}",
+        )
+    if _is_answered(state):
+        return (
+            Verdict.SAFE,
+            f"a checkpoint from after the notice is committed: {state.last_complete}",
         )
     if state.overtaken_by is not None:
         verdict = Verdict.LOST if state.last_complete is None else Verdict.PARTIAL

@@ -21,7 +21,7 @@ from swansongd.core.events import (
     TellFenced,
     TellFinished,
 )
-from swansongd.core.state import Ask, Finishing, Incomplete, State
+from swansongd.core.state import Ask, Evacuation, Finishing, Incomplete, State
 from swansongd.core.turn import Turn
 from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged, TrainerView
 
@@ -34,11 +34,18 @@ FINISH_S = 30.0
 """Another start of the job waits at most this long for what the one before has sealed ..."""
 FINISH_S_MAX = 90.0
 """... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
+ASKS_MAX = 8
+"""Requests of one evacuation."""
+ASK_AGAIN_S = 1.0
+ASK_AGAIN_S_MAX = 8.0
+"""Pause after a request that failed; doubled each time."""
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
 PEER_REQUESTS_MAX = 3
 PEER_WINDOW_S = 60.0
 """No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
+AGAIN = ".again-"
+"""Between the id of an evacuation and the number of a request that was made again."""
 _ALONE = "alone:"
 
 
@@ -113,6 +120,14 @@ def incarnation(turn: Turn, name: str) -> None:
     state = turn.state
     if not state.settings.several_vms or name == state.incarnation:
         return
+    evacuation, answer = state.evacuation, state.answer
+    if (
+        evacuation is not None
+        and evacuation.ask is not None
+        and not evacuation.ask.failure
+        and not (answer is not None and state.is_whole(answer))
+    ):
+        turn.fail_ask("the job was started again")
     _drop_all(turn)
     turn.set(incarnation=name, finishing=None, overtaken_by=None)
     claims.order(turn, JoinGeneration(name))
@@ -164,8 +179,12 @@ def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -
     """
     state = turn.state
     known = state.notices.get(PEER_SOURCE)
-    is_known = request_id in state.opened or (known is not None and known.identity == request_id)
-    if is_known or not state.spans_vms:
+    # An id with a suffix is that of a request made again.
+    ids = {request_id, request_id.partition(AGAIN)[0]}
+    is_known = bool(ids & set(state.opened)) or (known is not None and known.identity in ids)
+    evacuation = state.evacuation
+    is_own = evacuation is not None and evacuation.id in ids
+    if is_known or is_own or not state.spans_vms:
         return None
     recent = tuple(taken for taken in state.peers_mono_s if turn.now - taken < PEER_WINDOW_S)
     if len(recent) >= PEER_REQUESTS_MAX:
@@ -198,6 +217,34 @@ def steer_agreement(turn: Turn, ask: Ask) -> bool:
         turn.fail_ask("the ranks of all VMs have not agreed on a step in time")
         return False
     return True
+
+
+def may_ask_again(state: State) -> bool:
+    """Whether a request that failed is made again, under another id: a rank may hang for a moment.
+
+    Only the VM whose end is near does so; the others take part.
+    """
+    evacuation = state.evacuation
+    if evacuation is None or evacuation.ask is None or evacuation.is_precaution:
+        return False
+    return (
+        bool(evacuation.ask.failure)
+        and state.settings.several_vms
+        and state.overtaken_by is None
+        and evacuation.asks < ASKS_MAX
+        and bool(state.connected)
+        and any(
+            notice.identity in evacuation.identities and notice.source != PEER_SOURCE
+            for notice in state.notices.values()
+        )
+    )
+
+
+def ask_again_mono_s(evacuation: Evacuation) -> float:
+    """When the pause after the request that failed is over."""
+    assert evacuation.ask is not None
+    pause_s = min(ASK_AGAIN_S * 2.0 ** (evacuation.asks - 1), ASK_AGAIN_S_MAX)
+    return evacuation.ask.failed_mono_s + pause_s
 
 
 # ---------------------------------------------------------------- completeness

@@ -149,6 +149,9 @@ class Ask:
     lost_mono_s: float | None = None
     """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
     failure: str = ""
+    failed_mono_s: float = 0.0
+    newer: CheckpointId | None = None
+    """Oldest set that was sealed after the request, whether it answers the request or not."""
     looked_mono_s: float = 0.0
     """When staging was last looked through for early shards."""
     hopeless_mono_s: float | None = None
@@ -187,6 +190,8 @@ class Evacuation:
     newest: CheckpointId | None = None
     """Newest sealed set that was seen since, or at, the opening, whatever became of it."""
     ask: Ask | None = None
+    asks: int = 0
+    """Number of requests so far; each has an id of its own."""
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
     part_reported: CommitRef | None = None
@@ -395,6 +400,14 @@ class State:
         """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
         ask = self.evacuation.ask if self.evacuation is not None else None
         return None if ask is None or ask.sealed in self.unusable else ask.sealed
+
+    @property
+    def newer(self) -> CheckpointId | None:
+        """Over several VMs: a set that was sealed after a request that failed is as good as its answer."""
+        ask = self.evacuation.ask if self.evacuation is not None else None
+        if ask is None or not (ask.failure and self.settings.several_vms):
+            return None
+        return None if ask.newer in self.unusable else ask.newer
 
     @property
     def spans_vms(self) -> bool:
