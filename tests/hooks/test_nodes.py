@@ -7,12 +7,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import swansong
 from hooks.job_store import MemoryJobStore
 from swansong._agree import Agreement, Ranks
 from swansong._agree_nodes import Assembly
-from swansong._rounds import Decision, JobStore, take_part
+from swansong._rounds import Decision, JobStore, say_absent, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
@@ -451,6 +453,58 @@ def test_a_start_begins_when_no_daemon_has_anything_to_finish(
         busy.assembly.finished(session)
         until(lambda: len(begun()) == 3)
         assert set(begun()) == {Incarnation(session)}
+        job.request("r1")
+        job.wait_sealed("r1")
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_vm_without_a_daemon_is_named_at_once(
+    connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch, absent: int
+) -> None:
+    """Its rank would begin at step 0: the others do not wait, and the advice is to start the daemon there.
+
+    When the daemon has come all the same, they meet.
+    """
+    monkeypatch.setattr("swansong._rounds.ABSENT_S", 0.5)
+    job = Job(connect, nodes=2, local=1)
+    present, other = job.ranks[1 - absent], job.ranks[absent]
+    try:
+        other.assembly.without_daemon()
+        present.start()
+        with pytest.raises(
+            TimeoutError, match=rf"ranks \[{absent}\] have no daemon .* start swansongd"
+        ):
+            present.assembly.restore(lambda _: {})
+        other.start()
+        until(lambda: any(isinstance(m, Incarnation) for m in present.said))
+    finally:
+        job.__exit__()
+
+
+def test_a_restore_without_a_daemon_tells_the_other_vms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It begins at step 0 all the same: without a daemon the hooks do nothing."""
+    told: list[int] = []
+    monkeypatch.setattr(Assembly, "without_daemon", lambda self: told.append(self._ranks.rank))
+    environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 1}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    with swansong.attach(
+        save=lambda _: None, load=lambda _: None, socket=tmp_path / "no.sock"
+    ) as guard:
+        assert guard.restore() == 0
+    assert told == [1]
+
+
+def test_what_an_earlier_start_has_left_about_a_daemon_is_not_taken_for_this_one(
+    connect: Callable[[], JobStore],
+) -> None:
+    """The rank of a VM without a daemon was started again, with one: nobody fails."""
+    job = Job(connect, nodes=2, local=1)
+    for rank in job.ranks:
+        say_absent(connect(), rank.ranks.rank)
+    with job:
         job.request("r1")
         job.wait_sealed("r1")
 

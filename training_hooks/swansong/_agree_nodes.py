@@ -30,6 +30,7 @@ from swansong._rounds import (
     await_key,
     greet,
     open_job_store,
+    say_absent,
     take_part,
 )
 from swansong.protocol import (
@@ -54,6 +55,7 @@ COMING_LIMIT_S = 60.0
 _POLLS_PER_S = 2000.0
 """So often all ranks together look for the call of a round; in a large job each does so less often."""
 _RETRY_S = 0.5
+_INIT_FIRST = "call torch.distributed.init_process_group() first"
 _BEAT_S = 1.0
 
 log = logging.getLogger("swansong")
@@ -91,7 +93,9 @@ class Assembly:
         """The session that the daemon of this VM would let begin."""
         self._incarnation: str | None = None
         """The session, or what it became when the ranks went back together."""
-        self._problem = "they have not all come yet"
+        self._problem = f"they have not all come yet; {_INIT_FIRST}"
+        self._is_hopeless = False
+        """A rank has no daemon: nothing is gained by waiting."""
         self._number = 1
         """Of the round that this rank is in, or waits for."""
         self._under_way: Call | None = None
@@ -104,6 +108,7 @@ class Assembly:
         self._calls: JobStore | None = None
         """A connection for calling rounds; made before it is needed."""
         self._restores = 0
+        self._telling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="swansong-nodes", daemon=True)
 
     def start(self) -> None:
@@ -111,14 +116,28 @@ class Assembly:
         if self._thread.ident is None:
             self._thread.start()
 
+    def without_daemon(self) -> None:
+        """This rank has no daemon: let the others know, if they can be reached; returns at once."""
+
+        def tell() -> None:
+            try:
+                say_absent(self._open_store(), self._ranks.rank)
+            except Exception as error:  # no store, or no torch: there is nobody to be told
+                log.info("the other ranks cannot be told: %s", _first_line(error))
+
+        self._telling = threading.Thread(target=tell, name="swansong-absent", daemon=True)
+        self._telling.start()
+
     def close(self) -> None:
         """Take part in nothing any more; waits for the thread a moment."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            # A thread within torch at the very end of Python would take the process down with it.
-            self._thread.join(1.0)
+        for thread in (self._thread, self._telling):
+            is_begun = thread is not None and thread.ident is not None
+            if thread is not None and is_begun and thread is not threading.current_thread():
+                # A thread within torch at the very end of Python would take the process down with it.
+                thread.join(1.0)
 
     def forked(self) -> None:
         """In the child of a fork, where the threads do not exist: be nothing."""
@@ -182,7 +201,7 @@ class Assembly:
             TimeoutError: the other ranks did not come, or rank 0 does not answer any more.
             Exception: the store failed.
         """
-        session = self._session_within(GREETING_LIMIT_S + FINISH_LIMIT_S)
+        session = self._session_within(GREETING_LIMIT_S, FINISH_LIMIT_S)
         self._restores += 1
         return self._decision(f"{session}/restore/{self._restores}", lambda _: decide(session))
 
@@ -259,14 +278,25 @@ class Assembly:
         store.set(key, json.dumps(decision))
         return decision
 
-    def _session_within(self, limit_s: float) -> str:
+    def _session_within(self, limit_s: float, finish_limit_s: float = 0.0) -> str:
+        """The session.
+
+        Args:
+            limit_s: longest wait for the other ranks.
+            finish_limit_s: longest wait, after that, for the daemons of ranks that have met.
+        """
+
+        def is_over() -> bool:
+            return bool(self._session) or self._is_hopeless or self._stop.is_set()
+
+        give_up_mono_s = time.monotonic() + limit_s
         with self._changed:
-            self._changed.wait_for(lambda: self._session or self._stop.is_set(), limit_s)
+            self._changed.wait_for(lambda: self._met or is_over(), limit_s)
+            if self._met is not None:
+                left_s = max(0.0, give_up_mono_s - time.monotonic())
+                self._changed.wait_for(is_over, left_s + finish_limit_s)
             if self._session is None:
-                raise TimeoutError(
-                    f"the ranks of the other VMs cannot be reached: {self._problem}; call"
-                    " torch.distributed.init_process_group() first"
-                )
+                raise TimeoutError(f"the ranks of the other VMs cannot be reached: {self._problem}")
             return self._session
 
     # ------------------------------------------------------------ calling a round
@@ -317,19 +347,24 @@ class Assembly:
                 while not self._stop.is_set():
                     self._next_round(store)
             except Exception as error:
-                self._problem = _first_line(error)
-                log.info("the store of the job fails (%s); trying again", self._problem)
+                problem = _first_line(error)
+                self._problem = f"{problem}; {_INIT_FIRST}"
+                log.info("the store of the job fails (%s); trying again", problem)
                 self._stop.wait(_RETRY_S)
 
     def _meet(self, store: JobStore) -> None:
         if self._met is None:
-            self._met = greet(
+            met = greet(
                 store,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 nonce=secrets.token_hex(8),
                 stop=self._stop,
+                absent=self._without_daemon,
             )
+            with self._changed:
+                self._met, self._is_hopeless = met, False
+                self._changed.notify_all()
         if self._met is None:
             return
         self._calls = self._open_store()
@@ -338,6 +373,15 @@ class Assembly:
             self._session = self._incarnation = self._met
             self._changed.notify_all()
         self._send(Incarnation(self._met))
+
+    def _without_daemon(self, ranks: list[int]) -> None:
+        with self._changed:
+            self._problem = (
+                f"the VMs of ranks {ranks} have no daemon that answers: start swansongd there, and then the"
+                " job; without it those ranks would begin at step 0"
+            )
+            self._is_hopeless = True
+            self._changed.notify_all()
 
     def _finish(self, store: JobStore, session: str) -> None:
         """Wait until no VM has anything of an earlier start to commit: the next claim fences it off."""

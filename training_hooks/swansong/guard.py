@@ -222,6 +222,8 @@ class Guard:
             answer = where_to_go_on(self._talk.restore, self._talk.assembly)
             if answer.path:
                 step = self._load(answer)
+        elif not self._closed and self._talk.assembly is not None:
+            self._talk.assembly.without_daemon()
         self._agreement.step = step
         self._agreement.plan_periodic(step)
         self._saver.measured.saved_mono_s = time.monotonic()
