@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -59,6 +60,21 @@ _INIT_FIRST = "call torch.distributed.init_process_group() first"
 _BEAT_S = 1.0
 
 log = logging.getLogger("swansong")
+
+
+def advise_on_launcher(ranks: Ranks) -> None:
+    """Warn, once for each VM, when this torchrun cannot take a VM back into the job.
+
+    The agents of torch 2.13 share the store of their rendezvous with the ranks.  When the job has shrunk
+    and a VM returns, the survivor's agent fails at that store, and the job ends.
+    """
+    is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if ranks.nodes > 1 and ranks.local_rank == 0 and is_elastic and shares:
+        log.warning(
+            "torchrun shares its store with the ranks: once the job has shrunk, no VM can join it again; set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every VM"
+        )
 
 
 class Assembly:

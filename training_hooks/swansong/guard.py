@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from swansong._agree import CheckpointRequest, Due, Ranks
+from swansong._agree_nodes import advise_on_launcher
 from swansong._conversation import Conversation
 from swansong._health import Health
 from swansong._progress import PauseWatch, Reporter
@@ -76,6 +77,7 @@ def attach(
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= are positive")
     ranks = Ranks.from_environment()
+    advise_on_launcher(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
     return Guard(
