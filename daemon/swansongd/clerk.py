@@ -12,7 +12,7 @@ import platform
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,9 @@ from swansongd.stores.base import ObjectStore
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
 _CLAIM_FILE = "claim.json"
-_RECORD_BYTES_MAX = 16 * 2**10
+_RECORD_BYTES_MAX = 64 * 2**10
+_LEFT_BEHIND_MAX = 500
+"""Names of sets in the record; those of the greatest steps."""
 
 _log = structlog.get_logger(__name__)
 
@@ -66,6 +68,8 @@ class ClaimRecord:
     nonce: str
     incarnation: str = ""
     """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
+    left_behind: tuple[str, ...] = ()
+    """Sets in staging that were of earlier incarnations when this one was joined."""
 
     def save(self, own_directory: Path) -> None:
         """Replace the record.
@@ -103,6 +107,12 @@ class ClaimRecord:
                 nonce=bounds.identifier(body.get("nonce"), "nonce"),
                 incarnation=bounds.text(
                     body.get("incarnation"), "incarnation", bounds.ID_CHARS_MAX
+                ),
+                left_behind=tuple(
+                    bounds.text(name, "left_behind", bounds.ID_CHARS_MAX)
+                    for name in bounds.items(
+                        body.get("left_behind", []), "left_behind", _LEFT_BEHIND_MAX
+                    )
                 ),
             )
         except (OSError, BoundsError):
@@ -166,6 +176,8 @@ class Clerk:
         self._record = record if is_ours else None
         self.incarnation = self._record.incarnation if self._record else ""
         """The one that this boot has joined last; empty before it has."""
+        self.left_behind = self._record.left_behind if self._record else ()
+        """Sets in staging of earlier ones."""
         self._has_read_back = False
         """Whether a manifest of this life was read back, and was the one that was written."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
@@ -208,9 +220,14 @@ class Clerk:
 
         self._jobs.put(lambda: self._claim(claim, is_first=False))
 
-    def join(self, incarnation: str) -> None:
-        """Share the generation of this incarnation; posts GenerationClaimed or FenceFound."""
+    def join(self, incarnation: str, left_behind: Sequence[str] = ()) -> None:
+        """Share the generation of this incarnation; posts GenerationClaimed or FenceFound.
+
+        Args:
+            left_behind: sets in staging that are of earlier incarnations.
+        """
         self.incarnation = incarnation
+        self.left_behind = tuple(sorted(left_behind)[-_LEFT_BEHIND_MAX:])
         self._jobs.put(lambda: self._join(incarnation))
 
     def check_complete(self, order: CheckComplete) -> None:
@@ -314,7 +331,10 @@ class Clerk:
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
         try:
-            record = ClaimRecord(run, url, self._boot_id, claim.generation, nonce, incarnation)
+            left_behind = self.left_behind if incarnation else ()
+            record = ClaimRecord(
+                run, url, self._boot_id, claim.generation, nonce, incarnation, left_behind
+            )
             record.save(self._own_directory)
         except OSError as error:
             _log.warning(

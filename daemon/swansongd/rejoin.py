@@ -204,10 +204,8 @@ class Rejoin:
         given = self._given
         if given is not None and not (given.local == local and given.still_stands()):
             given = None
-        if (
-            state.settings.several_vms
-        ):  # what lies in staging is a part only, and the choice is for all
-            own = given = None
+        if state.settings.several_vms and not nodes.is_alone(state.incarnation):
+            own = given = None  # what lies in staging is a part only, and the choice is for all
         if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
             return given.answer
         store = self._store()

@@ -153,6 +153,7 @@ class Service:
             several_vms=config.run.several_vms,
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
             goes_on_with=self._clerk.incarnation,
+            left_behind=frozenset(self._clerk.left_behind),
         )
         state = State(settings=settings, incarnation=self._clerk.incarnation)
         self._decisions = Decisions(state, _log)
@@ -391,8 +392,8 @@ class Service:
                 self._clerk.commit(action)
             case ClaimGeneration(after):
                 self._clerk.claim_next(after)
-            case JoinGeneration(incarnation):
-                self._clerk.join(incarnation)
+            case JoinGeneration(incarnation, left_behind):
+                self._clerk.join(incarnation, left_behind)
             case CheckComplete():
                 self._clerk.check_complete(action)
             case CheckFence():

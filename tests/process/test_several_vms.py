@@ -185,13 +185,14 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
 
 @pytest.mark.fault("N09", "G17")
 def test_a_restart_of_the_survivor_resumes_from_what_both_vms_had_sealed(
-    pair: Pair, opened: ExitStack
+    pair: Pair, opened: ExitStack, tmp_path: Path
 ) -> None:
     """One VM commits its part and is gone; the other is flushing its own when the job starts again."""
     first, second = pair.vms
     assert second.daemon is not None
     pair.ranks[0].seal(9)
-    until(lambda: first.status()["part"] is not None, timeout_s=40, what="the first part")
+    part = tmp_path / "shelf/run/commits/00000001/000000000009/00000-of-00002.json"
+    until(part.exists, timeout_s=40, what="the first part")
     first.power_off()
     pair.ranks[1].seal(9, size_bytes=4_000_000)
     until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")

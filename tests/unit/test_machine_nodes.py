@@ -44,7 +44,13 @@ from swansongd.telemetry.report import status_line, status_report
 class Node(Story):
     """The VM with rank 0 of two VMs with one rank each."""
 
-    def __init__(self, *, staged: tuple[Staged, ...] = (), goes_on_with: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        staged: tuple[Staged, ...] = (),
+        goes_on_with: str = "",
+        left_behind: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(claimed=False, staged=staged)
         settings = Settings(
             reserve_s=5.0,
@@ -52,6 +58,7 @@ class Node(Story):
             several_vms=True,
             vm="vm0",
             goes_on_with=goes_on_with,
+            left_behind=frozenset(left_behind),
         )
         self.state = replace(self.state, settings=settings, incarnation=goes_on_with)
         self.scan()
@@ -274,10 +281,12 @@ def test_a_newer_whole_checkpoint_makes_up_for_a_request_that_failed() -> None:
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
     node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
     node.scan()
-    assert node.final == ["PARTIAL generation 3 step 5"]
+    node.seal_part(7)  # begun before the notice: the job was at step 7 already
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["PARTIAL generation 3 step 5", "PARTIAL generation 3 step 7"]
     node.seal_part(12)
     node.counted(node.commit_own_part(), 2)
-    assert node.final == ["PARTIAL generation 3 step 5", "SAFE generation 3 step 12"]
+    assert node.final[2:] == ["SAFE generation 3 step 12"]
 
 
 def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_its_own() -> None:
@@ -569,6 +578,24 @@ def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() ->
     assert node.all(CancelFlush)
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
+
+
+@pytest.mark.fault("H01", "G17")
+def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
+    """They are pruned when another start begins; one that is still there is never committed."""
+    node = Node()
+    node.begin()
+    node.seal_part(43)
+    node.tell(IncarnationBegun("second"))
+    old = node.staging[0].directory
+    order = node.last(JoinGeneration)
+    assert order.left_behind == (old,)
+    assert node.last(Prune).directories == (old,)
+    node.seal_part(10)
+    again = Node(staged=tuple(node.staging), goes_on_with="second", left_behind=order.left_behind)
+    again.tell(GenerationClaimed(4, None))
+    again.begin("second", generation=4)
+    assert again.flushes == [10]
 
 
 # ---------------------------------------------------------------- a VM that the job has left behind

@@ -13,7 +13,7 @@ import committed
 import pytest
 from story import Story, a_set
 from structlog.testing import capture_logs
-from swansong.protocol import Hello, Message, Restored, RestoreQuery
+from swansong.protocol import Hello, Message, Restored, RestoreQuery, sealed_name
 from swansongd import commit
 from swansongd.clerk import ClaimRecord, Clerk
 from swansongd.core.events import (
@@ -140,6 +140,19 @@ def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
         clerk.close()
 
 
+def test_a_record_names_the_sets_that_were_left_behind(tmp_path: Path, store: FileStore) -> None:
+    """In a number that is bounded, those of the greatest steps; a restarted daemon reads them."""
+    desk = Desk(tmp_path / "a", store)
+    clerk = desk.open()
+    names = [sealed_name(step, "abc") for step in range(2000)]
+    clerk.join("first", names)
+    desk.next(GenerationClaimed)
+    clerk.close()
+    again = desk.open()
+    assert again.left_behind == tuple(names[-500:])
+    again.close()
+
+
 def recorded(desk: Desk) -> ClaimRecord:
     record = ClaimRecord.load(desk.own)
     assert record is not None
@@ -244,6 +257,9 @@ class Vm:
         if wanted is not None:
             query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
         self.rejoin.ask(query, self.answers.put, lambda _: None)
+        return self.answer()
+
+    def answer(self) -> Restored:
         while not isinstance(answer := self.answers.get(timeout=20), Restored):
             pass
         return answer
@@ -270,6 +286,41 @@ def test_one_vm_chooses_what_is_whole_and_the_others_take_just_that(
         assert {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} == names
     assert second.ask(CommitRef(chosen.generation, chosen.step)).path == taken.path
     assert second.ask(CommitRef(7, 7)).error
+
+
+def test_a_choice_is_made_under_the_generation_of_its_start(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """Before the claim, a VM of the earlier start could still commit a newer checkpoint."""
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": b"1"}
+        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
+    vm = Vm(tmp_path / "v0", store)
+    claimed = vm.state
+    vm.state = replace(claimed, incarnation="earlier")
+    vm.rejoin.ask(RestoreQuery("q", incarnation="start"), vm.answers.put, lambda _: None)
+    vm.rejoin.ask(RestoreQuery("named", generation=1, step=20), vm.answers.put, lambda _: None)
+    assert vm.answer().query_id == "named", "the other query waits, and holds nobody up"
+    vm.state = replace(claimed, generation=None)
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": b"1"}
+        committed.commit(store, files, step=30, node=node, nodes=2, attempt=f"b{node}")
+    vm.state = claimed
+    second = vm.answer()
+    assert (second.query_id, second.step) == ("q", 30)
+
+
+def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path, store: FileStore) -> None:
+    """Its sets are whole.  An older commit would leave a newer set behind, to be committed later."""
+    committed.commit(store, {"rank-00000/w": b"1"}, step=20)
+    vm = Vm(tmp_path / "v0", store)
+    own = a_set(50)
+    vm.state = replace(
+        vm.state, incarnation="alone:vm:2", staged=(own,), inherited=frozenset(), generation=2
+    )
+    vm.rejoin.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
+    answer = vm.answer()
+    assert (answer.step, Path(answer.path).name) == (50, own.directory)
 
 
 def test_a_job_over_several_vms_is_refused_where_nobody_expects_one() -> None:

@@ -344,7 +344,7 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     ask = turn.state.evacuation.ask if turn.state.evacuation else None
     if ask is not None and ask.newer is None:
         usable = present - ask.known - turn.state.inherited - turn.state.unusable
-        turn.set_ask(newer=min(usable, default=None))
+        turn.set_ask(newer=min((id_ for id_ in usable if id_.step > ask.at_step), default=None))
     if ask is None or not ask.is_waiting:
         return
     answer = next((s for s in event.staged if _answers(s, ask)), None)

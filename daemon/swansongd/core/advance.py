@@ -197,6 +197,7 @@ def _ask(turn: Turn) -> None:
         asked_mono_s=turn.now,
         agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
         known=frozenset(staged.id for staged in turn.state.staged),
+        at_step=max((trainer.step for trainer in turn.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
     )
     turn.set_evacuation(ask=ask, asks=evacuation.asks + 1)
@@ -374,11 +375,18 @@ def _report_part(turn: Turn, evacuation: Evacuation) -> None:
         vms_committed=part.committed,
         vms=part.nodes,
     )
-    verdict, reason = _judge(turn.state, out_of_time=False)
+    last = state.last_complete
+    verdict = Verdict.LOST if last is None else Verdict.PARTIAL
+    reason = f"{part}; {_what_stands(state)}"
     slack_s = round(turn.left_s, 2)
     turn.do(
         Conclude(evacuation.id, verdict, reason, state.last_complete, slack_s, part, is_final=False)
     )
+
+
+def _what_stands(state: State) -> str:
+    last = state.last_complete
+    return "no checkpoint of the run is whole" if last is None else f"{last} stands"
 
 
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
@@ -399,13 +407,13 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
         return verdict, f"the run continues on other VMs as generation {state.overtaken_by}"
     if state.last_complete is None:
         if part is not None:
-            return Verdict.LOST, f"{part}; no checkpoint of the run is whole"
+            return Verdict.LOST, f"{part}; {_what_stands(state)}"
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
         if evacuation.ask is not None and evacuation.ask.failure:
             return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
-    stands = f"{state.last_complete} stands"
+    stands = _what_stands(state)
     if part is not None:
         stands = f"{part}; {stands}"
     if out_of_time:

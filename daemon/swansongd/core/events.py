@@ -389,6 +389,8 @@ class JoinGeneration:
     """Claim a generation for this start of the job, or take part in the one that another VM has claimed."""
 
     incarnation: str
+    left_behind: tuple[str, ...] = ()
+    """Sets in staging that are of earlier starts; recorded with the claim, for a later life of the daemon."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,9 +128,12 @@ def incarnation(turn: Turn, name: str) -> None:
         and not (answer is not None and state.is_whole(answer))
     ):
         turn.fail_ask("the job was started again")
-    _drop_all(turn)
+    dropped = _drop_all(turn)
     turn.set(incarnation=name, finishing=None, overtaken_by=None)
-    claims.order(turn, JoinGeneration(name))
+    claims.order(turn, JoinGeneration(name, tuple(staged.directory for staged in dropped)))
+    dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
+    if dispensable:
+        turn.do(Prune(dispensable))
 
 
 def fenced(turn: Turn, generation: int) -> None:
@@ -148,11 +151,16 @@ def first_look(turn: Turn) -> None:
     """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
     state = turn.state
     settings = state.settings
-    if settings.several_vms and state.incarnation != settings.goes_on_with:
-        turn.set(unusable=state.unusable | {staged.id for staged in state.staged})
+    if not settings.several_vms:
+        return
+    is_ours = state.incarnation == settings.goes_on_with
+    known = settings.left_behind if is_ours else {staged.directory for staged in state.staged}
+    of_others = {staged.id for staged in state.staged if staged.directory in known}
+    turn.set(unusable=state.unusable | of_others)
 
 
-def _drop_all(turn: Turn) -> None:
+def _drop_all(turn: Turn) -> tuple[Staged, ...]:
+    """Commit none of the sets that are known; returns them."""
     state = turn.state
     if state.flight is not None:
         turn.do(CancelFlush(state.flight.flush_id))
@@ -169,6 +177,7 @@ def _drop_all(turn: Turn) -> None:
         inherited=state.inherited | known,
         unusable=state.unusable | known,
     )
+    return tuple(staged for staged in state.staged if staged.id in known)
 
 
 def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -> Notice | None:

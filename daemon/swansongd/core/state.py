@@ -58,6 +58,8 @@ class Settings:
     """Tells this VM, as of this boot, from others."""
     goes_on_with: str = ""
     """The incarnation that an earlier life of this daemon, on this boot, was part of."""
+    left_behind: frozenset[str] = frozenset()
+    """Directories of sets that were of earlier incarnations then."""
     mtbf_s: float = 4 * 3600.0
     """Mean time between interruptions that is assumed until the run knows better."""
     stall_steps: float = 20.0
@@ -148,10 +150,12 @@ class Ask:
     """The scan has seen it."""
     lost_mono_s: float | None = None
     """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
+    at_step: int = -1
+    """Last step that a rank had reported by then."""
     failure: str = ""
     failed_mono_s: float = 0.0
     newer: CheckpointId | None = None
-    """Oldest set that was sealed after the request, whether it answers the request or not."""
+    """Oldest set of a step after the request, whether it answers the request or not."""
     looked_mono_s: float = 0.0
     """When staging was last looked through for early shards."""
     hopeless_mono_s: float | None = None
@@ -403,7 +407,7 @@ class State:
 
     @property
     def newer(self) -> CheckpointId | None:
-        """Over several VMs: a set that was sealed after a request that failed is as good as its answer."""
+        """Over several VMs: a set of a step after a request that failed is as good as its answer."""
         ask = self.evacuation.ask if self.evacuation is not None else None
         if ask is None or not (ask.failure and self.settings.several_vms):
             return None
