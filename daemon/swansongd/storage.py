@@ -138,7 +138,8 @@ class Storage:
 
     def _rate_bytes_per_s(self) -> float | None:
         # The ranks of another start of the job wait for the flush: nothing trains that it could disturb.
-        is_awaited = self._state().finishing is not None
+        finishing = self._state().finishing
+        is_awaited = finishing is not None and not finishing.is_done
         return (
             None if self._is_urgent() or is_awaited else self._config.flush.background_bytes_per_s
         )

@@ -102,10 +102,8 @@ def _steer_finishing(turn: Turn) -> None:
     # Ranks that do not ask where to resume may train already: what they seal must not be mixed up.
     known = finishing.known
     trains = known is not None and any(staged.id not in known for staged in state.staged)
-    is_joined = bool(
-        state.incarnation
-    )  # else nothing here is of a start that this daemon took part in
-    has_more = is_joined and (known is None or _has_more(state))
+    # Without an incarnation, nothing here is of a start that this daemon took part in.
+    has_more = bool(state.incarnation) and (known is None or _has_more(state))
     if has_more and not trains and turn.now < finishing.by_mono_s:
         return
     if trains or is_alone(finishing.incarnation):
