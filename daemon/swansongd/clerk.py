@@ -27,7 +27,6 @@ from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
     ClaimGeneration,
-    CommitCompleted,
     CommitDone,
     CommitFailed,
     CommitManifest,
@@ -37,6 +36,7 @@ from swansongd.core.events import (
     HistoryRead,
     JoinGeneration,
     NewestDated,
+    PartsCounted,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.journal import Journal
@@ -262,7 +262,7 @@ class Clerk:
         self._jobs.put(lambda: self._join(order))
 
     def check_complete(self, order: CheckComplete) -> None:
-        """Look for the manifests of all VMs; posts CommitCompleted when they are there."""
+        """Look for the manifests of all VMs; posts PartsCounted, whatever happens."""
         self._jobs.put(lambda: self._check_complete(order))
 
     def drain(self, timeout_s: float) -> bool:
@@ -496,13 +496,18 @@ class Clerk:
             self._health.failed(error.line())
 
     def _check_complete(self, order: CheckComplete) -> None:
+        committed, whole = 0, None
         try:
-            commits = catalog.list_commits(self._store, self._keys, order.ref)
+            for ref in order.refs:
+                found = commit.parts_committed(self._store, self._keys, ref, order.nodes)
+                committed = found if ref == order.refs[0] else committed
+                if found == order.nodes:
+                    whole = ref
+                    break
         except SwansongError as error:  # it is looked for again
             self._health.failed(error.line())
-            return
-        if any(found.nodes == order.nodes and found.is_complete for found in commits):
-            self._post(CommitCompleted(order.ref))
+        finally:
+            self._post(PartsCounted(order.refs[0], committed, whole))
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

@@ -136,6 +136,23 @@ def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
     return None
 
 
+def parts_committed(store: ObjectStore, keys: RunKeys, ref: CommitRef, nodes: int) -> int:
+    """The number of nodes that have committed their parts of this checkpoint; ``nodes`` when it is whole.
+
+    With a signing key, a checkpoint with an unsigned part is not whole: no reader would take it.
+
+    Raises:
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: the store could not be asked.
+    """
+    for found in catalog.list_commits(store, keys, ref):
+        if found.nodes != nodes:
+            continue
+        is_sound = not found.is_complete or keys.signer is None or _is_signed(store, keys, found)
+        return len(found.manifest_keys) if is_sound else nodes - 1
+    return 0
+
+
 def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
     try:
         catalog.load(store, keys, found)

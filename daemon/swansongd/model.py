@@ -198,6 +198,29 @@ class CommitRef:
         return f"generation {self.generation} step {self.step}"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This VM's part of a checkpoint is committed, and the checkpoint is not whole yet."""
+
+    ref: CommitRef
+    nodes: int
+    """Number of VMs of the job."""
+    committed: int = 1
+    """Number of VMs whose part is known to be committed, this one included."""
+
+    def facts(self) -> dict[str, object]:
+        """As the farewell and the status show it."""
+        return {
+            "generation": self.ref.generation,
+            "step": self.ref.step,
+            "nodes": self.nodes,
+            "nodes_committed": self.committed,
+        }
+
+    def __str__(self) -> str:
+        return f"this VM's part of {self.ref} is committed ({self.committed} of {self.nodes} VMs)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerView:
     """What the daemon knows of one connected rank."""

@@ -27,7 +27,7 @@ from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 
 from swansongd import catalog, commit
-from swansongd.core import resume
+from swansongd.core import nodes, resume
 from swansongd.core.events import Event, RolledBack
 from swansongd.core.state import State
 from swansongd.errors import CorruptError, NothingToRestore, StagingError, SwansongError
@@ -176,16 +176,28 @@ class Rejoin:
         return None
 
     def _has_begun(self, ticket: _Ticket) -> bool:
-        """Whether the decision loop is done with the steps that no longer count."""
-        query = ticket.query
-        is_named = query.generation >= 0 and bool(query.incarnation)
-        return not is_named or self._state().incarnation == query.incarnation
+        """Whether the decision loop is done with the steps that no longer count.
+
+        Over several VMs a choice is made under the generation of this start of the job: from its claim
+        on, nothing of an earlier start is committed.
+        """
+        query, state = ticket.query, self._state()
+        if query.generation >= 0:
+            return not query.incarnation or state.incarnation == query.incarnation
+        if query.rollback or not state.settings.several_vms:
+            return True
+        wanted = query.incarnation
+        is_wanted = state.incarnation == wanted if wanted else nodes.is_alone(state.incarnation)
+        return is_wanted and state.finishing is None and state.generation is not None
 
     def _find(self, ticket: _Ticket) -> Restored:
         query = ticket.query
+        if not self._has_begun(ticket):
+            raise StagingError(
+                "this start of the job has no generation: the store failed, or the job was started again",
+                hint="See: swansong status",
+            )
         if query.generation >= 0:
-            if not self._has_begun(ticket):
-                raise StagingError("the job was started again meanwhile", hint="End this one")
             return self._chosen(query)
         if query.rollback:
             return self._rollback(query, ticket.post)
@@ -212,10 +224,8 @@ class Rejoin:
         given = self._given
         if given is not None and not (given.local == local and given.still_stands()):
             given = None
-        if (
-            state.settings.several_vms
-        ):  # what lies in staging is a part only, and the choice is for all
-            own = given = None
+        if state.settings.several_vms and not nodes.is_alone(state.incarnation):
+            own = given = None  # what lies in staging is a part only, and the choice is for all
         if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
             return given.answer
         store = self._store()

@@ -52,6 +52,7 @@ from swansongd.core.events import (
     StopRequested,
     TellCommitted,
     TellFenced,
+    TellFinished,
     Tick,
     WithdrawRequest,
     WokeUp,
@@ -378,7 +379,7 @@ class Service:
 
     # ------------------------------------------------------------------ actions
 
-    def _carry_out(self, action: Action, now: float) -> None:
+    def _carry_out(self, action: Action, now: float) -> None:  # noqa: PLR0915 - one case for each action
         match action:
             case AskTrainers():
                 request = protocol.Request(
@@ -402,6 +403,8 @@ class Service:
                 self._channel.send(connections, committed)
             case TellFenced(generation):
                 self._channel.send(None, protocol.Fenced(generation=generation))
+            case TellFinished(incarnation):
+                self._channel.send(None, protocol.Finished(incarnation=incarnation))
             case StartFlush():
                 self._flush.start(
                     action.flush_id,
@@ -457,6 +460,16 @@ class Service:
 
     def _conclude(self, conclusion: Conclude) -> None:
         assert self._timeline is not None
+        if conclusion.is_final:
+            self._announce(conclusion)
+        generation = self._state.generation
+        farewell = self._timeline.farewell(
+            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
+        )
+        if generation is not None:
+            self._clerk.farewell(generation, farewell)
+
+    def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
         _log.warning(
             "verdict",
@@ -469,12 +482,6 @@ class Service:
         is_awaited = AwsAsgSource.name in self._state.notices
         if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
             self._asg_hook.complete()
-        generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
-        if generation is not None:
-            self._clerk.farewell(generation, farewell)
 
     def _remove(self, action: SetAside | Prune) -> None:
         remove = self._set_aside if isinstance(action, SetAside) else self._prune

@@ -137,7 +137,12 @@ class Storage:
         return self._state().evacuation is not None
 
     def _rate_bytes_per_s(self) -> float | None:
-        return None if self._is_urgent() else self._config.flush.background_bytes_per_s
+        # The ranks of another start of the job wait for the flush: nothing trains that it could disturb.
+        finishing = self._state().finishing
+        is_awaited = finishing is not None and not finishing.is_done
+        return (
+            None if self._is_urgent() or is_awaited else self._config.flush.background_bytes_per_s
+        )
 
     def _data_give_up(self) -> float | None:
         evacuation = self._state().evacuation

@@ -14,6 +14,8 @@ from typing import Self, TypeVar
 from swansong import protocol
 from swansong.protocol import (
     Accepted,
+    Finish,
+    Finished,
     Hello,
     Message,
     Request,
@@ -147,6 +149,8 @@ class FakeDaemon:
             with self._lock:
                 if connection not in self._connections:
                     self._connections.append(connection)
+        if isinstance(message, Finish):
+            return [Finished(message.incarnation)]
         if isinstance(message, RestoreQuery):
             if self.on_query is not None:
                 self.on_query(message.query_id)

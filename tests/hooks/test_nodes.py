@@ -7,15 +7,18 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import swansong
 from hooks.job_store import MemoryJobStore
 from swansong._agree import Agreement, Ranks
 from swansong._agree_nodes import Assembly
-from swansong._rounds import Decision, JobStore, take_part
+from swansong._rounds import Decision, JobStore, say_absent, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
+    Finish,
     Incarnation,
     Message,
     PeerRequest,
@@ -36,7 +39,10 @@ class Rank:
         self.said: list[Message] = []
         self.saved: list[tuple[str, int]] = []
         self.agreement = Agreement(ranks.world_size, None, self._answer)
-        self.assembly = Assembly(ranks, self.agreement, self.said.append, connect)
+        self.assembly = Assembly(ranks, self.agreement, self._tell_daemon, connect)
+        self.may_begin = threading.Event()
+        """The daemon has nothing of an earlier start to commit."""
+        self.may_begin.set()
         self.is_stuck = threading.Event()
         self.stop = threading.Event()
         self._random = random.Random(seed)
@@ -45,6 +51,11 @@ class Rank:
 
     def _answer(self, message: Message) -> object:
         return self.assembly.answer(message)
+
+    def _tell_daemon(self, message: Message) -> None:
+        self.said.append(message)
+        if isinstance(message, Finish) and self.may_begin.is_set():
+            self.assembly.finished(message.incarnation)
 
     def start(self) -> None:
         self.assembly.start()
@@ -309,6 +320,32 @@ def test_a_stuck_rank_does_not_split_the_others(connect: Callable[[], JobStore])
         job.assert_together()
 
 
+@pytest.mark.fault("T04", "T12")
+def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -> None:
+    """The next request, under its own id, is a round of its own, and all ranks save for it."""
+    moves = threading.Event()
+    moves.set()
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            moves.wait(20)
+            return getattr(store, name)
+
+    job = Job(store.connect, nodes=2, local=1)
+    job.ranks[1].assembly._open_store = Slow  # type: ignore[assignment]
+    with job:
+        job.request("first")
+        job.wait_sealed("first")
+        moves.clear()
+        job.request("e1", seconds_left=5.0)
+        until(lambda: job.ranks[0].all_of(Declined, "e1"))
+        moves.set()
+        job.request("e1.again-1")
+        step = job.wait_sealed("e1.again-1")
+        job.assert_together()
+        assert job.ranks[1].saved[-1] == ("e1.again-1", step)
+
+
 @pytest.mark.fault("T12")
 def test_a_store_that_is_gone_is_a_reason_to_decline(store: MemoryJobStore) -> None:
     """The daemon hears why within a tenth of the time left, training is held up no longer."""
@@ -379,8 +416,9 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         got: dict[int, object] = {}
 
         def ask(rank: Rank) -> None:
-            def decide() -> dict[str, object]:
+            def decide(session: str) -> dict[str, object]:
                 assert rank.ranks.rank == 0
+                assert Incarnation(session) in rank.said
                 return {"generation": 3, "step": 40}
 
             got[rank.ranks.rank] = rank.assembly.restore(decide)
@@ -391,6 +429,84 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         for thread in threads:
             thread.join(20)
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
+
+
+def test_a_start_begins_when_no_daemon_has_anything_to_finish(
+    connect: Callable[[], JobStore],
+) -> None:
+    """Nothing is claimed or chosen before the last daemon says so, and one that restarts is asked again."""
+    with Job(connect, nodes=3, local=1) as job:
+        busy = job.ranks[2]
+        busy.may_begin.clear()
+
+        def begun() -> list[Message]:
+            return [m for rank in job.ranks for m in rank.said if isinstance(m, Incarnation)]
+
+        until(lambda: all(any(isinstance(m, Finish) for m in r.said) for r in job.ranks))
+        (session,) = {m.incarnation for r in job.ranks for m in r.said if isinstance(m, Finish)}
+        busy.said.clear()
+        busy.assembly.connected()
+        assert busy.said == [Finish(session)]
+        assert not begun()
+        busy.assembly.finished("another start")
+        assert not begun()
+        busy.assembly.finished(session)
+        until(lambda: len(begun()) == 3)
+        assert set(begun()) == {Incarnation(session)}
+        job.request("r1")
+        job.wait_sealed("r1")
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_vm_without_a_daemon_is_named_at_once(
+    connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch, absent: int
+) -> None:
+    """Its rank would begin at step 0: the others do not wait, and the advice is to start the daemon there.
+
+    When the daemon has come all the same, they meet.
+    """
+    monkeypatch.setattr("swansong._rounds.ABSENT_S", 0.5)
+    job = Job(connect, nodes=2, local=1)
+    present, other = job.ranks[1 - absent], job.ranks[absent]
+    try:
+        other.assembly.without_daemon()
+        present.start()
+        with pytest.raises(
+            TimeoutError, match=rf"ranks \[{absent}\] have no daemon .* start swansongd"
+        ):
+            present.assembly.restore(lambda _: {})
+        other.start()
+        until(lambda: any(isinstance(m, Incarnation) for m in present.said))
+    finally:
+        job.__exit__()
+
+
+def test_a_restore_without_a_daemon_tells_the_other_vms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It begins at step 0 all the same: without a daemon the hooks do nothing."""
+    told: list[int] = []
+    monkeypatch.setattr(Assembly, "without_daemon", lambda self: told.append(self._ranks.rank))
+    environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 1}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    with swansong.attach(
+        save=lambda _: None, load=lambda _: None, socket=tmp_path / "no.sock"
+    ) as guard:
+        assert guard.restore() == 0
+    assert told == [1]
+
+
+def test_what_an_earlier_start_has_left_about_a_daemon_is_not_taken_for_this_one(
+    connect: Callable[[], JobStore],
+) -> None:
+    """The rank of a VM without a daemon was started again, with one: nobody fails."""
+    job = Job(connect, nodes=2, local=1)
+    for rank in job.ranks:
+        say_absent(connect(), rank.ranks.rank)
+    with job:
+        job.request("r1")
+        job.wait_sealed("r1")
 
 
 def all_go_back(

@@ -6,17 +6,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hooks.fake_daemon import FakeDaemon
-from swansong.protocol import Hello, Sealed
+from swansong._agree import Ranks
+from swansong._agree_nodes import advise_on_launcher
+from swansong.protocol import Hello, Incarnation, Sealed
 from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,6 +165,142 @@ def test_torchrun_kills_after_its_shutdown_timeout(daemon: FakeDaemon, tmp_path:
         assert job.popen.wait(20) != 0
     finally:
         job.close()
+
+
+ELASTIC = """
+import json, os, swansong
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+guard = swansong.attach(save=lambda d: (d / "x").write_text("x"), load=lambda d: None)
+guard.restore()
+print(json.dumps({"pid": os.getpid(), "world": dist.get_world_size()}), flush=True)
+value, step = torch.zeros(1), 0
+while True:
+    dist.all_reduce(value)
+    step += 1
+    guard.step(step)
+"""
+
+
+class Agent:
+    """The torchrun of one VM of an elastic job, with one rank."""
+
+    def __init__(self, daemon: FakeDaemon, script: Path, port: int, *, is_host: bool) -> None:
+        settings = {
+            "is_host": int(is_host),
+            "last_call_timeout": 2,
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 3,
+        }
+        rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
+        self.popen = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
+                *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"),
+                *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={rendezvous}"),
+                *("--local-addr=127.0.0.1", "--monitor-interval=0.2", str(script)),
+            ],
+            env={
+                **os.environ,
+                "SWANSONG_SOCKET": daemon.path,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.starts: list[dict[str, int]] = []
+        """What each start of the rank has printed."""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    self.starts.append(json.loads(line))
+
+    def wait_world(self, size: int, after: int = 0) -> int:
+        """Wait for a start with so many ranks; returns how many starts there have been."""
+        until(
+            lambda: any(start["world"] == size for start in self.starts[after:]),
+            timeout_s=90,
+            what=f"a start with {size} ranks",
+        )
+        return len(self.starts)
+
+    def kill(self) -> None:
+        """As when the VM loses its power."""
+        for pid in (self.popen.pid, *(start["pid"] for start in self.starts)):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait(10)
+        self._reader.join(10)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.fault("T12")
+def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
+    """A VM is lost and another one comes: the survivor's torchrun lives, and all ranks save together."""
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as opened:
+        daemons = []
+        for name in ("a", "b", "c"):
+            (tmp_path / name).mkdir()
+            daemons.append(opened.enter_context(FakeDaemon(tmp_path / name)))
+
+        def start(daemon: FakeDaemon, *, is_host: bool = False) -> Agent:
+            agent = Agent(daemon, script, port, is_host=is_host)
+            opened.callback(agent.kill)
+            return agent
+
+        def save(name: str, *asked: FakeDaemon) -> None:
+            asked[0].request(name)
+            until(
+                lambda: all(any(s.request_id == name for s in d.all_of(Sealed)) for d in asked),
+                timeout_s=60,
+                what=f"{name} saved on {len(asked)} VMs",
+            )
+
+        staying, lost = start(daemons[0], is_host=True), start(daemons[1])
+        lost.wait_world(2)
+        starts = staying.wait_world(2)
+        save("r1", daemons[0], daemons[1])
+        lost.kill()
+        starts = staying.wait_world(1, after=starts)
+        new = start(daemons[2])
+        new.wait_world(2)
+        staying.wait_world(2, after=starts)
+        assert staying.popen.poll() is None
+        save("r2", daemons[2], daemons[0])
+        sessions = [{m.id for m in d.all_of(Incarnation)} for d in (daemons[0], daemons[2])]
+        assert len(sessions[0]) == 2
+        assert sessions[1] < sessions[0]
+
+
+@pytest.mark.parametrize(("shares", "restarts"), [("True", "3"), ("False", "3"), ("True", "0")])
+def test_a_torchrun_that_cannot_grow_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shares: str, restarts: str
+) -> None:
+    """Once for each VM, and only for a job that may change its size."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    for local_rank in (0, 1):
+        advise_on_launcher(Ranks(local_rank=local_rank, world_size=4, nodes=2))
+    advise_on_launcher(Ranks(world_size=2, nodes=1))
+    warned = [r for r in caplog.records if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in r.getMessage()]
+    assert len(warned) == (1 if (shares, restarts) == ("True", "3") else 0)
 
 
 LOADING = """

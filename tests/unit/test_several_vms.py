@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,21 +18,23 @@ from swansongd import commit
 from swansongd.clerk import ClaimRecord, Clerk
 from swansongd.core.events import (
     CheckComplete,
-    CommitCompleted,
     Event,
     FenceFound,
     GenerationClaimed,
     JoinGeneration,
+    PartsCounted,
     SourceChanged,
 )
 from swansongd.core.state import State
-from swansongd.errors import FencedError
+from swansongd.errors import FencedError, Transient
 from swansongd.journal import Journal
 from swansongd.keys import RunKeys
-from swansongd.model import CommitRef
+from swansongd.model import CheckpointId, CommitRef
 from swansongd.rejoin import Rejoin
+from swansongd.signing import Signer
 from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import prepare
+from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 from swansongd.trainers.translate import problem_with
 
@@ -138,6 +141,19 @@ def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
         clerk.close()
 
 
+def test_a_record_names_the_sets_that_were_abandoned(tmp_path: Path, store: FileStore) -> None:
+    """In a number that is bounded, those of the greatest steps; a restarted daemon reads them."""
+    desk = Desk(tmp_path / "a", store)
+    clerk = desk.open()
+    sets = tuple(CheckpointId(step, "abc") for step in range(2000))
+    clerk.join(JoinGeneration("first", sets))
+    desk.next(GenerationClaimed)
+    clerk.close()
+    again = desk.open()
+    assert again.abandoned == frozenset(sets[-1000:])
+    again.close()
+
+
 def recorded(desk: Desk) -> ClaimRecord:
     record = ClaimRecord.load(desk.own)
     assert record is not None
@@ -187,19 +203,42 @@ def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
 def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """Of this step and this number of VMs; until then nothing is said."""
+    """Of this step and this number of VMs; and the newest of several that is whole is named."""
     desk = Desk(tmp_path / "a", store)
     clerk = desk.open()
-    order = CheckComplete(CommitRef(1, 9), 2)
-    for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}):
+    refs = (CommitRef(1, 9), CommitRef(1, 8), CommitRef(1, 7))
+    order = CheckComplete(refs, 2)
+    for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}, {"step": 8, "node": 0}):
         committed.commit(store, FILES, nodes=2, generation=1, attempt=f"{options}", **options)
     clerk.check_complete(order)
-    assert clerk.drain(10)
-    assert desk.events.empty()
+    assert desk.next(PartsCounted) == PartsCounted(refs[0], 1, refs[1])
     committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, attempt="x")
     clerk.check_complete(order)
-    assert desk.next(CommitCompleted) == CommitCompleted(order.ref)
+    assert desk.next(PartsCounted) == PartsCounted(refs[0], 2, refs[0])
     clerk.close()
+
+
+def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -> None:
+    """Also when the store fails: the decision loop makes no other look before the answer."""
+
+    class Broken(FileStore):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            raise Transient("503")
+
+    desk = Desk(tmp_path / "a", Broken(store.url))
+    clerk = desk.open()
+    clerk.check_complete(CheckComplete((CommitRef(1, 9),), 2))
+    assert desk.next(PartsCounted) == PartsCounted(CommitRef(1, 9), 0, None)
+    clerk.close()
+
+
+@pytest.mark.fault("S25")
+def test_an_unsigned_part_makes_no_checkpoint_whole(tmp_path: Path, store: FileStore) -> None:
+    """A reader with a key would refuse it."""
+    keys = RunKeys("r", Signer(b"k" * 32))
+    for node in (0, 1):
+        committed.commit(store, FILES, step=9, node=node, nodes=2, attempt=f"a{node}")
+    assert commit.parts_committed(store, keys, CommitRef(1, 9), 2) == 1
 
 
 class Vm:
@@ -210,15 +249,18 @@ class Vm:
         story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
-        self.state: State = replace(story.state, settings=settings)
+        self.state: State = replace(story.state, settings=settings, incarnation="start")
         self.rejoin = Rejoin(store, KEYS, run, lambda: self.state, threading.Event())
         self.answers: queue.Queue[Message] = queue.Queue()
 
     def ask(self, wanted: CommitRef | None = None) -> Restored:
-        query = RestoreQuery("q")
+        query = RestoreQuery("q", incarnation="start")
         if wanted is not None:
             query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
         self.rejoin.ask(query, self.answers.put, lambda _: None)
+        return self.answer()
+
+    def answer(self) -> Restored:
         while not isinstance(answer := self.answers.get(timeout=20), Restored):
             pass
         return answer
@@ -245,6 +287,41 @@ def test_one_vm_chooses_what_is_whole_and_the_others_take_just_that(
         assert {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} == names
     assert second.ask(CommitRef(chosen.generation, chosen.step)).path == taken.path
     assert second.ask(CommitRef(7, 7)).error
+
+
+def test_a_choice_is_made_under_the_generation_of_its_start(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """Before the claim, a VM of the earlier start could still commit a newer checkpoint."""
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": b"1"}
+        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
+    vm = Vm(tmp_path / "v0", store)
+    claimed = vm.state
+    vm.state = replace(claimed, incarnation="earlier")
+    vm.rejoin.ask(RestoreQuery("q", incarnation="start"), vm.answers.put, lambda _: None)
+    vm.rejoin.ask(RestoreQuery("named", generation=1, step=20), vm.answers.put, lambda _: None)
+    assert vm.answer().query_id == "named", "the other query waits, and holds nobody up"
+    vm.state = replace(claimed, generation=None)
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": b"1"}
+        committed.commit(store, files, step=30, node=node, nodes=2, attempt=f"b{node}")
+    vm.state = claimed
+    second = vm.answer()
+    assert (second.query_id, second.step) == ("q", 30)
+
+
+def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path, store: FileStore) -> None:
+    """Its sets are whole.  An older commit would leave a newer set behind, to be committed later."""
+    committed.commit(store, {"rank-00000/w": b"1"}, step=20)
+    vm = Vm(tmp_path / "v0", store)
+    own = a_set(50)
+    vm.state = replace(
+        vm.state, incarnation="alone:vm:2", staged=(own,), inherited=frozenset(), generation=2
+    )
+    vm.rejoin.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
+    answer = vm.answer()
+    assert (answer.step, Path(answer.path).name) == (50, own.directory)
 
 
 def test_a_job_over_several_vms_is_refused_where_nobody_expects_one() -> None:

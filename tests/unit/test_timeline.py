@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from swansongd.core.events import Conclude, Mark
-from swansongd.model import CommitRef, Verdict
+from swansongd.model import CommitRef, Part, Verdict
 from swansongd.telemetry.timeline import ENTRIES_MAX, Timeline
 
 WRITTEN = "2030-01-01T00:00:00Z"
@@ -37,6 +37,16 @@ def test_a_farewell_is_the_timeline_and_the_verdict() -> None:
         ],
         "written": WRITTEN,
     }
+
+
+def test_a_farewell_names_the_part_of_a_checkpoint_that_is_not_whole() -> None:
+    """Over several VMs: what this VM has committed, and how many of the others."""
+    part = Part(CommitRef(2, 9), 3, 2)
+    conclusion = Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, part)
+    data = Timeline("e1", 0.0).farewell(conclusion, run="r", generation=2, written=WRITTEN)
+    body = json.loads(data)
+    assert (body["commit"]["step"], body["complete"]) == (7, False)
+    assert body["part"] == {"generation": 2, "step": 9, "nodes": 3, "nodes_committed": 2}
 
 
 def test_a_loss_names_no_commit() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -23,10 +24,20 @@ from collections.abc import Callable
 from typing import Any
 
 from swansong._agree import AGREEMENT_LIMIT_S, Agreement, Ranks
-from swansong._rounds import POLL_S, Call, JobStore, await_key, greet, open_job_store, take_part
+from swansong._rounds import (
+    POLL_S,
+    Call,
+    JobStore,
+    await_key,
+    greet,
+    open_job_store,
+    say_absent,
+    take_part,
+)
 from swansong.protocol import (
     Agreed,
     Declined,
+    Finish,
     Incarnation,
     Message,
     PeerRequest,
@@ -38,14 +49,32 @@ DECISION_PART = 0.8
 """Of the time in which ranks must agree: the rest is left to the training loop, to hear of it."""
 GREETING_LIMIT_S = 120.0
 """How long a restore waits for the ranks of the other VMs to come."""
+FINISH_LIMIT_S = 100.0
+"""How long a start waits for all daemons to commit what earlier ones have sealed; theirs is 90 s at most."""
 COMING_LIMIT_S = 60.0
 """How long rank 0 waits for another rank to go back with it; each has ended the same step."""
 _POLLS_PER_S = 2000.0
 """So often all ranks together look for the call of a round; in a large job each does so less often."""
 _RETRY_S = 0.5
+_INIT_FIRST = "call torch.distributed.init_process_group() first"
 _BEAT_S = 1.0
 
 log = logging.getLogger("swansong")
+
+
+def advise_on_launcher(ranks: Ranks) -> None:
+    """Warn, once for each VM, when this torchrun cannot take a VM back into the job.
+
+    The agents of torch 2.13 share the store of their rendezvous with the ranks.  When the job has shrunk
+    and a VM returns, the survivor's agent fails at that store, and the job ends.
+    """
+    is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if ranks.nodes > 1 and ranks.local_rank == 0 and is_elastic and shares:
+        log.warning(
+            "torchrun shares its store with the ranks: once the job has shrunk, no VM can join it again; set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every VM"
+        )
 
 
 class Assembly:
@@ -72,10 +101,17 @@ class Assembly:
         self._open_store = open_store
         self._stop = threading.Event()
         self._changed = threading.Condition()
+        self._met: str | None = None
+        """The session, as soon as all ranks have met."""
         self._session: str | None = None
+        """The same, once all daemons have finished what earlier starts have sealed."""
+        self._finished: str | None = None
+        """The session that the daemon of this VM would let begin."""
         self._incarnation: str | None = None
         """The session, or what it became when the ranks went back together."""
-        self._problem = "they have not all come yet"
+        self._problem = f"they have not all come yet; {_INIT_FIRST}"
+        self._is_hopeless = False
+        """A rank has no daemon: nothing is gained by waiting."""
         self._number = 1
         """Of the round that this rank is in, or waits for."""
         self._under_way: Call | None = None
@@ -88,6 +124,7 @@ class Assembly:
         self._calls: JobStore | None = None
         """A connection for calling rounds; made before it is needed."""
         self._restores = 0
+        self._telling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="swansong-nodes", daemon=True)
 
     def start(self) -> None:
@@ -95,14 +132,28 @@ class Assembly:
         if self._thread.ident is None:
             self._thread.start()
 
+    def without_daemon(self) -> None:
+        """This rank has no daemon: let the others know, if they can be reached; returns at once."""
+
+        def tell() -> None:
+            try:
+                say_absent(self._open_store(), self._ranks.rank)
+            except Exception as error:  # no store, or no torch: there is nobody to be told
+                log.info("the other ranks cannot be told: %s", _first_line(error))
+
+        self._telling = threading.Thread(target=tell, name="swansong-absent", daemon=True)
+        self._telling.start()
+
     def close(self) -> None:
         """Take part in nothing any more; waits for the thread a moment."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            # A thread within torch at the very end of Python would take the process down with it.
-            self._thread.join(1.0)
+        for thread in (self._thread, self._telling):
+            is_begun = thread is not None and thread.ident is not None
+            if thread is not None and is_begun and thread is not threading.current_thread():
+                # A thread within torch at the very end of Python would take the process down with it.
+                thread.join(1.0)
 
     def forked(self) -> None:
         """In the child of a fork, where the threads do not exist: be nothing."""
@@ -130,11 +181,19 @@ class Assembly:
         """There is a (new) connection to the daemon: say what it must know."""
         if self._incarnation is not None:
             self._send(Incarnation(self._incarnation))
+        elif self._met is not None:
+            self._send(Finish(self._met))
         if self._heard is not None:
             call, deadline_mono_s = self._heard
             left_s = deadline_mono_s - time.monotonic()
             if left_s > 0:
                 self._send(PeerRequest(call.id, call.reason, left_s))
+
+    def finished(self, session: str) -> None:
+        """The daemon of this VM has nothing more of earlier starts to commit."""
+        with self._changed:
+            self._finished = session
+            self._changed.notify_all()
 
     def answer(self, message: Message) -> object:
         """Send the agreement's word to the daemon, also for the requests that it answers besides."""
@@ -148,19 +207,19 @@ class Assembly:
 
     # ------------------------------------------------------------ restore
 
-    def restore(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def restore(self, decide: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 has decided; the same for all ranks.
 
         Args:
-            decide: called at rank 0 only.
+            decide: called at rank 0 only, with the name of this start of the job.
 
         Raises:
             TimeoutError: the other ranks did not come, or rank 0 does not answer any more.
             Exception: the store failed.
         """
-        session = self._session_within(GREETING_LIMIT_S)
+        session = self._session_within(GREETING_LIMIT_S, FINISH_LIMIT_S)
         self._restores += 1
-        return self._decision(f"{session}/restore/{self._restores}", lambda _: decide())
+        return self._decision(f"{session}/restore/{self._restores}", lambda _: decide(session))
 
     def go_back(
         self,
@@ -235,14 +294,25 @@ class Assembly:
         store.set(key, json.dumps(decision))
         return decision
 
-    def _session_within(self, limit_s: float) -> str:
+    def _session_within(self, limit_s: float, finish_limit_s: float = 0.0) -> str:
+        """The session.
+
+        Args:
+            limit_s: longest wait for the other ranks.
+            finish_limit_s: longest wait, after that, for the daemons of ranks that have met.
+        """
+
+        def is_over() -> bool:
+            return bool(self._session) or self._is_hopeless or self._stop.is_set()
+
+        give_up_mono_s = time.monotonic() + limit_s
         with self._changed:
-            self._changed.wait_for(lambda: self._session or self._stop.is_set(), limit_s)
+            self._changed.wait_for(lambda: self._met or is_over(), limit_s)
+            if self._met is not None:
+                left_s = max(0.0, give_up_mono_s - time.monotonic())
+                self._changed.wait_for(is_over, left_s + finish_limit_s)
             if self._session is None:
-                raise TimeoutError(
-                    f"the ranks of the other VMs cannot be reached: {self._problem}; call"
-                    " torch.distributed.init_process_group() first"
-                )
+                raise TimeoutError(f"the ranks of the other VMs cannot be reached: {self._problem}")
             return self._session
 
     # ------------------------------------------------------------ calling a round
@@ -289,28 +359,60 @@ class Assembly:
             try:
                 store = self._open_store()
                 if self._session is None:
-                    self._greet(store)
+                    self._meet(store)
                 while not self._stop.is_set():
                     self._next_round(store)
             except Exception as error:
-                self._problem = _first_line(error)
-                log.info("the store of the job fails (%s); trying again", self._problem)
+                problem = _first_line(error)
+                self._problem = f"{problem}; {_INIT_FIRST}"
+                log.info("the store of the job fails (%s); trying again", problem)
                 self._stop.wait(_RETRY_S)
 
-    def _greet(self, store: JobStore) -> None:
-        session = greet(
-            store,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            nonce=secrets.token_hex(8),
-            stop=self._stop,
-        )
+    def _meet(self, store: JobStore) -> None:
+        if self._met is None:
+            met = greet(
+                store,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                nonce=secrets.token_hex(8),
+                stop=self._stop,
+                absent=self._without_daemon,
+            )
+            with self._changed:
+                self._met, self._is_hopeless = met, False
+                self._changed.notify_all()
+        if self._met is None:
+            return
         self._calls = self._open_store()
+        self._finish(store, self._met)
         with self._changed:
-            self._session = self._incarnation = session
+            self._session = self._incarnation = self._met
             self._changed.notify_all()
-        if session is not None:
-            self._send(Incarnation(session))
+        self._send(Incarnation(self._met))
+
+    def _without_daemon(self, ranks: list[int]) -> None:
+        with self._changed:
+            self._problem = (
+                f"the VMs of ranks {ranks} have no daemon that answers: start swansongd there, and then the"
+                " job; without it those ranks would begin at step 0"
+            )
+            self._is_hopeless = True
+            self._changed.notify_all()
+
+    def _finish(self, store: JobStore, session: str) -> None:
+        """Wait until no VM has anything of an earlier start to commit: the next claim fences it off."""
+        give_up_mono_s = time.monotonic() + FINISH_LIMIT_S
+        self._problem = "their daemons still commit what an earlier start has sealed"
+        self._send(Finish(session))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finished == session or self._stop.is_set(), FINISH_LIMIT_S
+            )
+        everybody = f"{session}/finished/all"
+        if store.add(f"{session}/finished", 1) == self._ranks.world_size:
+            store.set(everybody, "")
+        limit_s = give_up_mono_s - time.monotonic()
+        await_key(store, everybody, self._stop, every_s=self._poll_s, limit_s=limit_s)
 
     def _next_round(self, store: JobStore) -> None:
         key = f"{self._session}/round/{self._number}"

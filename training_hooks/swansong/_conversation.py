@@ -24,6 +24,7 @@ from swansong.protocol import (
     Declined,
     Failed,
     Fenced,
+    Finished,
     Hello,
     Message,
     Refused,
@@ -153,6 +154,9 @@ class Conversation:
             self.agreement.target(message)
         elif isinstance(message, Withdrawn):
             self.agreement.withdraw(message.request_id)
+        elif isinstance(message, Finished):
+            if self.assembly is not None:
+                self.assembly.finished(message.incarnation)
         elif isinstance(message, Committed):
             self.last_committed = message
         elif isinstance(message, Fenced):

@@ -117,9 +117,9 @@ def where_to_go_on(dialogue: RestoreDialogue, assembly: Assembly | None) -> Rest
         return dialogue.ask()
     chosen: list[Restored] = []
 
-    def choose() -> dict[str, Any]:
+    def choose(session: str) -> dict[str, Any]:
         try:
-            chosen.append(dialogue.ask())
+            chosen.append(dialogue.ask(incarnation=session))
         except RestoreError as error:
             return {"error": f"rank 0: {error}"}
         return {"generation": chosen[0].generation, "step": chosen[0].step}

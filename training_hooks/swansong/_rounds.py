@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,6 +20,10 @@ POLL_S = 0.05
 within the store would write a warning of torch's to the trainer's output whenever it ends in vain."""
 _HURRY_POLL_S = 0.002
 _CONNECT_LIMIT_S = 30.0
+ABSENT_S = 10.0
+"""What a rank has left about its daemon counts when it has not come for this long."""
+_ABSENT = "absent"
+_ABSENT_LOOK_S = 1.0
 _ABORT = "abort"
 _TARGET = "target"
 
@@ -117,37 +122,70 @@ def take_part(
 
 
 def greet(
-    store: JobStore, *, rank: int, world_size: int, nonce: str, stop: threading.Event
+    store: JobStore,
+    *,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    stop: threading.Event,
+    absent: Callable[[list[int]], object] = lambda _: None,
 ) -> str | None:
     """Meet the other ranks of this very start of the job; what is returned is common to all of them.
 
     Every rank is welcomed by rank 0 by the nonce that it came with, so nobody takes for a welcome what
     an earlier start has left.
 
+    Args:
+        absent: called with ranks whose VM has no daemon, when they have said so for a while.
+
     Returns:
         The session; None when ``stop`` was set before all had come.
     """
+    begun_mono_s = time.monotonic()
+    store.set(f"hello/{rank}", nonce)
+
+    def report(ranks: list[int]) -> None:
+        # At first it may be what an earlier start has left.
+        if ranks and time.monotonic() - begun_mono_s > ABSENT_S:
+            absent(ranks)
+
     if rank != 0:
-        store.set(f"hello/{rank}", nonce)
-        if not await_key(store, f"welcome/{nonce}", stop, every_s=POLL_S):
-            return None
-        session = store.get(f"welcome/{nonce}").decode()
+        welcome = f"welcome/{nonce}"
+        while not await_key(store, welcome, stop, every_s=POLL_S, limit_s=_ABSENT_LOOK_S):
+            if stop.is_set():
+                return None
+            report([0] if _is_absent(store, 0) else [])
+        session = store.get(welcome).decode()
         store.set(f"{session}/met/{rank}", "")
         return session
     missing = set(range(1, world_size))
     welcomed: set[str] = set()
     while missing:
+        without_daemon = []
         for other in sorted(missing):
             if store.check([f"{nonce}/met/{other}"]):
                 missing.remove(other)
             elif store.check([f"hello/{other}"]):
                 theirs = store.get(f"hello/{other}").decode()
-                if theirs not in welcomed:
+                if theirs == _ABSENT:
+                    without_daemon.append(other)
+                elif theirs not in welcomed:
                     welcomed.add(theirs)
                     store.set(f"welcome/{theirs}", nonce)
+        report(without_daemon)
         if missing and stop.wait(POLL_S):
             return None
     return nonce
+
+
+def say_absent(store: JobStore, rank: int) -> None:
+    """Let the other ranks know that this one has no daemon, and will not meet them."""
+    store.set(f"hello/{rank}", _ABSENT)
+
+
+def _is_absent(store: JobStore, rank: int) -> bool:
+    key = f"hello/{rank}"
+    return store.check([key]) and store.get(key).decode() == _ABSENT
 
 
 def await_key(

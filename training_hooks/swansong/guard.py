@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from swansong._agree import CheckpointRequest, Due, Ranks
+from swansong._agree_nodes import advise_on_launcher
 from swansong._conversation import Conversation
 from swansong._health import Health
 from swansong._progress import PauseWatch, Reporter
@@ -77,6 +78,7 @@ def attach(
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= are positive")
     ranks = Ranks.from_environment()
+    advise_on_launcher(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
     return Guard(
@@ -225,10 +227,11 @@ class Guard:
             answer = where_to_go_on(self._talk.restore, self._talk.assembly)
             if answer.path:
                 step = self._load(answer)
-        elif (
-            self._talk.refusal
-        ):  # there may be a checkpoint, and another process that trains on from it
+        elif self._talk.refusal:
+            # There may be a checkpoint, and another process that trains on from it.
             raise RestoreError(f"the daemon refuses this process: {self._talk.refusal}")
+        elif not self._closed and self._talk.assembly is not None:
+            self._talk.assembly.without_daemon()
         self._agreement.step = step
         self._started(step)
         self._agreement.plan_periodic(step)

@@ -153,8 +153,23 @@ class PeerRequest(Message):
 
 
 @dataclass(frozen=True)
+class Finish(Message):
+    """All ranks of another start of a job over several VMs have met: commit what earlier ones have sealed.
+
+    The daemon replies with :class:`Finished` when that is done, or takes too long.
+    """
+
+    TYPE: ClassVar[str] = "finish"
+    incarnation: Id
+    """Name of the start that is about to begin."""
+
+
+@dataclass(frozen=True)
 class Incarnation(Message):
-    """What all ranks of this start of a job over several VMs, and no others, have in common."""
+    """What all ranks of this start of a job over several VMs, and no others, have in common.
+
+    It begins: nothing that an earlier start has sealed is committed after this.
+    """
 
     TYPE: ClassVar[str] = "incarnation"
     id: Id
@@ -295,6 +310,14 @@ class Fenced(Message):
 
 
 @dataclass(frozen=True)
+class Finished(Message):
+    """Answer to :class:`Finish`: as far as this VM is concerned, the start may begin."""
+
+    TYPE: ClassVar[str] = "finished"
+    incarnation: Id
+
+
+@dataclass(frozen=True)
 class Restoring(Message):
     """The answer to RestoreQuery is on its way."""
 
@@ -364,12 +387,12 @@ class Noted(Message):
 
 
 FROM_TRAINER: tuple[type[Message], ...] = (
-    Hello, Progress, Accepted, Agreed, PeerRequest, Incarnation, Sealed, Failed, Declined, RestoreQuery,
-    Bye, StatusQuery, Notify, NotifyWithdrawn,
+    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, Incarnation, Sealed, Failed, Declined,
+    RestoreQuery, Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
-    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Restoring, Restored, Status,
-    Noted,
+    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Restoring, Restored,
+    Status, Noted,
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 

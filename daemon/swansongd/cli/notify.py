@@ -14,6 +14,7 @@ from typing import Any
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
 from swansongd.cli.common import add_json, print_json
+from swansongd.cli.status import newer_generation, part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config import load
 from swansongd.config_values import Wrong, duration
@@ -115,9 +116,8 @@ def _is_answered(report: dict[str, Any], identity: str) -> bool:
 
 
 def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
-    shown = {
-        key: report[key] for key in ("state", "verdict", "notices", "evacuation", "last_commit")
-    }
+    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part", "newer_generation")
+    shown = {key: report[key] for key in keys}
     if args.json:
         print_json(shown)
     else:
@@ -127,6 +127,9 @@ def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
             if commit
             else "nothing is committed"
         )
+        if shown["part"]:
+            stands += f"; {part_of(shown['part'])}"
+        stands += newer_generation(report)
         print(f"{shown['verdict'] or shown['state']}: {stands}")
     return 0
 

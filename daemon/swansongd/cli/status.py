@@ -46,9 +46,11 @@ def _summary(report: dict[str, Any]) -> Table:
     generation = report.get("generation")
     claimed = "no generation claimed yet" if generation is None else f"generation {generation}"
     table.add_row("run", f"{_word(report.get('run'))} ({claimed})")
-    table.add_row("state", _word(report.get("state")))
+    table.add_row("state", _word(report.get("state")) + newer_generation(report))
     table.add_row("verdict", _verdict(report))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
+    if isinstance(report.get("part"), dict):
+        table.add_row("waits for peers", part_of(report["part"]))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
     table.add_row("pending", _bytes(report.get("pending_bytes")))
@@ -131,6 +133,20 @@ def _last_commit(commit: Any) -> str:
     age_s = commit.get("age_s")
     age = "from before the daemon started" if age_s is None else f"{_seconds(age_s)} ago"
     return f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, {age}"
+
+
+def newer_generation(report: dict[str, Any]) -> str:
+    """What a fenced VM adds to its state; empty for others."""
+    newer = report.get("newer_generation")
+    return "" if newer is None else f"; generation {_word(newer)} has taken the run over"
+
+
+def part_of(part: dict[str, Any]) -> str:
+    """The checkpoint of which this VM's part is committed, over several VMs."""
+    return (
+        f"this VM's part of generation {_word(part.get('generation'))} step {_word(part.get('step'))} "
+        f"is committed ({_word(part.get('nodes_committed'))} of {_word(part.get('nodes'))} VMs)"
+    )
 
 
 def _lag(lag: Any) -> str:

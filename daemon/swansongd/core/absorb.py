@@ -15,12 +15,12 @@ from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckFence,
-    CommitCompleted,
     CommitDone,
     CommitFailed,
     Event,
     Exit,
     FenceFound,
+    FinishAsked,
     Flushed,
     FlushFailed,
     FlushProgress,
@@ -30,6 +30,7 @@ from swansongd.core.events import (
     NewestDated,
     NoticeRaised,
     NoticeWithdrawn,
+    PartsCounted,
     PeerRequested,
     Rescan,
     RolledBack,
@@ -108,6 +109,8 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             peers = nodes.peer_notice(turn, request_id, reason, seconds_left)
             if peers is not None:
                 notices.raised(turn, peers)
+        case FinishAsked(incarnation):
+            nodes.finish(turn, incarnation)
         case IncarnationBegun(incarnation):
             nodes.incarnation(turn, incarnation)
         case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
@@ -149,6 +152,7 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 else None,
                 last_complete=newest,
                 last_commit_seen_mono_s=None,
+                overtaken_by=None,
             )
             if newest is not None:
                 turn.do(TellCommitted(newest))
@@ -164,8 +168,8 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             stored.flush_failed(turn, event)
         case CommitDone(flush_id, ref):
             stored.commit_done(turn, flush_id, ref)
-        case CommitCompleted(ref):
-            nodes.completed(turn, ref)
+        case PartsCounted():
+            nodes.counted(turn, event)
         case CommitFailed():
             stored.commit_failed(turn, event)
         case FenceFound(generation) if state.settings.several_vms:
@@ -345,10 +349,20 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     if flight is not None and flight.is_sealed and flight.staged.id not in present:
         turn.do(CancelFlush(flight.flush_id))
         turn.set(flight=None)
+    _look_for_answer(turn, event)
+
+
+def _look_for_answer(turn: Turn, event: Scanned) -> None:
+    """Whether a set answers the request that is out, or none ever will."""
     ask = turn.state.evacuation.ask if turn.state.evacuation else None
+    if ask is not None and ask.newer is None:
+        present = frozenset(staged.id for staged in event.staged)
+        usable = present - ask.known - turn.state.inherited - turn.state.unusable
+        turn.set_ask(newer=min((id_ for id_ in usable if id_.step > ask.at_step), default=None))
     if ask is None or not ask.is_waiting:
         return
-    answer = next((s for s in event.staged if _answers(s, ask)), None)
+    of_line = (s for s in event.staged if s.id not in turn.state.abandoned)
+    answer = next((s for s in of_line if _answers(s, ask)), None)
     bad = next((r for r in event.rejected if _is_claimed(r[0], ask)), None)
     last = turn.state.last_commit
     if answer is not None:

@@ -127,7 +127,7 @@ def commit_done(turn: Turn, flush_id: str, ref: CommitRef) -> None:
     )
     if newest is None or ref > newest:
         seen_mono_s = turn.now if done is None else turn.state.seen.get(done.staged.id, turn.now)
-        turn.set(last_commit=ref, last_commit_mono_s=turn.now, last_commit_seen_mono_s=seen_mono_s)
+        turn.set(last_commit=ref, last_commit_seen_mono_s=seen_mono_s)
     if ref.generation == turn.state.generation:
         turn.set(owes_checkpoint=False)
     if done is not None and is_healthy(done.staged.health):

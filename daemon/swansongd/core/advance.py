@@ -217,7 +217,8 @@ def _plan(turn: Turn, *, left_s: float) -> Plan:
         left_s=left_s,
         reserve_s=state.settings.reserve_s,
         measured=state.measured,
-        has_trainer=bool(state.connected) or state.settings.signals_trainer,
+        has_trainer=(bool(state.connected) or state.settings.signals_trainer)
+        and state.overtaken_by is None,
         candidates=state.candidates,
         is_committing=bool(state.stored),
     )
@@ -229,8 +230,9 @@ def _ask(turn: Turn) -> None:
     assert evacuation is not None
     connected = turn.state.connected
     by_signal = not connected
+    again = f"{nodes.AGAIN}{evacuation.asks}" if evacuation.asks else ""
     ask = Ask(
-        request_id=evacuation.id,
+        request_id=f"{evacuation.id}{again}",
         by_signal=by_signal,
         asked_mono_s=turn.now,
         agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
@@ -240,9 +242,10 @@ def _ask(turn: Turn) -> None:
             if evacuation.is_resumed
             else max((trainer.step for trainer in connected), default=-1)
         ),
+        at_step=max((trainer.step for trainer in turn.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
     )
-    turn.set_evacuation(ask=ask)
+    turn.set_evacuation(ask=ask, asks=evacuation.asks + 1)
     if by_signal:
         turn.mark("signal")
         turn.do(SignalTrainer(ask.request_id))
@@ -269,8 +272,9 @@ def _withdraw(turn: Turn, evacuation: Evacuation, reason: str) -> None:
 def _steer_request(turn: Turn) -> None:
     """Bring the ranks to one step, and know when it is too late to wait for them."""
     evacuation = turn.state.evacuation
-    if evacuation is not None and evacuation.ask is None and turn.state.connected:
-        # A trainer that came after the notice, or came back after a restart of the daemon.
+    # A trainer that came after the notice, or came back after a restart of the daemon.
+    is_new = evacuation is not None and evacuation.ask is None and bool(turn.state.connected)
+    if evacuation is not None and (is_new or _asks_again(turn)):
         plan = _plan(turn, left_s=turn.left_s)
         is_worth_it = plan.fits or (
             evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
@@ -279,7 +283,7 @@ def _steer_request(turn: Turn) -> None:
             turn.set_evacuation(plan=plan, verdict=None)
             _ask(turn)
             turn.do(Rescan())
-        evacuation = turn.state.evacuation
+    evacuation = turn.state.evacuation
     if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
         return
     ask = evacuation.ask
@@ -307,6 +311,25 @@ def _steer_request(turn: Turn) -> None:
     if evacuation.plan.fits:
         _give_up_in_time(turn, ask)
     _look_for_early_shards(turn)
+
+
+def _asks_again(turn: Turn) -> bool:
+    """Whether a request that failed is due again, because a new one would still fit."""
+    evacuation = turn.state.evacuation
+    return (
+        evacuation is not None
+        and _will_ask_again(turn)
+        and turn.now >= nodes.ask_again_mono_s(evacuation)
+    )
+
+
+def _will_ask_again(turn: Turn) -> bool:
+    return (
+        nodes.may_ask_again(turn.state)
+        and turn.left_s > 0
+        and not turn.state.is_answered
+        and _plan(turn, left_s=turn.left_s).kind is PlanKind.TAKE
+    )
 
 
 def _give_up_in_time(turn: Turn, ask: Ask) -> None:
@@ -343,33 +366,38 @@ def _steer_verdict(turn: Turn) -> None:
     if evacuation is None:
         return
     ask = evacuation.ask
-    is_waiting = ask is not None and ask.is_waiting
+    is_waiting = (ask is not None and ask.is_waiting) or _will_ask_again(turn)
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_busy = not state.is_answered and (
-        not has_looked or bool(state.uncommitted) or bool(state.stored) or state.generation is None
+    is_answered = state.is_answered
+    is_fenced = state.overtaken_by is not None
+    is_waiting = is_waiting and not is_fenced
+    is_busy = not (is_answered or is_fenced) and (
+        not has_looked
+        or bool(state.uncommitted)
+        or bool(state.stored)
+        or state.generation is None
+        or (state.part is not None and not evacuation.is_precaution)
     )
+    is_waiting = is_waiting and not is_answered
     out_of_time = turn.left_s <= 0
     if (is_waiting or is_busy) and not out_of_time:
+        if not is_waiting:
+            _report_part(turn, evacuation)
         return
     verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
     before = evacuation.verdict
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
-    commit = state.last_commit if verdict is Verdict.SAFE else state.last_complete
-    is_complete = commit == state.last_complete
-    is_news = (
-        verdict is not before
-        or commit != evacuation.verdict_commit
-        or is_complete is not evacuation.verdict_is_complete
-    )
+    commit = state.last_complete
+    is_news = verdict is not before or commit != evacuation.verdict_commit
     if evacuation.is_precaution:
         _precaution_done(turn, evacuation, reason)
         return
     if is_news and not is_worse:
-        turn.set_evacuation(verdict=verdict, verdict_commit=commit, verdict_is_complete=is_complete)
+        turn.set_evacuation(verdict=verdict, verdict_commit=commit)
         slack_s = round(turn.left_s, 2)
-        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_complete=is_complete))
+        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
         turn.set(
             last_verdict=Concluded(
                 evacuation_id=evacuation.id,
@@ -385,18 +413,63 @@ def _steer_verdict(turn: Turn) -> None:
         turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
 
 
+def _report_part(turn: Turn, evacuation: Evacuation) -> None:
+    """Leave a farewell that names this VM's part: the power may go before the other VMs have committed."""
+    state, part = turn.state, turn.state.part
+    is_wanted = state.answer is None or state.is_covered(state.answer)
+    if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
+        return
+    if evacuation.part_reported == part.ref:
+        return
+    turn.set_evacuation(part_reported=part.ref)
+    turn.mark(
+        "waiting_for_peers",
+        generation=part.ref.generation,
+        step=part.ref.step,
+        vms_committed=part.committed,
+        vms=part.nodes,
+    )
+    last = state.last_complete
+    verdict = Verdict.LOST if last is None else Verdict.PARTIAL
+    reason = f"{part}; {_what_stands(state)}"
+    slack_s = round(turn.left_s, 2)
+    turn.do(
+        Conclude(evacuation.id, verdict, reason, state.last_complete, slack_s, part, is_final=False)
+    )
+
+
+def _what_stands(state: State) -> str:
+    last = state.last_complete
+    return "no checkpoint of the run is whole" if last is None else f"{last} stands"
+
+
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
-    evacuation = state.evacuation
+    evacuation, part = state.evacuation, state.part
     assert evacuation is not None
+    if state.is_answered and state.answer is not None and state.is_whole(state.answer):
+        return (
+            Verdict.SAFE,
+            f"the checkpoint that was asked for is committed: {state.last_complete}",
+        )
     if state.is_answered:
-        return Verdict.SAFE, f"the checkpoint that was asked for is committed: {state.last_commit}"
+        return (
+            Verdict.SAFE,
+            f"a checkpoint from after the notice is committed: {state.last_complete}",
+        )
+    if state.overtaken_by is not None:
+        verdict = Verdict.LOST if state.last_complete is None else Verdict.PARTIAL
+        return verdict, f"the run continues on other VMs as generation {state.overtaken_by}"
     if state.last_complete is None:
+        if part is not None:
+            return Verdict.LOST, f"{part}; {_what_stands(state)}"
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
         if evacuation.ask is not None and evacuation.ask.failure:
             return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
-    stands = f"{state.last_complete} stands"
+    stands = _what_stands(state)
+    if part is not None:
+        stands = f"{part}; {stands}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     ask = evacuation.ask
@@ -412,4 +485,6 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
     if ask is None and ahead > state.last_complete.step:
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
-    return Verdict.SAFE, f"the newest sealed state is committed: {state.last_commit}"
+    if part is not None:
+        return Verdict.PARTIAL, stands
+    return Verdict.SAFE, f"the newest sealed state is committed: {state.last_complete}"

@@ -45,8 +45,8 @@ def _change_flight(turn: Turn) -> None:
     if turn.left_s <= 0:  # outlived, so far: whatever still gets through is won
         data_left_s = math.inf
     answer = state.answer
-    if answer is not None and state.evacuation.verdict is None:
-        # A trainer that trains on may seal newer ones: they wait until this one is safe.
+    if answer is not None and state.evacuation.verdict is None and not state.is_covered(answer):
+        # A trainer that trains on may seal newer ones: they wait until this one is committed.
         candidates = tuple(c for c in candidates if c.id <= answer)
     wanted = planner.choose(
         candidates,

@@ -13,6 +13,7 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
+    Part,
     SourceStatus,
     Staged,
     StoredShard,
@@ -110,8 +111,15 @@ class PeerRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishAsked:
+    """The trainers are of this start of a job over several VMs, which is about to begin."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class IncarnationBegun:
-    """The trainers are of this start of a job over several VMs."""
+    """This start of the job begins: no VM has anything of an earlier one to commit."""
 
     incarnation: str
 
@@ -245,10 +253,15 @@ class CommitDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitCompleted:
-    """It answers CheckComplete: the parts of all VMs are committed."""
+class PartsCounted:
+    """It answers CheckComplete, also when the store could not be asked."""
 
-    ref: CommitRef
+    newest: CommitRef
+    """First of the refs that were asked about."""
+    committed: int
+    """Number of VMs whose part of ``newest`` is committed; 0: not known."""
+    whole: CommitRef | None
+    """Newest of the refs of which all VMs have committed their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,15 +303,15 @@ class Tick:
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
-    | TrainerSealed | TrainerFailed | PeerRequested | IncarnationBegun
+    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | IncarnationBegun
     | RolledBack | NewestDated | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
-    | CommitDone | CommitCompleted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
+    | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
-    TrainerSealed, TrainerFailed, PeerRequested, IncarnationBegun,
+    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, IncarnationBegun,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
@@ -351,6 +364,13 @@ class TellFenced:
 
 
 @dataclass(frozen=True, slots=True)
+class TellFinished:
+    """Nothing of earlier starts of the job is left to commit: this one may begin."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartFlush:
     """Store the set's shards.  Replaces whatever flush is under way.
 
@@ -400,9 +420,10 @@ class JoinGeneration:
 
 @dataclass(frozen=True, slots=True)
 class CheckComplete:
-    """Look whether the parts of all VMs are committed."""
+    """Count the VMs whose parts are committed; always answered with PartsCounted."""
 
-    ref: CommitRef
+    refs: tuple[CommitRef, ...]
+    """Newest first."""
     nodes: int
 
 
@@ -442,15 +463,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The evacuation has a verdict: write the farewell, log it, tell whoever watches."""
+    """The evacuation has a verdict: write the farewell and log it."""
 
     evacuation_id: str
     verdict: Verdict
     reason: str
     commit: CommitRef | None
+    """Whole: the parts of all VMs are committed."""
     slack_s: float
-    is_complete: bool = True
-    """Whether the parts of all VMs of ``commit`` are known to be committed."""
+    part: Part | None = None
+    """Committed by this VM, newer than ``commit``, and not whole."""
+    is_final: bool = True
+    """False: the other VMs may still commit their parts in time; only the farewell is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +493,7 @@ class Exit:
 
 
 Action = (
-    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced
+    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced | TellFinished
     | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
     | CheckComplete | CheckFence | Rescan
     | SetAside | Prune | Mark | Conclude | Log | Exit

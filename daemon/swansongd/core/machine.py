@@ -46,6 +46,7 @@ def rebuilt(state: State) -> State:
         rejected=frozenset(),
         flight=None,
         stored=(),
+        last_commit=state.last_complete,
         incomplete=None,
         retry_mono_s=0.0,
         failures=0,

@@ -14,6 +14,7 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
+    Part,
     Severity,
     SourceStatus,
     Staged,
@@ -35,6 +36,8 @@ class Phase(StrEnum):
     CHECKPOINTING = "CHECKPOINTING"
     FLUSHING = "FLUSHING"
     COMMITTING = "COMMITTING"
+    WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
+    """This VM's part is committed, and not all other VMs have committed theirs."""
     FENCED = "FENCED"
 
 
@@ -104,13 +107,31 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """This VM's part of a checkpoint is committed, those of other VMs are not known to be."""
+    """This VM's parts of checkpoints are committed, those of other VMs are not known to be."""
 
-    ref: CommitRef
+    refs: tuple[CommitRef, ...]
+    """Newest first; the other VMs may skip some of them."""
     nodes: int
     look_mono_s: float
     """Not to be looked for before."""
     wait_s: float
+    committed: int = 1
+    """Number of VMs whose part of the newest one is committed."""
+    is_asked: bool = False
+    """A CheckComplete is out and has not been answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """Another start of the job is about to begin; first, what was sealed by then is committed."""
+
+    incarnation: str
+    asked_mono_s: float
+    by_mono_s: float
+    """Not waited for any longer."""
+    known: frozenset[CheckpointId] | None = None
+    """Sets that the first scan since has found; None before it.  Others are of the new start."""
+    is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +171,12 @@ class Ask:
     """The scan has seen it."""
     lost_mono_s: float | None = None
     """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
+    at_step: int = -1
+    """Last step that a rank had reported by then."""
     failure: str = ""
+    failed_mono_s: float = 0.0
+    newer: CheckpointId | None = None
+    """Oldest set of a step after the request, whether it answers the request or not."""
     looked_mono_s: float = 0.0
     """When staging was last looked through for early shards."""
     hopeless_mono_s: float | None = None
@@ -191,9 +217,12 @@ class Evacuation:
     newest: CheckpointId | None = None
     """Newest sealed set that was seen since, or at, the opening, whatever became of it."""
     ask: Ask | None = None
+    asks: int = 0
+    """Number of requests so far; each has an id of its own."""
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
-    verdict_is_complete: bool = False
+    part_reported: CommitRef | None = None
+    """A farewell names this VM's part of that checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,12 +295,16 @@ class State:
     """Newest commit of the run that this daemon knows of, of whatever generation.  Over several VMs
     perhaps this VM's part of it only."""
     last_complete: CommitRef | None = None
-    """Newest one that all its VMs have made."""
+    """Newest one that is whole: all its VMs have committed their parts."""
     incomplete: Incomplete | None = None
     incarnation: str = ""
     """Which start of a job over several VMs the trainers are of."""
+    finishing: Finishing | None = None
+    """The start that comes next."""
+    overtaken_by: int | None = None
+    """Over several VMs: the newer generation that the run continues under, while this VM has none."""
     last_commit_mono_s: float | None = None
-    """When this daemon committed it; None for one that it found."""
+    """When ``last_complete`` was seen to be whole; None for one that this daemon found at its start."""
     last_commit_seen_mono_s: float | None = None
     """When the scan began that first found its set; None for one that an earlier life committed."""
     found_commit: CommitRef | None = None
@@ -315,7 +348,7 @@ class State:
     @property
     def phase(self) -> Phase | Verdict:
         """Derived, so that it cannot disagree with the facts."""
-        if self.fenced_by is not None:
+        if self.newer_generation is not None:
             return Phase.FENCED
         evacuation = self.evacuation
         if evacuation is None or evacuation.is_precaution:
@@ -327,7 +360,14 @@ class State:
             return Phase.FLUSHING
         if self.stored:
             return Phase.COMMITTING
+        if evacuation.verdict is None and self.incomplete is not None:
+            return Phase.WAITING_FOR_PEERS
         return evacuation.verdict or Phase.FLUSHING
+
+    @property
+    def newer_generation(self) -> int | None:
+        """The generation that has taken the run over, while this VM is fenced."""
+        return self.fenced_by if self.fenced_by is not None else self.overtaken_by
 
     @property
     def connected(self) -> tuple[TrainerView, ...]:
@@ -360,8 +400,14 @@ class State:
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit as new, or newer, stands in the order in which readers choose."""
-        last = self.last_commit
+        """Whether a commit as new, or newer, stands in the order of readers; this VM's part is enough."""
+        return self._covers(self.last_commit, checkpoint)
+
+    def is_whole(self, checkpoint: CheckpointId) -> bool:
+        """Whether a commit as new, or newer, stands in the order of readers, with the parts of all VMs."""
+        return self._covers(self.last_complete, checkpoint)
+
+    def _covers(self, last: CommitRef | None, checkpoint: CheckpointId) -> bool:
         if last is None:
             return False
         ref = self.ref_of(checkpoint)
@@ -378,6 +424,14 @@ class State:
             if generation is None and self.last_commit is not None:
                 generation = self.last_commit.generation
         return None if generation is None else CommitRef(generation, checkpoint.step)
+
+    @property
+    def part(self) -> Part | None:
+        """The newest checkpoint of which this VM's part is committed, as long as it is not whole."""
+        incomplete = self.incomplete
+        if incomplete is None:
+            return None
+        return Part(incomplete.refs[0], incomplete.nodes, incomplete.committed)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -425,19 +479,28 @@ class State:
         return None if ask is None or ask.sealed in self.unusable else ask.sealed
 
     @property
-    def is_answered(self) -> bool:
-        """Whether the answer to the request is committed, or a newer set that was sealed after the request.
+    def newer(self) -> CheckpointId | None:
+        """Over several VMs: a set of a step after a request that failed is as good as its answer."""
+        ask = self.evacuation.ask if self.evacuation is not None else None
+        if ask is None or not (ask.failure and self.settings.several_vms):
+            return None
+        return None if ask.newer in self.unusable else ask.newer
 
-        A commit from before the request, of a later step, is one of another line.
+    @property
+    def is_answered(self) -> bool:
+        """Whether a checkpoint that was taken after the request stands, with the parts of all VMs.
+
+        On one VM, a commit of a later step from before the request is one of another line.
         """
-        evacuation, last = self.evacuation, self.last_commit
-        if evacuation is None or evacuation.ask is None or last is None or self.answer is None:
+        evacuation, last = self.evacuation, self.last_complete
+        if evacuation is None or evacuation.ask is None or last is None:
             return False
-        if not self.is_covered(self.answer):
-            return False
+        answers = [id_ for id_ in (self.answer, self.newer) if id_ is not None]
+        if self.settings.several_vms:  # each start of the job has a generation of its own
+            return any(self.is_whole(id_) for id_ in answers)
         seen_mono_s = self.last_commit_seen_mono_s
         is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.ask.asked_mono_s
-        return is_newer or last.step == self.answer.step
+        return any(self.is_whole(id_) and (is_newer or last.step == id_.step) for id_ in answers)
 
     @property
     def spans_vms(self) -> bool:

@@ -68,7 +68,7 @@ class Turn:
     def fail_ask(self, reason: str) -> None:
         """The checkpoint that was asked for will not come."""
         self.mark("request_failed", reason=reason)
-        self.set_ask(failure=reason)
+        self.set_ask(failure=reason, failed_mono_s=self.now)
         assert self.state.evacuation is not None
         assert self.state.evacuation.ask is not None
         if not self.state.evacuation.ask.by_signal:

@@ -29,6 +29,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     return {
         "generation": state.generation,
         "state": state.phase.value,
+        "newer_generation": state.newer_generation,
         "verdict": _verdict(state),
         "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
@@ -63,6 +64,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "trainers_refused": {"count": state.ranks_refused, "last": state.refused_why or None},
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
+        "part": None if state.part is None else state.part.facts(),
         "replication_lag": _lag(state, now_mono_s),
         "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
@@ -81,7 +83,11 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
 
 def status_line(state: State, now_mono_s: float) -> str:
     """The same in one line, for ``systemctl status``."""
-    last = f"last commit {state.last_commit}" if state.last_commit else "nothing committed yet"
+    last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
+    if state.part is not None:
+        last += f"; {state.part}"
+    if state.newer_generation is not None:
+        last += f"; generation {state.newer_generation} has taken the run over"
     if state.stalled:
         last += "; the trainer is stalled"
     if state.evacuation is None:
@@ -122,7 +128,7 @@ def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 
 def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
-    last = state.last_commit
+    last = state.last_complete
     if last is None:
         return None
     return {
@@ -135,7 +141,7 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
     """None for a commit that was found and whose manifest was not read yet."""
     since = state.last_commit_mono_s
-    if since is None and state.found_commit == state.last_commit is not None:
+    if since is None and state.found_commit == state.last_complete is not None:
         since = state.found_commit_mono_s
     return None if since is None else round(now_mono_s - since, 1)
 
@@ -153,10 +159,12 @@ def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
     """What would be lost if the power went now."""
     # A commit that training started behind is one of another line of states: nothing here is in it.
-    is_ours = state.last_commit is not None and not state.owes_checkpoint
-    committed = state.last_commit.step if state.last_commit and is_ours else 0
+    last = None if state.owes_checkpoint else state.last_complete
+    committed = last.step if last else 0
     ahead = max((trainer.step for trainer in state.trainers), default=committed)
-    newest = state.uncommitted[0].id.step if state.uncommitted else committed
+    newest = max((staged.id.step for staged in state.uncommitted), default=committed)
+    if state.part is not None:
+        newest = max(newest, state.part.ref.step)
     return {
         "steps": max(ahead, newest, committed) - committed,
         "seconds": _last_commit_age_s(state, now_mono_s),

@@ -40,7 +40,7 @@ class Timeline:
         Args:
             written: wall-clock time in UTC, informational.
         """
-        commit = conclusion.commit
+        commit, part = conclusion.commit, conclusion.part
         body = {
             "format": "swansong-farewell",
             "version": 1,
@@ -52,7 +52,8 @@ class Timeline:
             "commit": None
             if commit is None
             else {"generation": commit.generation, "step": commit.step},
-            "complete": conclusion.is_complete,
+            "complete": part is None,
+            **({} if part is None else {"part": part.facts()}),
             "slack_s": conclusion.slack_s,
             "timeline": self.entries,
             **({"left_out": self.left_out} if self.left_out else {}),

@@ -8,6 +8,7 @@ from swansong.protocol import Message
 
 from swansongd.core.events import (
     Event,
+    FinishAsked,
     IncarnationBegun,
     PeerRequested,
     TrainerAccepted,
@@ -46,6 +47,8 @@ def event_of(connection: int, message: Message) -> Event:
             return TrainerAgreed(message.request_id, message.step)
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
+        case protocol.Finish():
+            return FinishAsked(message.incarnation)
         case protocol.Incarnation():
             return IncarnationBegun(message.id)
         case protocol.Failed():

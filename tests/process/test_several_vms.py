@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two daemons of one job with ranks that a test plays: what each VM reports of a checkpoint of both."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig import Process, Vm
+from staged import write_files
+from swansong import protocol
+from swansong.protocol import FileEntry, RankManifest
+from waiting import until
+
+pytestmark = pytest.mark.timeout(120)
+
+SETTINGS = {"run": {"several_vms": True}, "flush": {"background_bytes_per_s": 100_000}}
+
+
+class Rank:
+    """The one rank of a VM, byte for byte."""
+
+    def __init__(self, vm: Vm, node: int, nodes: int = 2) -> None:
+        self.vm, self.node, self.nodes = vm, node, nodes
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(30)
+        self.socket.connect(str(vm.socket))
+        self.say(
+            type="hello",
+            run="run",
+            rank=node,
+            world_size=nodes,
+            node=node,
+            nodes=nodes,
+            step=1,
+        )
+        self.hear("welcome")
+
+    def say(self, **message: Any) -> None:
+        self.socket.send(json.dumps(message).encode())
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message of this kind."""
+        while True:
+            message: dict[str, Any] = json.loads(self.socket.recv(65536))
+            if message["type"] == kind:
+                return message
+
+    def seal(self, step: int, request_id: str = "", *, size_bytes: int = 1000) -> None:
+        """Seal this VM's part of a checkpoint as the hooks do."""
+        shard = f"rank-{self.node:05d}/model.bin"
+        manifest = RankManifest(
+            run="run",
+            step=step,
+            kind="emergency" if request_id else "periodic",
+            files=[FileEntry(shard, size_bytes)],
+            rank=self.node,
+            world_size=self.nodes,
+            node=self.node,
+            nodes=self.nodes,
+            request_id=request_id,
+        )
+        sealed = self.vm.run_directory / protocol.sealed_name(step, "abc")
+        content = {
+            shard: bytes([self.node]) * size_bytes,
+            protocol.rank_manifest_name(self.node): manifest.encode(),
+        }
+        write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
+        self.say(
+            type="sealed",
+            step=step,
+            directory=sealed.name,
+            save_s=0.1,
+            size_bytes=size_bytes,
+            request_id=request_id,
+        )
+
+
+class Pair:
+    """Two VMs that have begun one start of a job, with a whole checkpoint of step 5."""
+
+    def __init__(self, directory: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> None:
+        store = {"url": f"file://{directory}/shelf"}
+        (directory / "shelf").mkdir()
+        self.vms = [new_vm(name, store, settings=SETTINGS) for name in ("a", "b")]
+        for vm in self.vms:
+            vm.start_daemon()
+        self.ranks = [Rank(vm, node) for node, vm in enumerate(self.vms)]
+        for rank in self.ranks:
+            opened.enter_context(rank.socket)
+        self.begin("first", generation=1)
+        for rank in self.ranks:
+            rank.seal(5)
+        for vm in self.vms:
+            until(lambda vm=vm: committed(vm) == 5, timeout_s=40, what="step 5 as a whole")
+
+    def begin(self, incarnation: str, generation: int) -> None:
+        for rank in self.ranks:
+            rank.say(type="incarnation", id=incarnation)
+        for vm in self.vms:
+            until(lambda vm=vm: vm.status()["generation"] == generation, timeout_s=30)
+
+    def notify(self, in_s: str) -> Process:
+        """Give the first VM a notice and let its rank save for it; returns ``notify --wait``."""
+        waiting = self.vms[0].spawn(
+            [str(Path(sys.executable).with_name("swansong")), "--config", str(self.vms[0].config),
+             "notify", "--in", in_s, "--wait"],
+            lines_on="stdout",
+        )  # fmt: skip
+        request = self.ranks[0].hear("request")["id"]
+        self.ranks[0].say(type="agreed", request_id=request, step=9)
+        self.ranks[0].seal(9, request)
+        return waiting
+
+
+def committed(vm: Vm) -> int | None:
+    """Step of the newest commit that this daemon reports."""
+    commit = vm.status()["last_commit"]
+    return None if commit is None else int(commit["step"])
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def pair(tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> Pair:
+    return Pair(tmp_path, new_vm, opened)
+
+
+@pytest.mark.fault("G17")
+def test_whoever_waits_for_the_verdict_waits_for_the_parts_of_all_vms(pair: Pair) -> None:
+    """No SAFE anywhere before the other VM has committed; then the exit code is 0."""
+    first, second = pair.vms
+    waiting = pair.notify("60s")
+    until(lambda: first.status()["state"] == "WAITING_FOR_PEERS", timeout_s=30)
+    report = first.status()
+    assert report["verdict"] is None
+    assert report["last_commit"]["step"] == 5
+    assert report["part"] == {"generation": 1, "step": 9, "nodes": 2, "nodes_committed": 1}
+    assert report["replication_lag"]["steps"] == 4
+    text = " ".join(first.swansong("status").stdout.split())
+    assert "this VM's part of generation 1 step 9 is committed (1 of 2 VMs)" in text
+    assert first.daemon is not None
+    assert not first.daemon.lines.all(event="verdict")
+    assert waiting.popen.poll() is None
+    pair.ranks[1].seal(9)
+    assert waiting.wait() == 0
+    assert waiting.lines.raw == ["SAFE: generation 1 step 9 is committed"]
+    assert first.status()["part"] is None
+    until(lambda: committed(second) == 9, timeout_s=40)
+    assert len(first.daemon.lines.all(event="verdict")) == 1
+
+
+@pytest.mark.fault("G17", "H01")
+def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -> None:
+    """At the deadline the exit code is that of PARTIAL; command, log and farewell name both commits."""
+    first, second = pair.vms
+    assert first.daemon is not None
+    assert second.daemon is not None
+    second.daemon.kill()
+    waiting = pair.notify("8s")
+    assert waiting.wait() == 10
+    part = "this VM's part of generation 1 step 9 is committed (1 of 2 VMs)"
+    assert waiting.lines.raw == [f"PARTIAL: generation 1 step 5 is committed; {part}"]
+    verdict = first.daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 5)
+    assert part in verdict["reason"]
+    farewells = [
+        json.loads(path.read_text())
+        for path in (tmp_path / "shelf" / "run" / "farewells").glob("*.json")
+    ]
+    for farewell in farewells:
+        assert (farewell["verdict"], farewell["complete"]) == ("PARTIAL", False)
+        assert (farewell["commit"]["step"], farewell["part"]["step"]) == (5, 9)
+
+
+@pytest.mark.fault("N09", "G17")
+def test_a_restart_of_the_survivor_resumes_from_what_both_vms_had_sealed(
+    pair: Pair, opened: ExitStack, tmp_path: Path
+) -> None:
+    """One VM commits its part and is gone; the other is flushing its own when the job starts again."""
+    first, second = pair.vms
+    assert second.daemon is not None
+    pair.ranks[0].seal(9)
+    part = tmp_path / "shelf/run/commits/00000001/000000000009/00000-of-00002.json"
+    until(part.exists, timeout_s=40, what="the first part")
+    first.power_off()
+    pair.ranks[1].seal(9, size_bytes=4_000_000)
+    until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
+    pair.ranks[1].socket.close()
+    alone = Rank(second, 0, nodes=1)
+    opened.enter_context(alone.socket)
+    alone.say(type="restore_query", query_id="q")
+    restored = alone.hear("restored")
+    assert (restored["step"], restored["error"]) == (9, "")
+    assert second.status()["generation"] == 2
+    assert committed(second) == 9
+
+
+@pytest.mark.fault("G04")
+def test_a_vm_that_the_job_has_left_behind_says_so(pair: Pair, opened: ExitStack) -> None:
+    """State, command and exit code name the generation of the VM that the run continues on, at once."""
+    first, second = pair.vms
+    pair.ranks[1].socket.close()
+    alone = Rank(second, 0, nodes=1)
+    opened.enter_context(alone.socket)
+    until(lambda: second.status()["generation"] == 2, timeout_s=40, what="a generation for one VM")
+    pair.ranks[0].seal(7)
+    until(lambda: first.status()["state"] == "FENCED", timeout_s=40)
+    assert first.status()["newer_generation"] == 2
+    done = first.swansong("notify", "--in", "50s", "--wait")
+    assert done.returncode == 10
+    assert done.stdout.endswith("; generation 2 has taken the run over\n")
+    assert "generation 2 has taken the run over" in first.swansong("status").stdout

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded runs of several daemons of one job in a world that fails.
+
+``SWANSONG_SEEDS=2000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from simulation.fleet import FAULTS, Fleet
+from swansongd.model import Verdict
+
+pytestmark = pytest.mark.timeout(600)
+
+SEEDS = int(os.environ.get("SWANSONG_SEEDS", "30"))
+ONE_SEED = os.environ.get("SWANSONG_SEED")
+
+
+def seeds() -> list[int]:
+    return [int(ONE_SEED)] if ONE_SEED else list(range(SEEDS))
+
+
+def live(seed: int) -> Fleet:
+    """Training, notices, losses and restarts for a quarter of an hour, and then good weather."""
+    fleet = Fleet(seed)
+    fleet.run(1010.0)
+    fleet.trouble()
+    for _ in range(fleet.random.choice((2, 4, 6))):
+        fleet.run(fleet.now + fleet.delay_s(120.0))
+        alive = [vm for vm in fleet.vms if vm.is_alive]
+        if alive:
+            fleet.take(fleet.random.choice(alive), fleet.random.choice((8.0, 30.0, 60.0, 120.0)))
+        fleet.run(fleet.now + fleet.delay_s(60.0))
+    fleet.faults.clear()
+    fleet.run(fleet.now + 200.0)
+    return fleet
+
+
+@pytest.mark.fault("N09", "G04", "G17", "T12", "H01")
+def test_no_fault_breaks_an_invariant_of_several_vms() -> None:
+    """F1 to F5 after every event; in good weather the job trains on, and its checkpoints become whole."""
+    fired: set[str] = set()
+    verdicts: set[Verdict] = set()
+    for seed in seeds():
+        try:
+            fleet = live(seed)
+            newest = fleet.whole()
+            fleet.run(fleet.now + 300.0)
+            assert fleet.start is not None
+            assert fleet.start.trains, f"start {fleet.start.number} does not train"
+            assert fleet.whole() != newest, f"{newest} is still the newest whole checkpoint"
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
+        fired |= fleet.fired
+        verdicts |= {done.verdict for vm in fleet.vms for done in vm.verdicts}
+    assert ONE_SEED or fired >= set(FAULTS), f"never happened: {set(FAULTS) - fired}"
+    assert ONE_SEED or verdicts >= {Verdict.SAFE, Verdict.PARTIAL}, verdicts
+
+
+def test_the_same_seed_is_the_same_run_of_several_vms() -> None:
+    """Otherwise a failing seed could not be looked into."""
+    first, second = live(5), live(5)
+    assert first.bucket.objects == second.bucket.objects
+    assert [vm.state for vm in first.vms] == [vm.state for vm in second.vms]
+
+
+@pytest.mark.fault("N09", "G17")
+@pytest.mark.parametrize("vms", [2, 3])
+def test_a_checkpoint_that_all_vms_have_sealed_is_where_the_job_resumes(vms: int) -> None:
+    """The VM with the notice commits its part and is lost; the slow survivors finish theirs first."""
+    for seed in range(20):
+        fleet = Fleet(seed, faults=(), vms=vms)
+        fleet.flush_s = 20.0
+        start = fleet.start
+        assert start is not None
+        fleet.run_until(lambda: start.trains and start.step >= 3, 60)  # noqa: B023
+        doomed = fleet.random.choice(fleet.vms)
+        fleet.take(doomed, 60.0)
+        fleet.run_until(lambda: start.targets, 20)  # noqa: B023
+        (target,) = start.targets.values()
+        fleet.run_until(
+            lambda: all(any(s.id.step == target for s in vm.staging) for vm in fleet.vms),  # noqa: B023
+            20,
+        )
+        fleet.run_until(
+            lambda: doomed.state.part is not None or doomed.verdicts,  # noqa: B023
+            45,
+        )
+        fleet.lose(doomed)
+        fleet.run_until(lambda: fleet.start is not start and fleet.start.trains, 200)  # noqa: B023
+        assert fleet.start is not None
+        assert fleet.start.resumed is not None, f"seed {seed}"
+        assert fleet.start.resumed.step >= target, f"seed {seed}: {fleet.start.resumed}"
