@@ -11,7 +11,7 @@ from typing import Any
 from swansongd import __version__
 from swansongd.config import Config
 from swansongd.doctor import fixes
-from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
+from swansongd.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
 from swansongd.doctor.sandbox import properties
 from swansongd.errors import ConfigError, FencedError, Unreachable
 
@@ -32,8 +32,6 @@ _LOOK = "journalctl -u swansongd -n 30 -o cat"
 _SETTLE_S = 8.0
 """The time that a daemon has for its start, and then for its first word of the store."""
 _POLL_S = 0.1
-_LOOP, _LOOP_S = 3, 60.0
-"""So many restarts, and one within this time, are a daemon that does not stay up."""
 
 
 def checks(
@@ -99,13 +97,24 @@ def _runs(config: Config, path: Path, ask_daemon: AskDaemon, *, by_systemd: bool
         for source in report.get("sources") or []
         if source.get("health") == "blind"
     ]
-    if restarts >= _LOOP and float(report.get("uptime_s", 0.0)) < _LOOP_S:
-        found = f"the daemon ends again and again: {restarts} restarts, the last just now"
+    if restarts and float(report.get("uptime_s", 0.0)) < _SETTLE_S and _falls(restarts):
+        found = f"the daemon ends again and again: {restarts} restarts, one more just now"
         return failure(found, _LOOK)
     words = f"answers: run {report.get('run')}, state {report.get('state')}"
     if blind:
         return warning(f"{words}, but is blind to {', '.join(blind)}", "swansong status")
     return ok(words)
+
+
+def _falls(restarts: int) -> bool:
+    """Whether a daemon that has just been started ends once more, while it is watched."""
+    give_up_mono_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < give_up_mono_s:
+        facts = properties(fixes.DAEMON, _PROPERTIES)
+        if facts.get("ActiveState") != "active" or facts.get("NRestarts") != str(restarts):
+            return True
+        time.sleep(_POLL_S)
+    return False
 
 
 def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
@@ -181,10 +190,11 @@ def judge_version(running: object, installed: str, mend: str) -> Judgement:
 
 
 def _store(config: Config, path: Path, ask_daemon: AskDaemon) -> Judgement:
+    # It may have lost its store a moment ago, together with what was fixed since.
     give_up_mono_s = time.monotonic() + _SETTLE_S
     while True:
         found = judge_store(ask_daemon(config.trainer.socket).get("store"), fixes.start(path))
-        if found is not None or time.monotonic() > give_up_mono_s:
+        if (found and found.level is Level.OK) or time.monotonic() > give_up_mono_s:
             break
         time.sleep(_POLL_S)
     return found or failure("the daemon has not reached its store yet", fixes.start(path))

@@ -12,7 +12,7 @@ from clouds import Aws, Bucket
 from rig import control
 from system.nspawn.container import DAEMON, TRAINER, Container
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 
 STATE = "/var/lib/swansong"
 CONFIG = "/etc/swansong/swansong.toml"
@@ -76,7 +76,6 @@ THE_UNIT = [
         "systemctl stop swansongd; rm -r /run/swansong",
         "socket directory",
     ),
-    Setup("socket gone", "rm /run/swansong/trainer.sock", "daemon"),
     Setup("socket for root alone", "chmod 600 /run/swansong/trainer.sock", "socket"),
     Setup(
         "configuration refused, then put right",
@@ -118,7 +117,6 @@ USERS_AND_DIRECTORIES = [
         f"systemctl stop swansongd; rm -r /usr/lib/tmpfiles.d/swansong.conf {STATE}",
         "permissions",
     ),
-    Setup("group gone", "systemctl stop swansongd; groupdel swansong-trainers", "users"),
     Setup("user gone", "systemctl stop swansongd; userdel swansong", "users"),
     Setup(
         "unknown trainer",
@@ -151,8 +149,6 @@ STORES_OF_FILES = [
         f"mkdir -p {STATE}/store/run; chown -R root: {STATE}/store",
         "bucket",
     ),
-    Setup("store writable for all", f"chmod 777 {STATE}/store; systemctl stop swansongd", "bucket"),
-    Setup("store gone", f"systemctl stop swansongd; rm -r {STATE}/store", "bucket"),
     Setup(
         "store outside of the sandbox",
         f"install -d -o swansong /srv/store; sed -i 's|^url = .*|url = \"file:///srv/store\"|' {CONFIG}; "
