@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from story import Story, a_notice
-from swansongd.core import notices
+from swansongd.core import machine, notices
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -215,6 +215,21 @@ def test_a_notice_that_was_held_is_evacuated_as_soon_as_it_may() -> None:
     assert story.state.evacuation is None
     story.wait(notices.EVERY_S + 0.1)
     assert story.state.evacuation is not None
+
+
+def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
+    """The state is rebuilt after four evacuations: the open one is resumed at once."""
+    story = trained()
+    for _ in range(notices.AT_ONCE):
+        story.notice(source="gcp.preempted", in_s=25)
+        story.withdraw("gcp.preempted")
+    story.wait(notices.EVERY_S)
+    story.notice(source="gcp.preempted", in_s=25)
+    request_id = story.request_id
+    story.state = machine.rebuilt(story.state)
+    story.wait(0.1)
+    assert story.state.evacuation is not None
+    assert story.request_id == request_id
 
 
 def test_a_shutdown_of_this_host_is_never_held() -> None:

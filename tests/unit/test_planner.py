@@ -72,6 +72,20 @@ def test_take_what_fits_or_what_is_the_only_chance(  # noqa: PLR0917 - hypothesi
         assert plan.kind is (PlanKind.FLUSH if sealed else rest)
 
 
+def test_an_outage_gives_no_absurd_numbers() -> None:
+    """A store that takes next to nothing: the plan says so, and the trainer is asked all the same."""
+    plan = decide(
+        left_s=60.0,
+        reserve_s=3.0,
+        measured=Measured(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
+        has_trainer=True,
+        candidates=[Candidate(id=CheckpointId(1, "n"), bytes_left=10**7)],
+        is_committing=False,
+    )
+    assert plan.kind is PlanKind.TAKE
+    assert plan.reason.startswith("a new checkpoint needs over an hour, 60.0 s are left")
+
+
 @given(candidates, st.floats(0, 1e5), bandwidths)
 def test_choose_the_newest_that_fits_else_the_nearest(
     sealed: list[Candidate], left_s: float, bandwidth: float | None

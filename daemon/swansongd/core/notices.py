@@ -129,6 +129,8 @@ def count(turn: Turn, source: str) -> None:
 def _is_within_rate(turn: Turn, notice: Notice) -> bool:
     if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
         return True  # this host reports it, or its operator
+    if notice.evacuation_id and notice.evacuation_id not in turn.state.opened:
+        return True  # it was open before a restart
     until_s = turn.state.rates_mono_s.get(notice.source, turn.now)
     return until_s - turn.now <= (AT_ONCE - 1) * EVERY_S
 
