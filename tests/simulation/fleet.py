@@ -61,7 +61,7 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, StoreError, Transient
 from swansongd.manifest import Manifest
-from swansongd.model import CommitRef, Notice, Staged, TrainerView, Verdict
+from swansongd.model import CheckpointId, CommitRef, Notice, Staged, TrainerView, Verdict
 from swansongd.stores.base import ObjectInfo
 
 TICK_S = 0.5
@@ -141,7 +141,7 @@ class Vm:
         self.cut_until_s = 0.0
         self.slow = 1.0
         self.staging: list[Staged] = []
-        self.record: tuple[str, int, tuple[str, ...]] | None = None
+        self.record: tuple[str, int, tuple[CheckpointId, ...]] | None = None
         """Incarnation and generation that this boot has joined last, and sets of earlier ones."""
         self.wanted = ""
         self.notice: Notice | None = None
@@ -165,9 +165,12 @@ class Vm:
             several_vms=True,
             vm=f"vm{self.number}",
             goes_on_with=joined,
-            left_behind=frozenset(self.record[2] if self.record else ()),
+            sealed_under=self.record[1] if self.record else None,
         )
-        return State(settings=settings, incarnation=joined)
+        abandoned = frozenset(self.record[2] if self.record else ())
+        return State(
+            settings=settings, incarnation=joined, abandoned=abandoned, unusable=abandoned
+        )
 
     def start_daemon(self) -> None:
         self.life += 1
@@ -262,9 +265,9 @@ class Vm:
                     self._flush_id = ""
             case CommitManifest():
                 self._commit(action)
-            case JoinGeneration(incarnation, left_behind):
+            case JoinGeneration(incarnation, abandoned):
                 self.wanted = incarnation
-                self._claim(incarnation, left_behind)
+                self._claim(incarnation, abandoned)
             case CheckComplete():
                 self.post(lambda: self._counted(action), 0.3)
             case Rescan():
@@ -277,7 +280,7 @@ class Vm:
             case _:
                 pass
 
-    def _claim(self, incarnation: str, left_behind: tuple[str, ...] | None) -> None:
+    def _claim(self, incarnation: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
         """Join; None: the daemon was restarted, and has joined before."""
         life = self.life
 
@@ -286,7 +289,7 @@ class Vm:
                 return
             try:
                 newest = commit.newest_whole_commit(self.store, KEYS)
-                if left_behind is None:
+                if abandoned is None:
                     assert self.record is not None
                     generation = self.record[1]
                     commit.ensure_not_fenced(self.store, KEYS, generation)
@@ -300,9 +303,9 @@ class Vm:
             except StoreError:
                 self.fleet.at(2.0, happens)
             else:
-                is_first = left_behind is None
-                if left_behind is not None:
-                    self.record = incarnation, generation, left_behind
+                is_first = abandoned is None
+                if abandoned is not None:
+                    self.record = incarnation, generation, abandoned
                 self.step(GenerationClaimed(generation, newest, is_rollback=not is_first))
 
         self.fleet.at(self.fleet.delay_s(1.0), happens)
