@@ -64,6 +64,8 @@ class _Given:
     mono_s: float
     newest: CommitRef | None
     local: CheckpointId | None
+    incarnation: str = ""
+    """Of the job, as it was then: the answer is for no other start."""
 
     def still_stands(self) -> bool:
         """Whether what it names is there; there is nothing to be there for a fresh run."""
@@ -222,7 +224,9 @@ class Rejoin:
         own = resume.newest_local(state, None)
         local = None if own is None else own.id
         given = self._given
-        if given is not None and not (given.local == local and given.still_stands()):
+        if given is not None and not (
+            given.local == local and given.incarnation == state.incarnation and given.still_stands()
+        ):
             given = None
         if state.settings.several_vms and not nodes.is_alone(state.incarnation):
             own = given = None  # what lies in staging is a part only, and the choice is for all
@@ -238,7 +242,13 @@ class Rejoin:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
-        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=newest, local=local)
+        self._given = _Given(
+            answer=answer,
+            mono_s=self._monotonic(),
+            newest=newest,
+            local=local,
+            incarnation=state.incarnation,
+        )
         return answer
 
     def _chosen(self, query: RestoreQuery) -> Restored:

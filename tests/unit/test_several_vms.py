@@ -324,6 +324,19 @@ def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path, store: F
     assert (answer.step, Path(answer.path).name) == (50, own.directory)
 
 
+def test_an_answer_to_one_start_is_not_given_to_the_next(tmp_path: Path, store: FileStore) -> None:
+    """The job began afresh on two VMs, and seconds later one of them is alone."""
+    vm = Vm(tmp_path / "v0", store)
+    vm.state = replace(vm.state, staged=())
+    assert vm.ask().path == ""
+    for node in (0, 1):
+        files = {f"rank-{node:05d}/w": b"1"}
+        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
+    vm.state = replace(vm.state, incarnation="alone:vm:1")
+    vm.rejoin.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
+    assert vm.answer().step == 20
+
+
 def test_a_job_over_several_vms_is_refused_where_nobody_expects_one() -> None:
     """Each daemon would claim a generation of its own, and fence the others: say what to set."""
     hello = Hello(run="", rank=1, world_size=2, node=1, nodes=2)
