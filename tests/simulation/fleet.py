@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from simulation.world import KEYS, MIB, Broken, SimStore
 from story import a_notice, a_set, shards_of
 from swansongd import catalog, commit, manifest
-from swansongd.core import machine, nodes
+from swansongd.core import machine, nodes, resume
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -168,9 +168,7 @@ class Vm:
             sealed_under=self.record[1] if self.record else None,
         )
         abandoned = frozenset(self.record[2] if self.record else ())
-        return State(
-            settings=settings, incarnation=joined, abandoned=abandoned, unusable=abandoned
-        )
+        return State(settings=settings, incarnation=joined, abandoned=abandoned, unusable=abandoned)
 
     def start_daemon(self) -> None:
         self.life += 1
@@ -524,11 +522,9 @@ class Fleet:
 
     def _local_choice(self, state: State, newest: CommitRef | None) -> CommitRef | None:
         """Where a job with one VM resumes: its sets are whole, so the newest one will do."""
-        own, generation = state.newest_staged, state.generation
+        own, generation = resume.newest_local(state, newest), state.generation
         assert generation is not None
-        if own is None or own.nodes > 1 or own.id in state.inherited:
-            return newest
-        if newest is not None and newest.generation == generation and newest.step > own.id.step:
+        if own is None or own.nodes > 1:
             return newest
         chosen = CommitRef(generation, own.id.step)
         self.start_of.setdefault(chosen, self.sealed[own.id.step, own.id.nonce])
