@@ -197,13 +197,11 @@ class Clerk:
         self._health = health
         self._several_vms = several_vms
         record = read_record(own_directory, keys.run, store.url)
-        self.is_first_of_boot = record.boot_id != boot_id
-        """Whether no daemon of this run and store has begun a claim since the VM was booted."""
         self.sealed_under = record.generation or None
         """Generation of the sets that earlier lives left in staging; None if unknown."""
         self.abandoned = frozenset(record.abandoned)
         """Sets that earlier lives left in staging and that are not of the line of states."""
-        if self.is_first_of_boot or bool(record.incarnation) != several_vms:
+        if record.boot_id != boot_id or bool(record.incarnation) != several_vms:
             # Another boot is another VM; what lies in staging is still of that generation.
             record = replace(record, boot_id=boot_id, nonce="", incarnation="", next_nonce="")
         self._record = record
@@ -277,8 +275,6 @@ class Clerk:
         self._hurry.set()
 
     def _run(self) -> None:
-        if self.is_first_of_boot:
-            self._save(self._record)
         may_claim = not self._several_vms or bool(self._record.incarnation)
         if may_claim and not self._claim(self._claimed) and not self._several_vms:
             return

@@ -17,11 +17,9 @@ from swansongd.core import machine, resume
 from swansongd.core.state import Settings, State
 from swansongd.errors import StagingError
 from swansongd.model import CommitRef, Staged
-from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.staging.scan import OWN_DIRECTORY, booted_wall_ns
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def newest_local(
@@ -63,7 +61,7 @@ def newest_local(
         reserve_s=config.deadline.reserve_s,
         signals_trainer=False,
         sealed_under=record.generation or None,
-        is_first_of_boot=record.boot_id != BOOT_ID.read_text().strip(),
+        booted_wall_ns=booted_wall_ns(),
     )
     state = State(settings=settings, abandoned=abandoned, unusable=abandoned, last_commit=newest)
     state, _ = machine.step(state, scanned, time.monotonic())

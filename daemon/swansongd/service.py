@@ -167,7 +167,7 @@ class Service:
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
             goes_on_with=self._clerk.incarnation,
             sealed_under=self._clerk.sealed_under,
-            is_first_of_boot=self._clerk.is_first_of_boot,
+            booted_wall_ns=scan.booted_wall_ns(),
         )
         abandoned = self._clerk.abandoned
         state = State(

@@ -173,9 +173,7 @@ def test_a_set_that_may_be_torn_is_not_taken(vm: Vm) -> None:
     """An emergency set of another boot was not flushed to the disk: the older commit is taken."""
     vm.commit(100)
     story = Story(claimed=False)
-    story.state = replace(
-        story.state, settings=replace(story.state.settings, is_first_of_boot=True)
-    )
+    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
     story.staging = [a_set(200, request_id="r1")]
     story.scan()
     vm.state = story.state

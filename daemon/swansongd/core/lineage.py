@@ -46,9 +46,13 @@ def found(turn: Turn, new: Sequence[Staged], *, is_first: bool) -> None:
 def _inherit(turn: Turn, present: Sequence[Staged]) -> None:
     state = turn.state
     turn.set(inherited=state.inherited | {staged.id for staged in present})
-    if not state.settings.is_first_of_boot:
-        return
-    doubtful = [s for s in present if not _is_durable(s) and s.id not in state.unusable]
+    doubtful = [
+        s
+        for s in present
+        if not _is_durable(s)
+        and s.id not in state.unusable
+        and max((f.mtime_ns for f in s.files), default=0) < state.settings.booted_wall_ns
+    ]
     for staged in doubtful:
         turn.log(
             "warning",

@@ -60,8 +60,8 @@ class Settings:
     """The incarnation that an earlier life of this daemon, on this boot, was part of."""
     sealed_under: int | None = None
     """Generation of the sets that earlier lives of this daemon left in staging; None if unknown."""
-    is_first_of_boot: bool = False
-    """Nothing of this daemon ran since the VM was booted: the power may have been cut before."""
+    booted_wall_ns: int = 0
+    """When the VM was booted, as the times of files count: before that, the power may have been cut."""
     mtbf_s: float = 4 * 3600.0
     """Mean time between interruptions that is assumed until the run knows better."""
     assumed_grace_s: float = 25.0

@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -275,6 +276,11 @@ def remove_set(run_directory: int | Path, directory: str) -> None:
             f"{directory} cannot be deleted: {error.strerror}",
             hint="use a file system with ACLs for staging, or run the trainer as the daemon's user",
         ) from error
+
+
+def booted_wall_ns() -> int:
+    """When this VM was booted, by the clock that gives files their times, in nanoseconds."""
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def set_aside(run_directory: int | Path, directory: str) -> None:
