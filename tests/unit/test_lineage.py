@@ -182,15 +182,17 @@ def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None
         assert story.state.last_commit == CommitRef(2, 50)
 
 
-def test_a_start_before_the_claim_makes_it_claim_again() -> None:
-    """The generation that a restarted daemon continues under has the commits of the line that was left."""
+@pytest.mark.parametrize("newest", [CommitRef(2, 100), None])
+def test_a_start_before_the_claim_makes_it_claim_again(newest: CommitRef | None) -> None:
+    """The generation that a restarted daemon continues under is that of the line that was left."""
     story = Story(claimed=False, staged=[a_set(120)])
     story.scan()
     starts(story, 60)
-    story.tell(GenerationClaimed(2, CommitRef(2, 100)))
+    story.tell(GenerationClaimed(2, newest))
     assert story.state.generation is None
     assert story.last(ClaimGeneration).after == 2
-    story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
+    assert [each.step for each in story.last(ClaimGeneration).abandoned] == [120]
+    story.tell(GenerationClaimed(3, newest, is_rollback=True))
     assert story.state.generation == 3
     story.store_all()
     assert not story.all(CommitManifest)
