@@ -196,3 +196,17 @@ def test_a_start_before_the_claim_makes_it_claim_again(newest: CommitRef | None)
     assert story.state.generation == 3
     story.store_all()
     assert not story.all(CommitManifest)
+
+
+def test_what_the_trainer_has_sealed_before_the_claim_is_of_the_new_line() -> None:
+    """The store was away for long: the start is judged late, and its own checkpoints count."""
+    story = Story(claimed=False)
+    story.scan()
+    starts(story, 60)
+    seals(story, 70, "second")
+    story.tell(GenerationClaimed(2, CommitRef(2, 100)))
+    assert left(story)
+    assert not story.all(SetAside)
+    story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
+    story.store_all()
+    assert story.state.last_commit == CommitRef(3, 70)

@@ -97,7 +97,9 @@ def started(turn: Turn, trainer: TrainerView, *, before_mono_s: float) -> None:
             hint="training started behind the newest state: a new generation begins",
         )
         living = {t.start_id for t in state.connected}
-        leave(turn, state.staged, closed=[s for s in state.starts if s not in living])
+        # It may have sealed sets since: the newest commit was not known while the store was away.
+        old = [s for s in state.staged if not (s.starts and s.starts <= living)]
+        leave(turn, old, closed=[s for s in state.starts if s not in living])
     _note_older_commit(turn, step)
 
 
