@@ -23,14 +23,15 @@ FAULTY_DAEMON = str(Path(__file__).with_name("faulty_daemon.py"))
 
 
 class Liar:
-    """A rank that says what it likes, byte for byte."""
+    """A process that says what it likes, byte for byte; with ``hello``, as a rank."""
 
-    def __init__(self, vm: Vm) -> None:
+    def __init__(self, vm: Vm, *, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(20)
         self.socket.connect(str(vm.socket))
-        self.say(type="hello", run="run", step=3, capabilities=["periodic"])
-        self.welcome = json.loads(self.socket.recv(65536))
+        if hello:
+            self.say(type="hello", run="run", step=3, capabilities=["periodic"])
+            self.welcome = json.loads(self.socket.recv(65536))
 
     def say(self, **message: Any) -> None:
         try:
@@ -83,7 +84,7 @@ def test_numbers_that_cannot_be_cost_the_liar_its_connection_and_nothing_else(
 
     def lie() -> None:
         for message in LIES:
-            with Liar(vm) as liar:
+            with Liar(vm, hello=False) as liar:  # the trainer has the only rank
                 liar.say(**message)
                 answer = liar.hear()
                 assert answer["type"] == "refused"
@@ -143,11 +144,13 @@ def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
 
 
 @pytest.mark.fault("S19")
-def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm) -> None:
+def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: str) -> None:
     """What ranks of several VMs say is refused: no evacuation, no farewell, and one generation."""
     daemon = vm.daemon
     assert daemon is not None
     generation = vm.status()["generation"]
+    assert vm.trainer is not None
+    vm.trainer.kill()  # it has the only rank
     for number in range(30):
         with Liar(vm) as liar:
             liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
@@ -159,6 +162,8 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm) -> None:
     assert (report["generation"], report["state"]) == (generation, "IDLE")
     assert not daemon.lines.all(event="evacuation")
     assert len(daemon.lines.all(event="trainer_refused")) == 1  # once a minute, with a count
-    assert vm.trainer is not None
-    seen = report["trainers"][0]["step"]
-    until(lambda: vm.status()["trainers"][0]["step"] > seen, what="a further step")
+    vm.start_trainer(script=witness)
+    until(
+        lambda: any(trainer["step"] > 3 for trainer in vm.status()["trainers"]),
+        what="a further step",
+    )
