@@ -181,6 +181,21 @@ def test_a_restart_of_the_daemon_does_not_bring_the_old_line_back(
     assert not [row for row in vm.commits() if row["step"] in (9000, 9500)]
 
 
+@pytest.mark.fault("T12")
+def test_a_trainer_without_hooks_that_starts_behind(bucket: Bucket, new_vm: NewVm) -> None:
+    """It writes step 100 after step 200 was committed: the next VM resumes from step 100, then from 110."""
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    adopted(vm.run_directory / "checkpoint-200")
+    daemon.lines.wait(event="committed", step=200)
+    adopted(vm.run_directory / "checkpoint-100")
+    assert daemon.lines.wait(event="committed", step=100)["generation"] == 2
+    assert newest(vm) == (2, 100)
+    adopted(vm.run_directory / "checkpoint-110")
+    assert daemon.lines.wait(event="committed", step=110)["generation"] == 2
+    assert newest(vm) == (2, 110)
+
+
 @pytest.mark.fault("S19", "T12")
 def test_a_second_process_of_the_same_rank_is_refused(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path

@@ -154,6 +154,12 @@ def test_nobody_else_writes_what_the_daemon_wrote() -> None:
     assert settings(UNITS / "swansong-restore@.service")["UMask"] == ["0027"]
 
 
+@pytest.mark.fault("D06")
+def test_the_restore_unit_considers_what_survived_in_staging() -> None:
+    """By the rule of the daemon, which is not up yet when the unit runs."""
+    assert "--local" in settings(UNITS / "swansong-restore@.service")["ExecStart"]
+
+
 def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
     """Of the codes that systemd has names for we use those of success, failure and wrong arguments alone."""
     tool = shutil.which("systemd-analyze")
