@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices: which ones are in force, which deadline counts, and how many evacuations one source may cause.
 
-A source may name any time, as often as it likes.  Three rules keep that harmless:
+A source may name any time, at any rate.  Three rules keep that harmless:
 
-- Nobody knows better than the VM that it is still alive: a time that has passed becomes an assumed one.
+- A time that has passed is wrong while the VM runs: an assumed time takes its place.
 - While an evacuation answers a notice, its deadline never moves later.  A later time that the source has
   named meanwhile counts once the VM has outlived the earlier one.
 - Each source causes :data:`AT_ONCE` evacuations at once, and one more every :data:`EVERY_S`.  Operators

@@ -160,6 +160,10 @@ class Container:
     def read(self, path: str) -> str:
         return (self._upper / path.lstrip("/")).read_text()
 
+    def names(self, path: str) -> list[str]:
+        """Of the entries that were made in this directory since the first boot."""
+        return os.listdir(self._upper / path.lstrip("/"))
+
     def image_file(self, path: str) -> str:
         """What the image has under this path, whatever was written over it."""
         return self._layers.find(path.lstrip("/")).read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from clouds import Aws, Bucket
+from swansong import protocol
 from system.nspawn.container import DAEMON, TRAINER, Container
 from waiting import until
 
@@ -77,19 +78,38 @@ def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phas
     phases.add("verdict of a later notice", verdict)
 
 
+def sealed_steps(vm: Container) -> list[int]:
+    """Steps of the sealed sets on the disk of the VM, seen from outside."""
+    names = vm.names("/var/lib/swansong/staging/run")
+    sealed = (protocol.parse_sealed_name(name) for name in names)
+    return sorted(each[0] for each in sealed if each is not None)
+
+
 @pytest.mark.fault("D06")
 def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """After a power cut the restore unit fetches the newest commit before the trainer starts from it."""
+    """After a power cut the trainer resumes from a set that survived, newer than the newest commit."""
     vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 25")
     vm.power_on()
     until(lambda: len(bucket.manifests()) >= 2, timeout_s=60, what="two commits")
+    bucket.order("outage", seconds=600)
+    until(
+        lambda: len(sealed_steps(vm)) >= 4, timeout_s=60, what="sets that the store does not take"
+    )
 
     vm.power_cut()
-    newest, before = bucket.manifests()[0]["step"], vm.journal
+    bucket.order("clear")
+    survived, before = max(sealed_steps(vm)), vm.journal
+    newest = bucket.manifests()[0]["step"]
+    assert survived > newest
     vm.power_on()
 
-    first = vm.wait_step(newest + 1)
-    assert first.facts["step"] == newest + 1
+    first = vm.wait_step(survived + 1)
+    assert first.facts["step"] == survived + 1
+    until(
+        lambda: survived in [manifest["step"] for manifest in bucket.manifests()],
+        timeout_s=60,
+        what="its commit",
+    )
     phases.add("last word before the power cut", before.all()[-1])
     phases.add("restore begins", vm.journal.wait("Starting swansong-restore@run.service"))
     phases.add("restore done", vm.journal.wait("Finished swansong-restore@run.service"))
