@@ -123,11 +123,16 @@ def test_a_hello_that_waited_judges_nothing(story: Story) -> None:
     assert not left(story)
 
 
-def test_a_set_that_an_ended_start_has_sealed_late_is_abandoned(story: Story) -> None:
+@pytest.mark.parametrize("is_known_to_have_ended", [True, False])
+def test_a_set_that_an_ended_start_has_sealed_late_is_abandoned(
+    story: Story, is_known_to_have_ended: bool
+) -> None:
     """It is found after the line was left, and would be ahead of the new one."""
     starts(story, 121, connection=1, start_id="first")
-    story.tell(TrainerLeft(1, exited=True, reason="ended"))
+    if is_known_to_have_ended:
+        story.tell(TrainerLeft(1, exited=True, reason="ended"))
     starts(story, 60)
+    assert len(story.last(ClaimGeneration).abandoned) == 2
     story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
     late = seals(story, 130, "first")
     assert story.last(SetAside).directories == (late.directory,)

@@ -96,10 +96,12 @@ def started(turn: Turn, trainer: TrainerView, *, before_mono_s: float) -> None:
             newest_step=newest_step,
             hint="training started behind the newest state: a new generation begins",
         )
-        living = {t.start_id for t in state.connected}
         # It may have sealed sets since: the newest commit was not known while the store was away.
-        old = [s for s in state.staged if not (s.starts and s.starts <= living)]
-        leave(turn, old, closed=[s for s in state.starts if s not in living])
+        old = [staged for staged in state.staged if trainer.start_id not in staged.starts]
+        # Its predecessor may still count as connected.  Each set of an earlier start has the id of that one.
+        others = {t.start_id for t in state.connected if t.rank != trainer.rank}
+        closed = [s for s in state.starts if s != trainer.start_id and s not in others]
+        leave(turn, old, closed=closed)
     _note_older_commit(turn, step)
 
 
