@@ -107,6 +107,11 @@ def attack(vm: Container, mode: str, target: str) -> dict[str, Any]:
     return report
 
 
+def without_local_sets(vm: Container) -> None:
+    """A restore has to download: a sealed set in staging that is as new would be taken."""
+    vm.run("bash", "-c", f"rm -rf {RUN}/step-*")
+
+
 @pytest.mark.fault("S1", "S2", "S24")
 @pytest.mark.parametrize("target", [STORE, f"{RUN}/.swansongd", f"{STATE}/restored"])
 def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: str) -> None:
@@ -114,6 +119,7 @@ def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: s
     vm = attacked
     own = f"{RUN}/.swansongd"
     places = (STORE, f"{STATE}/restored", f"{own}/claim.json", "/run/swansong-restore", "/etc")
+    without_local_sets(vm)
     # As an older version left it: the name is free for the trainer, before the daemon starts.
     vm.run("rm", "-rf", f"{RUN}/restored")
     vm.run("ln", "-s", target, f"{RUN}/restored")
@@ -146,6 +152,7 @@ def test_restore_unit_hands_the_trainer_one_fixed_line(attacked: Container) -> N
     """Root writes the environment file; odd instance names restore nothing and remove nothing."""
     vm = attacked
     unit = "swansong-restore@run.service"
+    without_local_sets(vm)
     vm.run("systemctl", "start", unit)
     environment = "/run/swansong-restore/run.env"
     assert vm.run("cat", environment) == f"SWANSONG_RESTORE={STATE}/restored/run"
