@@ -31,7 +31,8 @@ def test_one_process(tmp_path: Path) -> None:
         directory=tmp_path,
         environment=ENVIRONMENT,
     )
-    assert report.saved_steps == [2, 3, 5, 8]
+    # On a loaded machine the evaluation after step 5 may be over when the request arrives.
+    assert report.saved_steps in ([2, 3, 5, 8], [2, 3, 6, 8])
     assert report.losses == 10
 
 
