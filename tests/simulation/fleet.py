@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from simulation.world import KEYS, MIB, Broken, SimStore
+from simulation.world import KEYS, MIB, Broken, SimStore, commit_event
 from story import a_notice, a_set, shards_of
 from swansongd import catalog, commit, manifest
 from swansongd.core import machine, nodes, resume
@@ -30,8 +30,6 @@ from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckComplete,
-    CommitDone,
-    CommitFailed,
     CommitManifest,
     Conclude,
     Event,
@@ -59,8 +57,7 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.core.state import Settings, State
-from swansongd.errors import Exists, FencedError, StoreError, Transient
-from swansongd.manifest import Manifest
+from swansongd.errors import FencedError, StoreError, Transient
 from swansongd.model import CheckpointId, CommitRef, Notice, Staged, TrainerView, Verdict
 from swansongd.stores.base import ObjectInfo
 
@@ -339,32 +336,7 @@ class Vm:
         self.fleet.at(duration_s, ends)
 
     def _commit(self, order: CommitManifest) -> None:
-        staged = order.staged
-        made = Manifest(
-            run="r",
-            generation=order.generation,
-            step=staged.id.step,
-            kind=staged.kind,
-            node=staged.node,
-            nodes=staged.nodes,
-            nonce=staged.id.nonce,
-            shards=order.shards,
-            parent=order.parent,
-            created="2030-01-01T00:00:00Z",
-        )
-
-        def answer() -> Event:
-            try:
-                commit.commit(self.store, KEYS, made)
-            except FencedError as error:
-                return FenceFound(error.newer)
-            except Exists:
-                return CommitFailed(order.flush_id, "taken", conflict=True)
-            except StoreError as error:
-                return CommitFailed(order.flush_id, str(error), conflict=False)
-            return CommitDone(order.flush_id, made.ref)
-
-        self.post(answer, 0.3)
+        self.post(lambda: commit_event(self.store, order), 0.3)
 
     # ------------------------------------------------------------------ staging
 

@@ -56,7 +56,15 @@ from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transien
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CheckpointId, CommitRef, Notice, Severity, Staged, TrainerView, Verdict
-from swansongd.stores.base import Body, ObjectInfo, OpenUpload, PartReceipt, Sink, Upload
+from swansongd.stores.base import (
+    Body,
+    ObjectInfo,
+    ObjectStore,
+    OpenUpload,
+    PartReceipt,
+    Sink,
+    Upload,
+)
 
 KEYS = RunKeys("r")
 MIB = 2**20
@@ -153,6 +161,32 @@ class SimStore:
 
     def warm(self) -> None:
         return None
+
+
+def commit_event(store: ObjectStore, order: CommitManifest) -> Event:
+    """Create the manifest by the production rules, and what the daemon hears of it."""
+    staged = order.staged
+    made = Manifest(
+        run="r",
+        generation=order.generation,
+        step=staged.id.step,
+        kind=staged.kind,
+        node=staged.node,
+        nodes=staged.nodes,
+        nonce=staged.id.nonce,
+        shards=order.shards,
+        parent=order.parent,
+        created="2030-01-01T00:00:00Z",
+    )
+    try:
+        commit.commit(store, KEYS, made)
+    except FencedError as error:
+        return FenceFound(error.newer)
+    except Exists:
+        return CommitFailed(order.flush_id, "taken", conflict=True)
+    except StoreError as error:
+        return CommitFailed(order.flush_id, str(error), conflict=False)
+    return CommitDone(order.flush_id, made.ref)
 
 
 @dataclass
@@ -717,32 +751,7 @@ class World:
         return self._bandwidth * self._slow_factor
 
     def _commit(self, order: CommitManifest) -> None:
-        staged = order.staged
-        made = Manifest(
-            run="r",
-            generation=order.generation,
-            step=staged.id.step,
-            kind=staged.kind,
-            node=0,
-            nodes=1,
-            nonce=staged.id.nonce,
-            shards=order.shards,
-            parent=order.parent,
-            created="2030-01-01T00:00:00Z",
-        )
-
-        def answer() -> Event:
-            try:
-                commit.commit(self.store, KEYS, made)
-            except FencedError as error:
-                return FenceFound(error.newer)
-            except Exists:
-                return CommitFailed(order.flush_id, "taken", conflict=True)
-            except StoreError as error:
-                return CommitFailed(order.flush_id, str(error), conflict=False)
-            return CommitDone(order.flush_id, made.ref)
-
-        self.post(answer, 0.3)
+        self.post(lambda: commit_event(self.store, order), 0.3)
 
     # ------------------------------------------------------------------ the weather
 
