@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image check bench bench-beside bench-notices bench-torch bench-frozen format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -79,6 +79,11 @@ test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 min
 
 image: $(STAMP)  ## the image that they boot, made by provision.sh; prints the command that boots it in your terminal
 	@PYTHONPATH=tests $(BIN)/python -m vm.image
+
+terraform:  ## the AWS example against its provider; Terraform, and a network or TERRAFORM_INIT=-plugin-dir=MIRROR
+	rm -rf build/terraform && mkdir -p build && cp -r packer build/terraform
+	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
+		terraform validate -no-color && terraform fmt -check -recursive ..
 
 check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import tomllib
@@ -175,27 +174,6 @@ def test_terraform_fills_in_every_word(cloud: str, file: str) -> None:
     assert handed
     needed = set(re.findall(r"[$%]\{(.*?)\}", (FIRST_BOOT / file).read_text()))
     assert set(re.findall(r"^\s+(\w+)\s+=", handed[1], re.MULTILINE)) == needed
-
-
-def test_terraform_validates_the_aws_example(tmp_path: Path) -> None:
-    """Every argument is one that the provider knows; SWANSONG_TERRAFORM_PLUGINS names a mirror."""
-    plugins = os.environ.get("SWANSONG_TERRAFORM_PLUGINS")
-    if shutil.which("terraform") is None or plugins is None:
-        pytest.skip("does not apply: there is no Terraform with a mirror of its providers")
-    shutil.copytree(PACKER, tmp_path / "packer")
-    folder = tmp_path / "packer" / "examples" / "aws"
-    environment = {**os.environ, "TF_CLI_CONFIG_FILE": os.devnull}
-    init = ["init", "-input=false", "-no-color", f"-plugin-dir={plugins}"]
-    for arguments in (init, ["validate", "-no-color"], ["fmt", "-check", "../.."]):
-        done = subprocess.run(
-            ["terraform", *arguments],
-            cwd=folder,
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
