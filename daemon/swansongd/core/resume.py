@@ -14,18 +14,16 @@ from swansongd.model import CommitRef, Staged, is_healthy
 
 
 def newest_local(state: State, newest: CommitRef | None) -> Staged | None:
-    """The newest usable set in staging; None if there is none, or if the newest commit is newer."""
+    """The newest usable set in staging; None without one, and if the newest commit is newer."""
     return _newest(state, (s for s in state.staged if s.id not in state.unusable), newest)
 
 
 def newest_healthy_local(state: State, before_step: int, newest: CommitRef | None) -> Staged | None:
-    """The newest healthy set of an earlier step; None if there is none, or if that commit is newer."""
+    """The newest healthy set of an earlier step; None without one, and if that commit is newer."""
     healthy = (
         s
         for s in state.staged
-        if s.id not in state.unusable | state.inherited
-        and s.id.step < before_step
-        and is_healthy(s.health)
+        if s.id not in state.unusable and s.id.step < before_step and is_healthy(s.health)
     )
     return _newest(state, healthy, newest)
 
