@@ -314,7 +314,7 @@ def _last_commit(
 
 
 def instant_s(text: str) -> float | None:
-    """Seconds since 1970 of a wall-clock time as text; None when the text is none."""
+    """Seconds since 1970 of a wall-clock time as text; None if the text is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):

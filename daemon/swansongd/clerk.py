@@ -140,7 +140,7 @@ class ClaimRecord:
 
 
 def read_record(own_directory: Path, run: str, store_url: str) -> ClaimRecord:
-    """The record of this run and store; an empty one, of no boot, if there is none."""
+    """The record of this run and store; without one, an empty record."""
     record = ClaimRecord.load(own_directory)
     if record is None or not record.is_of(run, store_url):
         return ClaimRecord(run, store_url, "", 0, "")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(110)
 
+STRANGER = 12345
+"""A user id that no configuration names."""
 WITNESS = Path(__file__).with_name("liner.py")
 
 
@@ -151,6 +154,40 @@ def test_what_another_vm_went_past_is_not_resumed_from(
     first.start_daemon()
     assert train(first, "--steps", "1").lines.wait(event="resumed")["step"] == 130
     assert {row["step"] for row in first.commits()} == {120, 130}
+
+
+@pytest.mark.parametrize("choice", [["--step", "5"], ["--generation", "1"], ["--healthy"]])
+def test_a_local_restore_takes_no_other_choice(
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path, choice: list[str]
+) -> None:
+    """``--local`` is the choice of the daemon: a wrong combination is refused, and nothing is written."""
+    vm = new_vm("a", bucket.store)
+    answer = vm.swansong("restore", "--local", *choice, "--to", str(tmp_path / "there"))
+    assert (answer.returncode, (tmp_path / "there").exists()) == (2, False)
+    assert "--local" in answer.stderr
+
+
+@pytest.mark.fault("S8")
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives directories away: needs root")
+def test_a_local_restore_looks_as_the_user_of_the_daemon(
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path
+) -> None:
+    """Another user cannot read what was abandoned, and is told so. Sets of strangers do not count."""
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    daemon.kill()
+    own = vm.run_directory / ".swansongd"
+    os.chown(own, STRANGER, -1)
+    answer = vm.swansong("restore", "--local", "--to", str(tmp_path / "there"))
+    assert answer.returncode == 15
+    assert f"sudo -u '#{STRANGER}'" in answer.stderr
+    os.chown(own, 0, -1)
+    seal_files(vm.run_directory, 175, {"x": b"planted"})
+    for path in [*vm.run_directory.rglob("step-*"), *vm.run_directory.glob("step-*/**/*")]:
+        os.chown(path, STRANGER, -1)
+    answer = vm.swansong("restore", "--local", "--fresh-ok", "--to", str(tmp_path / "there"))
+    assert (answer.returncode, (tmp_path / "there").exists()) == (0, False), answer.stderr
 
 
 @pytest.mark.fault("H01")

@@ -507,7 +507,12 @@ def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]
     [
         ([], None, "skipped"),
         ([trainer(1, 0), trainer(2, 1)], None, "ok"),
-        ([trainer(1, 0)], {"count": 2, "last": "rank 0 of 1 is connected already"}, "warning"),
+        (
+            [trainer(1, 0)],
+            {"count": 2, "last": "rank 0 of 1 is connected already", "age_s": 3.0},
+            "warning",
+        ),
+        ([trainer(1, 0)], {"count": 2, "last": "rank 0", "age_s": 7200.0}, "ok"),
         ([trainer(1, 0)], {"count": 0, "last": None}, "ok"),
     ],
 )

@@ -140,6 +140,20 @@ def test_a_set_that_an_ended_start_has_sealed_late_is_abandoned(
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [100]
 
 
+def test_the_next_commit_deletes_what_was_moved_aside(story: Story) -> None:
+    """The first commit of the new line does, although nothing in staging is older."""
+    starts(story, 60)
+    story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
+    story.staging.clear()
+    story.scan()
+    before = len(story.all(Prune))
+    seals(story, 61, "second")
+    story.store_all()
+    assert len(story.all(Prune)) == before + 1
+    seals(story, 62, "second")
+    assert not story.state.has_aside
+
+
 def test_a_name_that_was_abandoned_may_come_again(story: Story) -> None:
     """The ranks of a job that was started again give the set of a step the same name."""
     starts(story, 60)

@@ -94,7 +94,9 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             _ask_late(turn, trainer.connection, trainer.rank)
             periodic.joined(turn, trainer.connection)
         case TrainerRefused(_, reason):
-            turn.set(ranks_refused=state.ranks_refused + 1, refused_why=reason)
+            turn.set(
+                ranks_refused=state.ranks_refused + 1, refused_why=reason, refused_mono_s=turn.now
+            )
         case TrainerLeft():
             _trainer_left(turn, event)
         case TrainerProgress():

@@ -216,6 +216,7 @@ def _abandon(turn: Turn, sets: Collection[Staged]) -> None:
     turn.set(unusable=turn.state.unusable | ids, abandoned=turn.state.abandoned | ids)
     own = tuple(staged.directory for staged in sets if staged.framework == "swansong")
     if own:
+        turn.set(has_aside=True)
         turn.do(SetAside(own))
 
 

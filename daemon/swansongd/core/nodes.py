@@ -330,7 +330,7 @@ def completed(turn: Turn, ref: CommitRef) -> None:
         and staged != turn.state.pinned
         and (staged.id.step < ref.step or staged.id in abandoned)
     )
-    if dispensable or abandoned:
+    if dispensable or abandoned or turn.state.has_aside:
         staged_ids = {staged.id for staged in turn.state.staged}
-        turn.set(abandoned=abandoned & staged_ids)
+        turn.set(abandoned=abandoned & staged_ids, has_aside=False)
         turn.do(Prune(dispensable))

@@ -77,7 +77,7 @@ def outlived(turn: Turn, live: tuple[Notice, ...]) -> None:
                 concluded.append(notice.identity)
         notices[_key(notice)] = left
         if notice.source in BY_HAND and notice.identity in concluded:
-            del notices[_key(notice)]  # nobody would ever withdraw it
+            del notices[_key(notice)]  # no source withdraws it
     turn.set(notices=notices, concluded=tuple(concluded[-CONCLUDED_MAX:]))
 
 

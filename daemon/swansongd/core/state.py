@@ -259,6 +259,8 @@ class State:
     """How often a process was turned away because another one has its rank."""
     refused_why: str = ""
     """The last reason."""
+    refused_mono_s: float = 0.0
+    """When that was."""
     generation: int | None = None
     fenced_by: int | None = None
     first_scan_mono_s: float | None = None
@@ -285,6 +287,8 @@ class State:
     """Starts of trainers that joined, the newest last."""
     closed_starts: tuple[str, ...] = ()
     """Those whose line was left: what they seal is abandoned."""
+    has_aside: bool = False
+    """Sets were moved aside, for the next commit to delete."""
     must_claim: bool = False
     """Training left the line of states before a generation was claimed: the claim needs a successor."""
     owes_checkpoint: bool = False

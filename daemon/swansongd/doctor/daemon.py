@@ -32,6 +32,8 @@ _LOOK = "journalctl -u swansongd -n 30 -o cat"
 _SETTLE_S = 8.0
 """The time that a daemon has for its start, and then for its first word of the store."""
 _POLL_S = 0.1
+_RECENT_S = 600.0
+"""A process that was refused longer ago than this does not try any more: the hooks retry all the time."""
 
 
 def checks(
@@ -214,9 +216,9 @@ def judge_store(health: Mapping[str, Any] | None, mend: str) -> Judgement | None
 
 
 def judge_ranks(report: Mapping[str, Any]) -> Judgement:
-    """Whether processes were refused because another one has their rank."""
+    """Whether processes were refused a moment ago because another one has their rank."""
     refused = report.get("trainers_refused") or {}
-    if refused.get("count"):
+    if refused.get("count") and float(refused.get("age_s") or 0.0) < _RECENT_S:
         return warning(
             f"{refused['count']} times a process was refused: {refused.get('last')}",
             "# start the processes of one job with torchrun; give each job a daemon of its own",

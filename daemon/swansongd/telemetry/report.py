@@ -61,7 +61,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         ],
         "failed_saves": _failed_saves(state.failed_saves, now_mono_s),
         "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
-        "trainers_refused": {"count": state.ranks_refused, "last": state.refused_why or None},
+        "trainers_refused": _refused(state, now_mono_s),
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
         "part": None if state.part is None else state.part.facts(),
@@ -144,6 +144,11 @@ def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
     if since is None and state.found_commit == state.last_complete is not None:
         since = state.found_commit_mono_s
     return None if since is None else round(now_mono_s - since, 1)
+
+
+def _refused(state: State, now_mono_s: float) -> dict[str, object]:
+    age_s = round(now_mono_s - state.refused_mono_s, 1) if state.ranks_refused else None
+    return {"count": state.ranks_refused, "last": state.refused_why or None, "age_s": age_s}
 
 
 def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
