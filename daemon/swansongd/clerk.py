@@ -43,11 +43,13 @@ from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CheckpointId, CommitRef
-from swansongd.sources.base import HealthTracker
+from swansongd.store_health import StoreHealth
 from swansongd.stores.base import ObjectStore
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
+_CLAIM, _COMMIT = "claim", "commit"
+"""The operations whose outcome goes into the health of the store."""
 _CLAIM_FILE = "claim.json"
 _RECORD_BYTES_MAX = 256 * 2**10
 _ABANDONED_MAX = 1000
@@ -184,7 +186,7 @@ class Clerk:
         journal: Journal,
         boot_id: str,
         wall: Callable[[], str],
-        health: HealthTracker,
+        health: StoreHealth,
         several_vms: bool = False,
     ) -> None:
         self._store = store
@@ -304,14 +306,14 @@ class Clerk:
                 if error.line() != refused:
                     refused = error.line()
                     _log.error("claim_refused", reason=str(error), hint=error.hint)
-                self._health.failed(error.line())
+                self._health.failed(_CLAIM, error.line())
             except SwansongError as error:
-                self._health.failed(error.line())
+                self._health.failed(_CLAIM, error.line())
             except Exception as error:
                 _log.exception("claim_fault")
-                self._health.failed(f"{type(error).__name__}: {error}")
+                self._health.failed(_CLAIM, f"{type(error).__name__}: {error}")
             else:
-                self._health.ok()
+                self._health.ok(_CLAIM)
                 self._post(GenerationClaimed(generation, newest, is_rollback=not is_first))
                 if is_first:
                     self._jobs.put(partial(self._read_history, generation))
@@ -439,7 +441,7 @@ class Clerk:
         except BoundsError as error:  # and never can be: the set is void
             self._post(CommitFailed(order.flush_id, str(error), conflict=True))
         except SwansongError as error:
-            self._health.failed(error.line())
+            self._health.failed(_COMMIT, error.line())
             self._post(CommitFailed(order.flush_id, error.line(), conflict=False))
         except Exception as error:
             _log.exception("commit_fault")
@@ -447,7 +449,7 @@ class Clerk:
             self._post(CommitFailed(order.flush_id, reason, conflict=False))
         else:
             self._has_read_back = True
-            self._health.ok()
+            self._health.ok(_COMMIT)
             self._journal.committed(str(staged.id), order.shards)
             self._post(CommitDone(order.flush_id, manifest.ref))
 
@@ -489,7 +491,7 @@ class Clerk:
         except FencedError as error:
             self._post(FenceFound(error.newer))
         except SwansongError as error:  # the next commit looks again
-            self._health.failed(error.line())
+            self._health.failed(_COMMIT, error.line())
 
     def _check_complete(self, order: CheckComplete) -> None:
         committed, whole = 0, None
@@ -501,7 +503,7 @@ class Clerk:
                     whole = ref
                     break
         except SwansongError as error:  # it is looked for again
-            self._health.failed(error.line())
+            self._health.failed(_COMMIT, error.line())
         finally:
             self._post(PartsCounted(order.refs[0], committed, whole))
 

@@ -529,6 +529,7 @@ class Service:
                     "count": self._decisions.faults,
                     "last": self._decisions.last_fault,
                 },
+                "staging": self._staging.room(),
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))

@@ -18,11 +18,13 @@ from swansongd.clerk import Clerk
 from swansongd.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
+from swansongd.errors import StoreError, Transient
 from swansongd.flush import FlushEngine
 from swansongd.journal import Journal
 from swansongd.keys import RunKeys
 from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import RunDirectory
+from swansongd.store_health import StoreHealth
 from swansongd.stores import addresses
 from swansongd.stores.configured import open_configured
 from swansongd.stores.retry import Retrying
@@ -78,17 +80,25 @@ class Storage:
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         addresses.remember()
-        self.warmer = Warmer(self.backend, stop=stop)
+        self._health = StoreHealth(
+            HealthTracker(
+                STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=time.monotonic, post=post
+            )
+        )
+        self.warmer = Warmer(self.backend, stop=stop, report=self._warmed)
         throttled = Throttled(self.backend, self._rate_bytes_per_s)
         data_store, small_store = (
-            Retrying(store, give_up_mono_s=give_up, budget_s=_CALL_BUDGET_S, stop=stop)
+            Retrying(
+                store,
+                give_up_mono_s=give_up,
+                budget_s=_CALL_BUDGET_S,
+                stop=stop,
+                attempted=self._health.attempted,
+            )
             for store, give_up in (
                 (throttled, self._data_give_up),
                 (self.backend, self._commit_give_up),
             )
-        )
-        self._health = HealthTracker(
-            STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=time.monotonic, post=post
         )
         journal = Journal(staging.own, run=config.run.name, store_url=config.store.url)
         self.flush = FlushEngine(
@@ -156,11 +166,19 @@ class Storage:
             return None  # outlived, so far: whatever still gets through is won
         return evacuation.deadline_mono_s
 
+    def _warmed(self, began_mono_s: float, error: StoreError | None) -> None:
+        if isinstance(error, Transient):
+            self._health.attempted(began_mono_s, error)
+        elif error is not None:
+            self._health.failed("warm", error.line())
+        else:
+            self._health.ok("warm")
+
     def _post_flush(self, event: Event) -> None:
         if isinstance(event, FlushFailed) and not event.void:
-            self._health.failed(event.reason)
+            self._health.failed("flush", event.reason)
         elif isinstance(event, Flushed):
-            self._health.ok()
+            self._health.ok("flush")
             if event.bytes_referenced:
                 self.bytes_referenced += event.bytes_referenced
                 _log.info("shards_referenced", bytes_referenced=event.bytes_referenced)

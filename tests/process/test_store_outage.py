@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from clouds import Aws, Bucket
+from swansongd.core.staged_sets import UNSENT_MAX
 from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,14 +86,47 @@ def test_what_gets_through_after_the_deadline_is_committed_at_once(
     assert not daemon.lines.all(event="outlived_deadline")
 
 
+@pytest.mark.fault("O24")
 def test_a_trainer_does_not_wait_for_the_store(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Training and staging go on through an outage, and replication catches up after it."""
+    """Training continues through an outage, staging keeps few sets, and replication catches up after it.
+
+    Meanwhile status shows that the store fails, the flush that waits for it, and the sets that were dropped.
+    """
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
     daemon.lines.wait(event="committed", step=20)
-    bucket.order("outage", seconds=60)
-    trainer.lines.wait(step=100)
+    assert report(vm)["store"]["health"] == "ok"
+    bucket.order("outage", seconds=100)
+    # One attempt fails after another: long before the call of 20 s is given up, status shows it.
+    waiting = until(lambda: flush_without_store(vm), what="status that shows the outage")
+    assert waiting["unsent"]["failures"] == 0, "the flush is still in its first call"
+    assert waiting["flush"]["stored_bytes"] == 0
+    shown = vm.swansong("status").stdout
+    assert "degraded" in shown
+    assert "flush" in shown
+    trainer.lines.wait(step=240)
+    until(lambda: report(vm)["unsent"]["dropped"]["count"] >= 6, what="sets that were dropped")
+    until(lambda: len(sealed_sets(vm)) <= UNSENT_MAX, what="staging with few sets")
+    assert report(vm)["unsent"]["sets"] <= UNSENT_MAX
+    assert report(vm)["staging"]["free_bytes"] > 0
     bucket.order("clear")
     # Not each of those that piled up is sent: the newest one is enough.
-    until(lambda: daemon.lines.all(event="committed")[-1]["step"] >= 100, what="the newest commit")
+    until(lambda: daemon.lines.all(event="committed")[-1]["step"] >= 240, what="the newest commit")
+    until(lambda: report(vm)["store"]["health"] == "ok", what="a store in good health")
+
+
+def report(vm: Any) -> dict[str, Any]:
+    """What ``swansong status --json`` prints."""
+    shown: dict[str, Any] = json.loads(vm.swansong("status", "--json").stdout)
+    return shown
+
+
+def flush_without_store(vm: Any) -> dict[str, Any] | None:
+    """The report, once it shows a flush and a store that fails."""
+    shown = report(vm)
+    return shown if shown["flush"] and shown["store"]["health"] != "ok" else None
+
+
+def sealed_sets(vm: Any) -> list[str]:
+    return [entry.name for entry in vm.run_directory.iterdir() if entry.name.startswith("step-")]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from story import a_notice, a_set, shards_of
 from swansongd import commit, manifest
-from swansongd.core import machine, resume
+from swansongd.core import machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -55,7 +55,16 @@ from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
-from swansongd.model import CheckpointId, CommitRef, Notice, Severity, Staged, TrainerView, Verdict
+from swansongd.model import (
+    CheckpointId,
+    CommitRef,
+    Notice,
+    Severity,
+    Staged,
+    TrainerView,
+    Verdict,
+    is_healthy,
+)
 from swansongd.stores.base import (
     Body,
     ObjectInfo,
@@ -649,8 +658,26 @@ class World:
                 and not is_abandoned
                 and (newest is None or staged.id.step > newest.step)
             ):
-                raise Broken(f"I18: {staged.directory} is deleted and no commit replaces it")
+                self._expect_superseded(staged, directories)
         self.staging = [s for s in self.staging if s.directory not in directories]
+
+    def _expect_superseded(self, staged: Staged, directories: tuple[str, ...]) -> None:
+        """An unsent set may be deleted only if two newer ones stay, and a healthy one if it was healthy."""
+        self.fired.add("unsent_set_dropped")
+        stay = [
+            other
+            for other in self.staging
+            if other.directory not in directories and other.id not in self.state.unusable
+        ]
+        if sum(other.id > staged.id for other in stay) < staged_sets.NEWEST:
+            raise Broken(f"I18: {staged.directory} is deleted, and nothing replaces it")
+        is_healthier = is_healthy(staged.health) and not any(
+            other.id > staged.id and is_healthy(other.health) for other in stay
+        )
+        if is_healthier:
+            raise Broken(
+                f"I18: {staged.directory} is deleted, and no newer set is known to be healthy"
+            )
 
     # ------------------------------------------------------------------ flush and commit
 

@@ -41,6 +41,7 @@ from swansongd.keys import RunKeys
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile
 from swansongd.signing import Signer
 from swansongd.sources.base import HealthTracker
+from swansongd.store_health import StoreHealth
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.files import FileStore
 from waiting import until
@@ -83,7 +84,9 @@ class Desk:
             journal=self.journal,
             boot_id=boot,
             wall=lambda: self.now,
-            health=HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note),
+            health=StoreHealth(
+                HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note)
+            ),
         )
         clerk.start()
         try:

@@ -34,6 +34,7 @@ from swansongd.rejoin import Rejoin
 from swansongd.signing import Signer
 from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import prepare
+from swansongd.store_health import StoreHealth
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 from swansongd.trainers.translate import problem_with
@@ -104,7 +105,9 @@ class Desk:
             journal=Journal(self.own, run="r", store_url=self.store.url),
             boot_id="boot",
             wall=lambda: "2030-01-01T00:00:00Z",
-            health=HealthTracker("store", blind_after_s=60.0, monotonic=lambda: 0.0, post=note),
+            health=StoreHealth(
+                HealthTracker("store", blind_after_s=60.0, monotonic=lambda: 0.0, post=note)
+            ),
             several_vms=True,
         )
         clerk.start()

@@ -53,7 +53,10 @@ def _summary(report: dict[str, Any]) -> Table:
         table.add_row("waits for peers", part_of(report["part"]))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
-    table.add_row("pending", _bytes(report.get("pending_bytes")))
+    if isinstance(report.get("flush"), dict):
+        table.add_row("flush", _flush(report["flush"]))
+    table.add_row("pending", _pending(report.get("unsent"), report.get("pending_bytes")))
+    table.add_row("staging", _staging(report.get("staging")))
     if report.get("bytes_referenced"):
         table.add_row("not sent again", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
@@ -125,6 +128,39 @@ def _store(health: Any) -> str:
         return "not reached yet"
     said = f"{_word(health.get('health'))}: {_word(health.get('reason'))}"
     return f"{said}, for {_seconds(health.get('for_s'))}"
+
+
+def _flush(flush: dict[str, Any]) -> str:
+    """The set that is being sent, how much of it is stored, and since when."""
+    return (
+        f"step {_word(flush.get('step'))}: {_bytes(flush.get('stored_bytes'))} of "
+        f"{_bytes(flush.get('size_bytes'))} stored, for {_seconds(flush.get('for_s'))}"
+    )
+
+
+def _pending(unsent: Any, pending_bytes: Any) -> str:
+    """What waits for the store: sets, bytes, the next attempt, and the sets that were dropped."""
+    if not isinstance(unsent, dict):
+        return _bytes(pending_bytes)
+    shown = f"{_bytes(unsent.get('bytes'))} in {_word(unsent.get('sets'))} sets"
+    if unsent.get("failures"):
+        shown += f"; the last {_word(unsent['failures'])} attempts failed"
+    if unsent.get("retry_in_s") is not None:
+        shown += f", the next one in {_seconds(unsent['retry_in_s'])}"
+    dropped = unsent.get("dropped")
+    if isinstance(dropped, dict) and dropped.get("count"):
+        shown += (
+            f"; {_word(dropped['count'])} older sets were dropped unsent, "
+            f"the last one {_seconds(dropped.get('age_s'))} ago"
+        )
+    return shown
+
+
+def _staging(staging: Any) -> str:
+    """Room on the file system of staging."""
+    if not isinstance(staging, dict):
+        return "unknown"
+    return f"{_bytes(staging.get('free_bytes'))} of {_bytes(staging.get('size_bytes'))} free"
 
 
 def _last_commit(commit: Any) -> str:

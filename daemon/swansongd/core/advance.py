@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import hashlib
 
-from swansongd.core import advance_wire, claims, nodes, notices, periodic, planner, stall
+from swansongd.core import (
+    advance_wire,
+    claims,
+    nodes,
+    notices,
+    periodic,
+    planner,
+    staged_sets,
+    stall,
+)
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -67,6 +76,7 @@ def advance(turn: Turn) -> None:
     stall.steer(turn)
     advance_wire.steer_flush(turn)
     advance_wire.steer_commit(turn)
+    staged_sets.reconcile(turn)
     _steer_verdict(turn)
 
 

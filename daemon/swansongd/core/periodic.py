@@ -20,7 +20,8 @@ PATIENCE_S = 300.0
 OWED_EVERY_S = 30.0
 """A checkpoint that must take the place of a discarded commit is requested again at this interval."""
 UNCOMMITTED_MAX = 2
-"""With so many sets that wait for the store, no more are made: the disk has an end."""
+"""While this many sets wait for a slow store, no more are requested: the newest ones would only be dropped.
+During an outage they are: a trainer that crashes then resumes from the newest local set."""
 
 
 def interval_s(state: State) -> float:
@@ -91,7 +92,7 @@ def _is_due(turn: Turn) -> bool:
         and state.generation is not None
         and 0 in ranks
         and len(ranks) >= state.local_world_size
-        and len(state.uncommitted) < UNCOMMITTED_MAX
+        and (len(state.uncommitted) < UNCOMMITTED_MAX or state.failures > 0)
     )
     if not is_ready:
         return False

@@ -148,6 +148,16 @@ class FailedSaves:
     mono_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedSets:
+    """Sealed sets that were deleted unsent since the daemon started, because newer ones supersede them."""
+
+    count: int = 0
+    step: int | None = None
+    """Of the newest one."""
+    mono_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A checkpoint request to the trainer, and how far it has come."""
@@ -280,7 +290,8 @@ class State:
     seen: Mapping[CheckpointId, float] = field(default_factory=dict)
     """When the scan began that first found each set."""
     unusable: frozenset[CheckpointId] = frozenset()
-    """Sets that changed, could not be read, lost a conflict, or are of an abandoned line."""
+    """Sets that changed, could not be read, lost a conflict, were dropped, or are of an abandoned line."""
+    dropped: DroppedSets = DroppedSets()
     abandoned: frozenset[CheckpointId] = frozenset()
     """Sets of states from which training did not continue: never committed, never resumed from."""
     starts: tuple[str, ...] = ()

@@ -59,6 +59,17 @@ class RunDirectory:
             return ""  # a full disk: others can compute the names, and a name that they take costs a save
         return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
+    def room(self) -> dict[str, int] | None:
+        """Size and free bytes of the file system, as far as this user may write; None if unknown."""
+        try:
+            facts = os.fstatvfs(self.fd)
+        except OSError:
+            return None
+        return {
+            "size_bytes": facts.f_blocks * facts.f_frsize,
+            "free_bytes": facts.f_bavail * facts.f_frsize,
+        }
+
     def release(self) -> None:
         """Let another daemon have it."""
         os.close(self.fd)

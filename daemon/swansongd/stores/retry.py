@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import structlog
 
-from swansongd.errors import Transient
+from swansongd.errors import StoreError, Transient
 from swansongd.stores.base import (
     Body,
     ObjectInfo,
@@ -59,6 +59,8 @@ class Retrying:
         budget_s: how long one call may be tried again while ``give_up_mono_s`` says None.
         stop: once it is set nothing waits any more: the last error is raised.
         monotonic: the clock.
+        attempted: is called at the end of each attempt, with the instant of its beginning and its Transient
+            error; with None when the store answered, whatever the answer says.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Retrying:
         stop: threading.Event,
         budget_s: float | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        attempted: Callable[[float, Transient | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
         self.url = store.url
         self.part_size_bytes_min = store.part_size_bytes_min
@@ -77,6 +80,7 @@ class Retrying:
         self._stop = stop
         self._budget_s = budget_s
         self._monotonic = monotonic
+        self._attempted = attempted
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         self._try(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent))
@@ -140,9 +144,11 @@ class Retrying:
             raise Transient(f"{call}: no time left to begin")
         while True:
             attempts += 1
+            attempt_mono_s = self._monotonic()
             try:
                 result = attempt()
             except Transient as error:
+                self._attempted(attempt_mono_s, error)
                 if attempts == 1:
                     _log.warning("store_retry", call=call, error=str(error))
                 if self._left_s(began_mono_s) < _BACKOFF_S_FIRST:
@@ -158,7 +164,11 @@ class Retrying:
                 # Asked again after the wait: deadlines move, always to an earlier time.
                 if self._stop.wait(wait_s) or self._left_s(began_mono_s) <= 0:
                     raise
+            except StoreError:
+                self._attempted(attempt_mono_s, None)
+                raise
             else:
+                self._attempted(attempt_mono_s, None)
                 if attempts > 1:
                     after_s = round(self._monotonic() - began_mono_s, 3)
                     _log.info("store_recovered", call=call, attempts=attempts, after_s=after_s)

@@ -7,6 +7,8 @@ On Compute Engine the metadata server, and with it the credentials, may be gone 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import structlog
 
@@ -26,6 +28,7 @@ class Warmer:
         stop: ends the thread.
         interval_s: from one time to the next.
         retry_s: the same after a failure.
+        report: is called after each time, with the instant of its beginning and the error, or None.
     """
 
     def __init__(
@@ -35,11 +38,13 @@ class Warmer:
         stop: threading.Event,
         interval_s: float = 180.0,
         retry_s: float = 10.0,
+        report: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
         self._store = store
         self._stop = stop
         self._interval_s = interval_s
         self._retry_s = retry_s
+        self._report = report
         self._called = threading.Event()
 
     def start(self) -> None:
@@ -54,13 +59,16 @@ class Warmer:
         is_cold = False
         while not self._stop.is_set():
             self._called.clear()
+            began_mono_s = time.monotonic()
             try:
                 self._store.warm()
             except StoreError as error:
+                self._report(began_mono_s, error)
                 if not is_cold:
                     _log.warning("store_not_warm", error=error.line())
                 is_cold = True
             else:
+                self._report(began_mono_s, None)
                 if is_cold:
                     _log.info("store_warm_again")
                 is_cold = False

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from swansongd.core import periodic
+from swansongd.core import periodic, staged_sets
 from swansongd.core.state import FailedSaves, State
-from swansongd.model import TrainerView
+from swansongd.model import Health, TrainerView
 
 STORE_HEALTH = "store"
 """Under this name the health of the store goes beside that of the sources."""
@@ -67,6 +67,8 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "part": None if state.part is None else state.part.facts(),
         "replication_lag": _lag(state, now_mono_s),
         "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
+        "flush": _flush(state, now_mono_s),
+        "unsent": _unsent(state, now_mono_s),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
         "evacuation": None
         if evacuation is None
@@ -90,6 +92,9 @@ def status_line(state: State, now_mono_s: float) -> str:
         last += f"; generation {state.newer_generation} has taken the run over"
     if state.stalled:
         last += "; the trainer is stalled"
+    store = state.sources.get(STORE_HEALTH)
+    if store is not None and store.health is not Health.OK:
+        last += f"; the store is {store.health.value}: {store.reason:.200}"
     if state.evacuation is None:
         return f"{state.phase.value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
@@ -149,6 +154,36 @@ def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
 def _refused(state: State, now_mono_s: float) -> dict[str, object]:
     age_s = round(now_mono_s - state.refused_mono_s, 1) if state.ranks_refused else None
     return {"count": state.ranks_refused, "last": state.refused_why or None, "age_s": age_s}
+
+
+def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
+    """The set that is being sent."""
+    flight = state.flight
+    if flight is None:
+        return None
+    return {
+        "step": flight.staged.id.step,
+        "size_bytes": flight.staged.size_bytes,
+        "stored_bytes": state.kept.get(flight.staged.id, 0),
+        "for_s": round(now_mono_s - flight.started_mono_s, 1),
+    }
+
+
+def _unsent(state: State, now_mono_s: float) -> dict[str, object]:
+    """The sealed sets that wait for the store, and those that were dropped because newer ones came."""
+    waiting, dropped = staged_sets.unsent(state), state.dropped
+    is_retried = bool(state.failures) and state.flight is None
+    return {
+        "sets": waiting.sets,
+        "bytes": waiting.bytes_left,
+        "failures": state.failures,
+        "retry_in_s": round(max(0.0, state.retry_mono_s - now_mono_s), 1) if is_retried else None,
+        "dropped": {
+            "count": dropped.count,
+            "step": dropped.step,
+            "age_s": round(now_mono_s - dropped.mono_s, 1) if dropped.count else None,
+        },
+    }
 
 
 def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
