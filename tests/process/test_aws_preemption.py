@@ -56,7 +56,9 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
     (farewell,) = until(bucket.farewells, what="the farewell")
     assert (farewell["verdict"], farewell["commit"]["step"]) == ("SAFE", manifest["step"])
     timeline = farewell["timeline"]
-    assert [entry["phase"] for entry in timeline] == [
+    # A slow save has files that are final before it is sealed: on a loaded machine they go out early.
+    phases = [entry["phase"] for entry in timeline if entry["phase"] != "early_shards"]
+    assert phases == [
         "notice", "request", "accepted", "target", "sealed", "flush", "flushed", "committed",
     ]  # fmt: skip
     assert sorted(entry["at_s"] for entry in timeline) == [entry["at_s"] for entry in timeline]
