@@ -41,6 +41,8 @@ def reconcile(turn: Turn) -> None:
     evacuation = turn.state.evacuation
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
         return
+    if len(turn.state.staged) <= NEWEST:
+        return
     wanted = _wanted(turn.state)
     superseded = [
         staged
