@@ -629,6 +629,20 @@ def test_version_and_help(place: Place) -> None:
         assert f"  {code}  {text}" in shown
 
 
+def test_a_command_loads_no_other_command() -> None:
+    """An operator who repeats ``swansong status`` every second does not pay for doctor and restore."""
+    program = (
+        "import sys; from swansongd.cli.main import main\n"
+        "try: main(['status', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert "swansongd.cli.status" in loaded
+    assert not loaded & {"swansongd.doctor", "swansongd.cli.restore", "swansongd.core.machine"}
+
+
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])
 def test_a_reader_that_has_seen_enough_is_no_error(place: Place, arguments: list[str]) -> None:
     """``swansong ls | head -1`` ends quietly."""

@@ -18,8 +18,6 @@ from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
 from swansongd.telemetry.log import printable
 
-HELP = "check the whole installation, and say what mends it"
-
 _STYLES = {
     Level.OK: "green",
     Level.WARNING: "yellow",

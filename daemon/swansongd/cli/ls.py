@@ -26,8 +26,6 @@ from swansongd.pins import Best, pins
 from swansongd.telemetry.log import printable
 from swansongd.threads import parallel
 
-HELP = "list the commits of a run, newest first"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)

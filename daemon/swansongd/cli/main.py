@@ -7,24 +7,26 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from swansongd import __version__
-from swansongd.cli import doctor, ls, notify, restore, status, verify, version
-from swansongd.cli.common import note
 from swansongd.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
 from swansongd.telemetry import log
 
 _COMMANDS = {
-    "status": status,
-    "notify": notify,
-    "ls": ls,
-    "restore": restore,
-    "verify": verify,
-    "doctor": doctor,
-    "version": version,
+    "status": "show what the daemon on this VM is doing",
+    "notify": "give notice by hand: the daemon evacuates as if the cloud had said it",
+    "ls": "list the commits of a run, newest first",
+    "restore": "bring the newest whole commit of a run to a directory",
+    "verify": "re-read the stored bytes of all commits, and compare them with the manifests",
+    "doctor": "check the whole installation, and print the fix of each problem",
+    "version": "print the version",
 }
+"""Each command has a module of its name, which is imported only if the command line names it: a command that
+an operator repeats every second must not load the code of all others."""
 
 EXIT_CODES = {
     0: "done",
@@ -43,8 +45,8 @@ EXIT_CODES = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line, with the options of each command that ``argv`` names."""
     epilog = "exit codes:\n" + "\n".join(f"  {code}  {text}" for code, text in EXIT_CODES.items())
     top = argparse.ArgumentParser(
         prog="swansong",
@@ -61,28 +63,40 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"swansong {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in _COMMANDS.items():
-        below = commands.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(below)
+    for name, text in _COMMANDS.items():
+        below = commands.add_parser(name, help=text, description=text)
+        if name in argv:
+            _module(name).add_arguments(below)
     return top
+
+
+def _note(line: str) -> None:
+    from swansongd.cli.common import note  # noqa: PLC0415 - most commands have nothing to note
+
+    note(line)
+
+
+def _module(command: str) -> Any:
+    return import_module(f"swansongd.cli.{command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser(words).parse_args(words)
     log.configure("console", "warning")
     try:
-        code: int = _COMMANDS[args.command].run(args)
+        code: int = _module(args.command).run(args)
         sys.stdout.flush()
         return code
     except ConfigError as error:
         for problem in error.problems:
-            note(problem)
+            _note(problem)
         if error.hint:
-            note(error.hint)
+            _note(error.hint)
         return error.exit_code
     except SwansongError as error:
-        note(error.line())
+        _note(error.line())
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has seen enough; keep the interpreter from complaining at exit.

@@ -22,8 +22,6 @@ from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
 from swansongd.sources.manual import identity_of
 
-HELP = "give notice by hand: the daemon evacuates as if the cloud had said it"
-
 EXIT_BY_VERDICT = {Verdict.SAFE: 0, Verdict.PARTIAL: 10, Verdict.LOST: 11}
 
 _SOURCES = ("manual", "drill")

@@ -30,8 +30,6 @@ from swansongd.local_sets import newest_local
 from swansongd.model import CommitRef, Staged
 from swansongd.restore import Wanted, healthy, restore
 
-HELP = "bring the newest whole commit of a run to a directory"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)

@@ -13,8 +13,6 @@ from swansongd.cli.talk import Daemon
 from swansongd.config import load
 from swansongd.telemetry.log import printable
 
-HELP = "show what the daemon on this VM is doing"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)

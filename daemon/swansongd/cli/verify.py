@@ -10,8 +10,6 @@ from swansongd.errors import CorruptError
 from swansongd.restore import verify
 from swansongd.telemetry.log import printable
 
-HELP = "re-read the stored bytes of all commits, and compare them with the manifests"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)

@@ -7,8 +7,6 @@ import argparse
 
 from swansongd import __version__
 
-HELP = "print the version"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """It has none."""
