@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from story import MIB, Story, a_notice, a_set
-from swansongd.core import absorb_stored, notices, turn
+from swansongd.core import absorb_stored, notices, transition
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -250,7 +250,7 @@ def test_a_vm_that_slept_looks_whether_it_was_overtaken() -> None:
     story.tell(WokeUp(3600.0))
     assert story.last(CheckFence)
     story.tell(FenceFound(9))
-    assert story.last(Exit).code == turn.EXIT_FENCED
+    assert story.last(Exit).code == transition.EXIT_FENCED
 
 
 @pytest.mark.fault("N17")
@@ -667,7 +667,7 @@ def test_fenced_means_out() -> None:
     actions = story.tell(FenceFound(7))
     assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "TellFenced", "Exit"]
     assert story.last(TellFenced).generation == 7
-    assert story.last(Exit).code == turn.EXIT_FENCED
+    assert story.last(Exit).code == transition.EXIT_FENCED
     assert story.state.phase is Phase.FENCED
     story.seal(11)
     assert story.wait(10) == []
@@ -752,13 +752,13 @@ def test_sigterm_of_a_dying_host_ends_with_the_verdict() -> None:
     """The daemon leaves as soon as the verdict is known, and not before."""
     story = Story()
     story.join(step=4)
-    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.accept(4)
     story.answer(5)
     assert not story.all(Exit)
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
-    assert story.last(Exit).code == turn.EXIT_STOPPED
+    assert story.last(Exit).code == transition.EXIT_STOPPED
     assert story.state.is_leaving
 
 
@@ -772,7 +772,7 @@ def test_sigterm_after_the_verdict_ends_at_once() -> None:
     story.answer(5)
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
-    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     assert story.all(Exit)
     assert len(story.verdicts) == 1
 
@@ -780,7 +780,7 @@ def test_sigterm_after_the_verdict_ends_at_once() -> None:
 def test_no_verdict_before_staging_was_looked_at() -> None:
     """A daemon restarted into a shutdown does not leave before it has seen what lies there."""
     story = Story(claimed=False, staged=[a_set(20)])
-    story.notice(in_s=60, source=turn.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.tell(GenerationClaimed(2, CommitRef(2, 10)))
     story.wait(1)
     assert not story.verdicts

@@ -54,7 +54,7 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.state import Ask, FailedSaves
-from swansongd.core.turn import EXIT_STOPPED, Turn
+from swansongd.core.transition import EXIT_STOPPED, Transition
 from swansongd.model import (
     CheckpointId,
     Health,
@@ -62,17 +62,19 @@ from swansongd.model import (
 )
 
 
-def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for each event
-    state = turn.state
+def absorb(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - one case for each event
+    state = transition.state
     match event:
         case NoticeRaised(notice):
-            notices.raised(turn, notice)
+            notices.raised(transition, notice)
         case NoticeWithdrawn(source, reason):
-            notices.withdrawn(turn, source, reason)
+            notices.withdrawn(transition, source, reason)
         case SourceChanged(status):
-            turn.set(sources={**state.sources, status.source: status})
+            transition.state = replace(
+                transition.state, sources={**state.sources, status.source: status}
+            )
             level = "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning"
-            turn.log(
+            transition.log(
                 level,
                 "health",
                 source=status.source,
@@ -84,69 +86,75 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             known = next((t for t in state.trainers if t.pid == trainer.pid), None)
             if known is not None:
                 trainer = replace(trainer, start_step=known.start_step)
-            lineage.noted(turn, trainer.start_id)
+            lineage.noted(transition, trainer.start_id)
             if not state.connected:
-                turn.set(joined_mono_s=turn.now)
-            turn.set(trainers=(*others, trainer))
+                transition.state = replace(transition.state, joined_mono_s=transition.now)
+            transition.state = replace(transition.state, trainers=(*others, trainer))
             if state.last_complete is not None:  # made while it was away, perhaps
-                turn.do(TellCommitted(state.last_complete, (trainer.connection,)))
-            nodes.joined(turn, trainer)
-            _ask_late(turn, trainer.connection, trainer.rank)
-            periodic.joined(turn, trainer.connection)
+                transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
+            nodes.joined(transition, trainer)
+            _ask_late(transition, trainer.connection, trainer.rank)
+            periodic.joined(transition, trainer.connection)
         case TrainerRefused(_, reason):
-            turn.set(
-                ranks_refused=state.ranks_refused + 1, refused_why=reason, refused_mono_s=turn.now
+            transition.state = replace(
+                transition.state,
+                ranks_refused=state.ranks_refused + 1,
+                refused_why=reason,
+                refused_mono_s=transition.now,
             )
         case TrainerLeft():
-            _trainer_left(turn, event)
+            _trainer_left(transition, event)
         case TrainerProgress():
-            _placed(turn, event)
-            _trainer_progress(turn, event)
+            _placed(transition, event)
+            _trainer_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
-            _trainer_accepted(turn, connection, request_id, at_step)
-            periodic.accepted(turn, connection, request_id, at_step)
+            _trainer_accepted(transition, connection, request_id, at_step)
+            periodic.accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
-            nodes.agreed(turn, request_id, at_step)
+            nodes.agreed(transition, request_id, at_step)
         case PeerRequested(request_id, reason, seconds_left):
-            peers = nodes.peer_notice(turn, request_id, reason, seconds_left)
+            peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
             if peers is not None:
-                notices.raised(turn, peers)
+                notices.raised(transition, peers)
         case FinishAsked(incarnation):
-            nodes.finish(turn, incarnation)
+            nodes.finish(transition, incarnation)
         case IncarnationBegun(incarnation):
-            nodes.incarnation(turn, incarnation)
+            nodes.incarnation(transition, incarnation)
         case TrainerSealed(_, request_id, at_step, save_s, size_bytes):
-            _claimed(turn, request_id, at_step)
+            _claimed(transition, request_id, at_step)
             _trainer_progress(
-                turn,
+                transition,
                 TrainerProgress(event.connection, at_step, save_s=save_s, save_bytes=size_bytes),
             )
-            turn.do(Rescan())
+            transition.do(Rescan())
         case TrainerFailed(_, request_id, reason):
-            _save_failed(turn, event)
-            if turn.ask_if_waiting(request_id):
-                turn.fail_ask(reason)
-            periodic.failed(turn, request_id, reason)
+            _save_failed(transition, event)
+            if transition.ask_if_waiting(request_id):
+                transition.fail_ask(reason)
+            periodic.failed(transition, request_id, reason)
         case RolledBack(to_step):
-            lineage.rolled_back(turn, to_step)
+            lineage.rolled_back(transition, to_step)
         case NewestDated(ref, age_s):
-            turn.set(found_commit=ref, found_commit_mono_s=turn.now - age_s)
+            transition.state = replace(
+                transition.state, found_commit=ref, found_commit_mono_s=transition.now - age_s
+            )
         case HistoryRead(observed_s, uncovered):
-            turn.set(history=History(observed_s, uncovered))
+            transition.state = replace(transition.state, history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
-            if turn.ask_if_waiting(request_id):
-                turn.mark("accepted", pid=pid)
+            if transition.ask_if_waiting(request_id):
+                transition.mark("accepted", pid=pid)
         case SignalRefused(request_id, reason):
-            if turn.ask_if_waiting(request_id):
-                turn.fail_ask(reason)
+            if transition.ask_if_waiting(request_id):
+                transition.fail_ask(reason)
         case SignalledExited(request_id, _):
-            if turn.ask_if_waiting(request_id):
-                turn.set_ask(lost_mono_s=turn.now)
-                turn.do(Rescan())
+            if transition.ask_if_waiting(request_id):
+                transition.ask = replace(transition.ask, lost_mono_s=transition.now)
+                transition.do(Rescan())
         case Scanned():
-            _scanned(turn, event)
+            _scanned(transition, event)
         case GenerationClaimed(generation, newest, is_rollback):
-            turn.set(
+            transition.state = replace(
+                transition.state,
                 generation=generation,
                 last_commit=newest,
                 last_commit_mono_s=state.last_commit_mono_s
@@ -157,76 +165,78 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
                 overtaken_by=None,
             )
             if newest is not None:
-                turn.do(TellCommitted(newest))
+                transition.do(TellCommitted(newest))
             if state.must_claim:
-                lineage.claim_again(turn, generation)
+                lineage.claim_again(transition, generation)
             elif not is_rollback:
-                lineage.claimed(turn)
+                lineage.claimed(transition)
         case FlushProgress():
-            stored.flush_progress(turn, event)
+            stored.flush_progress(transition, event)
         case Flushed():
-            stored.flushed(turn, event)
+            stored.flushed(transition, event)
         case FlushFailed():
-            stored.flush_failed(turn, event)
+            stored.flush_failed(transition, event)
         case CommitDone(flush_id, ref):
-            stored.commit_done(turn, flush_id, ref)
+            stored.commit_done(transition, flush_id, ref)
         case PartsCounted():
-            nodes.counted(turn, event)
+            nodes.counted(transition, event)
         case CommitFailed():
-            stored.commit_failed(turn, event)
+            stored.commit_failed(transition, event)
         case FenceFound(generation) if state.settings.several_vms:
-            nodes.fenced(turn, generation)
+            nodes.fenced(transition, generation)
         case FenceFound(generation):
             if state.fenced_by is None and generation > (state.generation or 0):
-                turn.set(fenced_by=generation)
+                transition.state = replace(transition.state, fenced_by=generation)
         case WokeUp(slept_s):
-            turn.log("warning", "woke_up", slept_s=round(slept_s, 1))
-            turn.do(CheckFence())  # another VM may have taken the run over meanwhile
+            transition.log("warning", "woke_up", slept_s=round(slept_s, 1))
+            transition.do(CheckFence())  # another VM may have taken the run over meanwhile
         case StopRequested(reason):
-            turn.set(is_leaving=True)
-            turn.do(Exit(EXIT_STOPPED, reason))
+            transition.state = replace(transition.state, is_leaving=True)
+            transition.do(Exit(EXIT_STOPPED, reason))
         case Tick():
-            stored.sample_bandwidth(turn)
+            stored.sample_bandwidth(transition)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def _trainer_left(turn: Turn, event: TrainerLeft) -> None:
-    state = turn.state
+def _trainer_left(transition: Transition, event: TrainerLeft) -> None:
+    state = transition.state
     gone = next((t for t in state.trainers if t.connection == event.connection), None)
     if gone is None:
         return
     others = tuple(t for t in state.trainers if t.connection != event.connection)
     if not event.exited:
-        turn.set(trainers=(*others, replace(gone, is_connected=False)))
+        transition.state = replace(
+            transition.state, trainers=(*others, replace(gone, is_connected=False))
+        )
         return
-    turn.set(trainers=others)
+    transition.state = replace(transition.state, trainers=others)
     ask = state.evacuation.ask if state.evacuation else None
     if ask is not None and ask.is_waiting and gone.rank in ask.ranks:
         # It may have sealed with its last breath: a scan that begins now will tell.
-        turn.set_ask(lost_mono_s=turn.now)
-        turn.do(Rescan())
+        transition.ask = replace(transition.ask, lost_mono_s=transition.now)
+        transition.do(Rescan())
 
 
-def _placed(turn: Turn, event: TrainerProgress) -> None:
+def _placed(transition: Transition, event: TrainerProgress) -> None:
     """The first report of a connection, and each report of another start, says where training begins."""
-    trainer = next((t for t in turn.state.trainers if t.connection == event.connection), None)
+    trainer = next((t for t in transition.state.trainers if t.connection == event.connection), None)
     is_placed = trainer is not None and trainer.start_step >= 0
     if trainer is None or event.step < 0 or (is_placed and not event.start_id):
         return
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, step=event.step)
-        lineage.noted(turn, event.start_id)
-    others = (t for t in turn.state.trainers if t is not trainer)
-    turn.set(trainers=(*others, placed))
-    before_mono_s = turn.now if is_placed else trainer.greeted_mono_s
-    lineage.started(turn, placed, before_mono_s=before_mono_s)
+        lineage.noted(transition, event.start_id)
+    others = (t for t in transition.state.trainers if t is not trainer)
+    transition.state = replace(transition.state, trainers=(*others, placed))
+    before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
+    lineage.started(transition, placed, before_mono_s=before_mono_s)
 
 
-def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
+def _trainer_progress(transition: Transition, event: TrainerProgress) -> None:
     def updated() -> object:
-        for trainer in turn.state.trainers:
+        for trainer in transition.state.trainers:
             if trainer.connection != event.connection:
                 yield trainer
             else:
@@ -240,27 +250,29 @@ def _trainer_progress(turn: Turn, event: TrainerProgress) -> None:
                     step_s=stall.usual_step_s(trainer.step_s, event.step_s),
                     loss=said.loss,
                     loss_is_finite=said.loss_is_finite,
-                    reported_mono_s=turn.now,
+                    reported_mono_s=transition.now,
                 )
                 if event.loss_is_finite is False and trainer.loss_is_finite is not False:
-                    turn.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
+                    transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
 
-    turn.set(trainers=tuple(updated()))  # type: ignore[arg-type]
+    transition.state = replace(transition.state, trainers=tuple(updated()))  # type: ignore[arg-type]
 
 
-def _save_failed(turn: Turn, event: TrainerFailed) -> None:
+def _save_failed(transition: Transition, event: TrainerFailed) -> None:
     """Count and log a checkpoint that failed, once although each of its ranks reports it."""
     if event.failed_step is None:
         return
-    before = turn.state.failed_saves
-    rank = next((t.rank for t in turn.state.trainers if t.connection == event.connection), None)
+    before = transition.state.failed_saves
+    rank = next(
+        (t.rank for t in transition.state.trainers if t.connection == event.connection), None
+    )
     failed = FailedSaves(
-        before.count + 1, event.request_id, event.failed_step, rank, event.reason, turn.now
+        before.count + 1, event.request_id, event.failed_step, rank, event.reason, transition.now
     )
     if (failed.request_id, failed.step) == (before.request_id, before.step):
         return
-    turn.set(failed_saves=failed)
-    turn.log(
+    transition.state = replace(transition.state, failed_saves=failed)
+    transition.log(
         "warning",
         "save_failed",
         rank=rank,
@@ -270,28 +282,30 @@ def _save_failed(turn: Turn, event: TrainerFailed) -> None:
     )
 
 
-def _trainer_accepted(turn: Turn, connection: int, request_id: str, at_step: int) -> None:
-    trainer = next((t for t in turn.state.trainers if t.connection == connection), None)
-    ask = turn.ask_if_waiting(request_id)
+def _trainer_accepted(
+    transition: Transition, connection: int, request_id: str, at_step: int
+) -> None:
+    trainer = next((t for t in transition.state.trainers if t.connection == connection), None)
+    ask = transition.ask_if_waiting(request_id)
     if trainer is None or ask is None:
         return
     if ask.target is not None:  # a rank that reconnected: the decision stands
-        turn.do(SendTarget(request_id, ask.target, (connection,)))
+        transition.do(SendTarget(request_id, ask.target, (connection,)))
     elif trainer.rank in ask.ranks:
         if trainer.rank not in ask.accepted:
-            turn.mark("accepted", rank=trainer.rank, step=at_step)
-        turn.set_ask(accepted={**ask.accepted, trainer.rank: at_step})
+            transition.mark("accepted", rank=trainer.rank, step=at_step)
+        transition.ask = replace(transition.ask, accepted={**ask.accepted, trainer.rank: at_step})
 
 
-def _ask_late(turn: Turn, connection: int, rank: int) -> None:
+def _ask_late(transition: Transition, connection: int, rank: int) -> None:
     """A rank came (back) while a request is out: it is asked like the others."""
-    evacuation = turn.state.evacuation
+    evacuation = transition.state.evacuation
     if evacuation is None or evacuation.ask is None or evacuation.ask.by_signal:
         return
     ask = evacuation.ask
     if ask.is_waiting and (ask.target is None or rank in ask.ranks):
-        turn.set_ask(ranks=ask.ranks | {rank})
-        turn.do(
+        transition.ask = replace(transition.ask, ranks=ask.ranks | {rank})
+        transition.do(
             AskTrainers(
                 ask.request_id,
                 evacuation.reason,
@@ -302,19 +316,20 @@ def _ask_late(turn: Turn, connection: int, rank: int) -> None:
         )
 
 
-def _scanned(turn: Turn, event: Scanned) -> None:
-    before = {staged.id for staged in turn.state.staged}
-    is_first = turn.state.first_scan_mono_s is None
+def _scanned(transition: Transition, event: Scanned) -> None:
+    before = {staged.id for staged in transition.state.staged}
+    is_first = transition.state.first_scan_mono_s is None
     if is_first:
-        turn.set(first_scan_mono_s=event.started_mono_s)
-    seen = dict(turn.state.seen)
+        transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
+    seen = dict(transition.state.seen)
     for staged in event.staged:
         first_mono_s = event.started_mono_s if staged.seen_mono_s is None else staged.seen_mono_s
         seen.setdefault(staged.id, first_mono_s)
     for directory, reason in event.rejected:
-        if (directory, reason) not in turn.state.rejected:
-            turn.log("error", "sealed_set_rejected", directory=directory, reason=reason)
-    turn.set(
+        if (directory, reason) not in transition.state.rejected:
+            transition.log("error", "sealed_set_rejected", directory=directory, reason=reason)
+    transition.state = replace(
+        transition.state,
         staged=event.staged,
         pending=event.pending,
         growing=event.growing,
@@ -322,8 +337,8 @@ def _scanned(turn: Turn, event: Scanned) -> None:
     )
     for staged in event.staged:
         if staged.id not in before:
-            turn.set(saved_mono_s=turn.now)
-            turn.log(
+            transition.state = replace(transition.state, saved_mono_s=transition.now)
+            transition.log(
                 "info",
                 "sealed_set_found",
                 step=staged.id.step,
@@ -333,68 +348,77 @@ def _scanned(turn: Turn, event: Scanned) -> None:
             )
     present = frozenset(staged.id for staged in event.staged)
     written = {staged.id for staged in event.growing}
-    kept = {id_: size for id_, size in turn.state.kept.items() if id_ in present | written}
+    kept = {id_: size for id_, size in transition.state.kept.items() if id_ in present | written}
     # A set that was there and is gone is forgotten: another one may get its name.
-    abandoned = turn.state.abandoned - (before - present)
-    unusable = (turn.state.unusable | abandoned) & present
+    abandoned = transition.state.abandoned - (before - present)
+    unusable = (transition.state.unusable | abandoned) & present
     seen = {id_: seen_mono_s for id_, seen_mono_s in seen.items() if id_ in present}
-    turn.set(unusable=unusable, abandoned=abandoned, kept=kept, seen=seen)
-    lineage.found(turn, [s for s in event.staged if s.id not in before], is_first=is_first)
+    transition.state = replace(
+        transition.state, unusable=unusable, abandoned=abandoned, kept=kept, seen=seen
+    )
+    lineage.found(transition, [s for s in event.staged if s.id not in before], is_first=is_first)
     if is_first:
-        _first_look(turn, event.staged)
-    turn.set(scanned_mono_s=event.started_mono_s)
-    if turn.state.evacuation is not None:
-        usable = present - turn.state.unusable
-        known = (turn.state.evacuation.newest, *usable)
-        turn.set_evacuation(newest=max((i for i in known if i is not None), default=None))
-    flight = turn.state.flight
+        _first_look(transition, event.staged)
+    transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
+    if transition.state.evacuation is not None:
+        usable = present - transition.state.unusable
+        known = (transition.state.evacuation.newest, *usable)
+        transition.evacuation = replace(
+            transition.evacuation, newest=max((i for i in known if i is not None), default=None)
+        )
+    flight = transition.state.flight
     if flight is not None and flight.is_sealed and flight.staged.id not in present:
-        turn.do(CancelFlush(flight.flush_id))
-        turn.set(flight=None)
-    _look_for_answer(turn, event)
+        transition.do(CancelFlush(flight.flush_id))
+        transition.state = replace(transition.state, flight=None)
+    _look_for_answer(transition, event)
 
 
-def _look_for_answer(turn: Turn, event: Scanned) -> None:
+def _look_for_answer(transition: Transition, event: Scanned) -> None:
     """Whether a set answers the request that is out, or none ever will."""
-    ask = turn.state.evacuation.ask if turn.state.evacuation else None
+    ask = transition.state.evacuation.ask if transition.state.evacuation else None
     if ask is not None and ask.newer is None:
         present = frozenset(staged.id for staged in event.staged)
-        usable = present - ask.known - turn.state.inherited - turn.state.unusable
-        turn.set_ask(newer=min((id_ for id_ in usable if id_.step > ask.at_step), default=None))
+        usable = present - ask.known - transition.state.inherited - transition.state.unusable
+        transition.ask = replace(
+            transition.ask,
+            newer=min((id_ for id_ in usable if id_.step > ask.at_step), default=None),
+        )
     if ask is None or not ask.is_waiting:
         return
-    of_line = (s for s in event.staged if s.id not in turn.state.abandoned)
+    of_line = (s for s in event.staged if s.id not in transition.state.abandoned)
     answer = next((s for s in of_line if _answers(s, ask)), None)
     bad = next((r for r in event.rejected if _is_claimed(r[0], ask)), None)
-    last = turn.state.last_commit
+    last = transition.state.last_commit
     if answer is not None:
-        turn.set_ask(sealed=answer.id)
+        transition.ask = replace(transition.ask, sealed=answer.id)
         if ask.by_signal:
-            turn.set(signal_save_s=turn.now - ask.asked_mono_s)
-        turn.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+            transition.state = replace(
+                transition.state, signal_save_s=transition.now - ask.asked_mono_s
+            )
+        transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
     elif (
         ask.claimed_step is not None
         and last is not None
-        and last.generation == turn.state.generation
+        and last.generation == transition.state.generation
         and last.step >= ask.claimed_step
     ):  # committed and pruned before this daemon was restarted
-        turn.set_ask(sealed=CheckpointId(ask.claimed_step, ""))
+        transition.ask = replace(transition.ask, sealed=CheckpointId(ask.claimed_step, ""))
     elif bad is not None:
-        turn.fail_ask(f"what the trainer sealed is not sound: {bad[1]}")
+        transition.fail_ask(f"what the trainer sealed is not sound: {bad[1]}")
     elif (
         ask.lost_mono_s is not None
         and event.started_mono_s >= ask.lost_mono_s
         and not (ask.by_signal and event.pending)  # its last files may still have to settle
     ):
-        turn.fail_ask("the trainer's process ended before it had sealed a checkpoint")
+        transition.fail_ask("the trainer's process ended before it had sealed a checkpoint")
 
 
-def _first_look(turn: Turn, present: tuple[Staged, ...]) -> None:
+def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
-    nodes.first_look(turn)
-    evacuation = turn.state.evacuation
+    nodes.first_look(transition)
+    evacuation = transition.state.evacuation
     if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
-        turn.set_ask(known=frozenset(staged.id for staged in present))
+        transition.ask = replace(transition.ask, known=frozenset(staged.id for staged in present))
 
 
 def _answers(staged: Staged, ask: Ask) -> bool:
@@ -406,16 +430,18 @@ def _answers(staged: Staged, ask: Ask) -> bool:
     )
 
 
-def _claimed(turn: Turn, request_id: str, step: int) -> None:
+def _claimed(transition: Transition, request_id: str, step: int) -> None:
     """A rank has answered; a step that it had left behind when it was asked is no answer to this request."""
-    ask = turn.ask_if_waiting(request_id)
+    ask = transition.ask_if_waiting(request_id)
     if ask is None:
         return
     stood_at = max(ask.accepted.values(), default=ask.from_step)
     if step < stood_at:
-        turn.fail_ask(f"the trainer answered with step {step}, and was asked after step {stood_at}")
+        transition.fail_ask(
+            f"the trainer answered with step {step}, and was asked after step {stood_at}"
+        )
     else:
-        turn.set_ask(claimed_step=step)
+        transition.ask = replace(transition.ask, claimed_step=step)
 
 
 def _is_claimed(directory: str, ask: Ask) -> bool:

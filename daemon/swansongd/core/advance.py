@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from swansongd.core import (
     advance_wire,
@@ -28,7 +29,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Ask, Concluded, Evacuation, State
-from swansongd.core.turn import EXIT_FENCED, EXIT_STOPPED, HOST_SOURCE, Turn
+from swansongd.core.transition import EXIT_FENCED, EXIT_STOPPED, HOST_SOURCE, Transition
 from swansongd.model import (
     Notice,
     Verdict,
@@ -62,82 +63,88 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def advance(turn: Turn) -> None:
-    if turn.state.is_leaving:
+def advance(transition: Transition) -> None:
+    if transition.state.is_leaving:
         return
-    if turn.state.fenced_by is not None:
-        _leave_fenced(turn, turn.state.fenced_by)
+    if transition.state.fenced_by is not None:
+        _leave_fenced(transition, transition.state.fenced_by)
         return
-    _steer_evacuation(turn)
-    _steer_request(turn)
-    nodes.steer(turn)
-    claims.steer(turn)
-    periodic.steer(turn)
-    stall.steer(turn)
-    advance_wire.steer_flush(turn)
-    advance_wire.steer_commit(turn)
-    staged_sets.reconcile(turn)
-    _steer_verdict(turn)
+    _steer_evacuation(transition)
+    _steer_request(transition)
+    nodes.steer(transition)
+    claims.steer(transition)
+    periodic.steer(transition)
+    stall.steer(transition)
+    advance_wire.steer_flush(transition)
+    advance_wire.steer_commit(transition)
+    staged_sets.reconcile(transition)
+    _steer_verdict(transition)
 
 
-def _leave_fenced(turn: Turn, generation: int) -> None:
-    if turn.state.flight is not None:
-        turn.do(CancelFlush(turn.state.flight.flush_id))
-    turn.log("error", "fenced", generation=turn.state.generation, newer_generation=generation)
-    turn.do(TellFenced(generation))
-    turn.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
-    turn.set(is_leaving=True, flight=None)
+def _leave_fenced(transition: Transition, generation: int) -> None:
+    if transition.state.flight is not None:
+        transition.do(CancelFlush(transition.state.flight.flush_id))
+    transition.log(
+        "error", "fenced", generation=transition.state.generation, newer_generation=generation
+    )
+    transition.do(TellFenced(generation))
+    transition.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
+    transition.state = replace(transition.state, is_leaving=True, flight=None)
 
 
-def _steer_evacuation(turn: Turn) -> None:
+def _steer_evacuation(transition: Transition) -> None:
     """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
-    live = turn.state.urgent_notices(turn.now)
-    evacuation = turn.state.evacuation
+    live = transition.state.urgent_notices(transition.now)
+    evacuation = transition.state.evacuation
     if not live:
         if evacuation is not None and not evacuation.is_precaution:
-            _withdraw(turn, evacuation, "every notice was withdrawn")
-        _steer_precaution(turn)
+            _withdraw(transition, evacuation, "every notice was withdrawn")
+        _steer_precaution(transition)
         return
     if evacuation is None or evacuation.is_precaution:
-        _begin(turn, live)
+        _begin(transition, live)
         return
     news = _news(evacuation, live)
     # Training continued since the verdict: what is new by now is worth another checkpoint.
-    admitted = notices.admitted(turn, news) if evacuation.verdict is not None else ()
+    admitted = notices.admitted(transition, news) if evacuation.verdict is not None else ()
     deadline = _deadline_mono_s(live)
     if admitted:
-        _open(turn, admitted[0], deadline)
+        _open(transition, admitted[0], deadline)
     elif deadline < evacuation.deadline_mono_s:
-        turn.set_evacuation(deadline_mono_s=deadline)
-        turn.mark("deadline_moved", seconds_left=round(turn.left_s, 2), source=live[0].source)
-    elif turn.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
-        turn.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
-        notices.outlived(turn, live)
-        _withdraw(turn, evacuation, "the VM has outlived its deadline")
+        transition.evacuation = replace(transition.evacuation, deadline_mono_s=deadline)
+        transition.mark(
+            "deadline_moved", seconds_left=round(transition.left_s, 2), source=live[0].source
+        )
+    elif transition.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
+        transition.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
+        notices.outlived(transition, live)
+        _withdraw(transition, evacuation, "the VM has outlived its deadline")
         return
     is_waiting = evacuation.verdict is not None and not admitted
-    _answer(turn, tuple(n for n in live if not (is_waiting and n in news)))
+    _answer(transition, tuple(n for n in live if not (is_waiting and n in news)))
 
 
-def _begin(turn: Turn, live: tuple[Notice, ...]) -> None:
+def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
     """Open an evacuation, in place of a precaution, unless too many were opened a moment ago."""
-    admitted = notices.admitted(turn, live)
+    admitted = notices.admitted(transition, live)
     if not admitted:
         return
-    if turn.state.evacuation is not None:
-        _withdraw(turn, turn.state.evacuation, "the end is near now")
-    notices.extend_overdue(turn, live)
-    live = turn.state.urgent_notices(turn.now)
+    if transition.state.evacuation is not None:
+        _withdraw(transition, transition.state.evacuation, "the end is near now")
+    notices.extend_overdue(transition, live)
+    live = transition.state.urgent_notices(transition.now)
     first = next(n for n in live if n.identity == admitted[0].identity)
-    _open(turn, first, _deadline_mono_s(live))
-    _answer(turn, live)
+    _open(transition, first, _deadline_mono_s(live))
+    _answer(transition, live)
 
 
-def _answer(turn: Turn, live: tuple[Notice, ...]) -> None:
-    evacuation = turn.state.evacuation
+def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
+    evacuation = transition.state.evacuation
     assert evacuation is not None
-    turn.set_evacuation(identities=frozenset(notice.identity for notice in live))
-    notices.answered_by(turn, live, evacuation.id)
+    transition.evacuation = replace(
+        transition.evacuation, identities=frozenset(notice.identity for notice in live)
+    )
+    notices.answered_by(transition, live, evacuation.id)
 
 
 def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
@@ -158,71 +165,77 @@ def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
     return min(notice.deadline_mono_s for notice in timely)
 
 
-def _steer_precaution(turn: Turn) -> None:
+def _steer_precaution(transition: Transition) -> None:
     """Word that may not come true, or not for long: one checkpoint more, and nobody stops for it."""
-    state = turn.state
+    state = transition.state
     early = [n for n in state.notices.values() if n.identity not in state.concluded]
     if state.evacuation is not None:
         if not early:
-            _withdraw(turn, state.evacuation, "every notice was withdrawn")
+            _withdraw(transition, state.evacuation, "every notice was withdrawn")
         return
     for notice in early:
         if notice.identity in state.prepared or not state.connected:
             continue
-        turn.set(prepared=(*state.prepared, notice.identity)[-PREPARED_MAX:])
+        transition.state = replace(
+            transition.state, prepared=(*state.prepared, notice.identity)[-PREPARED_MAX:]
+        )
         last = state.precaution_mono_s
-        if last is not None and turn.now - last < PRECAUTION_EVERY_S:
-            turn.log(
+        if last is not None and transition.now - last < PRECAUTION_EVERY_S:
+            transition.log(
                 "info", "precaution_skipped", source=notice.source, reason="one was just taken"
             )
             continue
-        turn.set(precaution_mono_s=turn.now)
-        _open(turn, notice, notice.deadline_mono_s, is_precaution=True)
+        transition.state = replace(transition.state, precaution_mono_s=transition.now)
+        _open(transition, notice, notice.deadline_mono_s, is_precaution=True)
         return
 
 
-def _precaution_done(turn: Turn, evacuation: Evacuation, reason: str) -> None:
-    turn.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
-    turn.set(evacuation=None)
+def _precaution_done(transition: Transition, evacuation: Evacuation, reason: str) -> None:
+    transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
+    transition.state = replace(transition.state, evacuation=None)
 
 
 def _open(
-    turn: Turn, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
+    transition: Transition, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
 ) -> None:
-    plan = _plan(turn, left_s=deadline_mono_s - turn.now)
-    id_ = evacuation_id(notice, turn.state, turn.now)
-    turn.set(opened=(*turn.state.opened, id_)[-OPENED_MAX:], evacuations=turn.state.evacuations + 1)
+    plan = _plan(transition, left_s=deadline_mono_s - transition.now)
+    id_ = evacuation_id(notice, transition.state, transition.now)
+    transition.state = replace(
+        transition.state,
+        opened=(*transition.state.opened, id_)[-OPENED_MAX:],
+        evacuations=transition.state.evacuations + 1,
+    )
     if not is_precaution:
-        notices.count(turn, notice.source)
+        notices.count(transition, notice.source)
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
-        opened_mono_s=turn.now,
+        opened_mono_s=transition.now,
         deadline_mono_s=deadline_mono_s,
         plan=plan,
         is_precaution=is_precaution,
         is_resumed=id_ == notice.evacuation_id,
         identities=frozenset({notice.identity}),
-        newest=max((staged.id for staged in turn.state.staged), default=None),
+        newest=max((staged.id for staged in transition.state.staged), default=None),
     )
     # What failed a minute ago is worth another try now.
-    turn.set(evacuation=evacuation, retry_mono_s=turn.now)
-    turn.mark(
+    transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)
+    transition.mark(
         "precaution" if is_precaution else "notice",
         source=notice.source,
         kind=notice.kind,
-        seconds_left=round(turn.left_s, 2),
+        seconds_left=round(transition.left_s, 2),
         plan=plan.kind.value,
         why=plan.reason,
     )
-    stall.mark(turn)
-    turn.do(Rescan())
+    stall.mark(transition)
+    transition.do(Rescan())
     if plan.kind is PlanKind.TAKE:
-        _ask(turn)
+        _ask(transition)
 
 
-def _plan(turn: Turn, *, left_s: float) -> Plan:
-    state = turn.state
+def _plan(transition: Transition, *, left_s: float) -> Plan:
+    state = transition.state
     return planner.decide(
         left_s=left_s,
         reserve_s=state.settings.reserve_s,
@@ -234,34 +247,34 @@ def _plan(turn: Turn, *, left_s: float) -> Plan:
     )
 
 
-def _ask(turn: Turn) -> None:
+def _ask(transition: Transition) -> None:
     """Over the socket if anyone is there; the signal is for trainers without our hooks."""
-    evacuation = turn.state.evacuation
+    evacuation = transition.state.evacuation
     assert evacuation is not None
-    connected = turn.state.connected
+    connected = transition.state.connected
     by_signal = not connected
     again = f"{nodes.AGAIN}{evacuation.asks}" if evacuation.asks else ""
     ask = Ask(
         request_id=f"{evacuation.id}{again}",
         by_signal=by_signal,
-        asked_mono_s=turn.now,
-        agree_by_mono_s=turn.now + min(AGREEMENT_LIMIT_S, turn.left_s / 10),
-        known=frozenset(staged.id for staged in turn.state.staged),
+        asked_mono_s=transition.now,
+        agree_by_mono_s=transition.now + min(AGREEMENT_LIMIT_S, transition.left_s / 10),
+        known=frozenset(staged.id for staged in transition.state.staged),
         from_step=(
             -1
             if evacuation.is_resumed
             else max((trainer.step for trainer in connected), default=-1)
         ),
-        at_step=max((trainer.step for trainer in turn.state.trainers), default=-1),
+        at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
     )
-    turn.set_evacuation(ask=ask, asks=evacuation.asks + 1)
+    transition.evacuation = replace(transition.evacuation, ask=ask, asks=evacuation.asks + 1)
     if by_signal:
-        turn.mark("signal")
-        turn.do(SignalTrainer(ask.request_id))
+        transition.mark("signal")
+        transition.do(SignalTrainer(ask.request_id))
     else:
-        turn.mark("request", ranks=len(connected))
-        turn.do(
+        transition.mark("request", ranks=len(connected))
+        transition.do(
             AskTrainers(
                 ask.request_id,
                 evacuation.reason,
@@ -272,111 +285,113 @@ def _ask(turn: Turn) -> None:
         )
 
 
-def _withdraw(turn: Turn, evacuation: Evacuation, reason: str) -> None:
-    turn.mark("withdrawn", reason=reason)
+def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
+    transition.mark("withdrawn", reason=reason)
     if evacuation.ask is not None:
-        turn.do(WithdrawRequest(evacuation.ask.request_id, reason))
-    turn.set(evacuation=None)
+        transition.do(WithdrawRequest(evacuation.ask.request_id, reason))
+    transition.state = replace(transition.state, evacuation=None)
 
 
-def _steer_request(turn: Turn) -> None:
+def _steer_request(transition: Transition) -> None:
     """Bring the ranks to one step, and know when it is too late to wait for them."""
-    evacuation = turn.state.evacuation
+    evacuation = transition.state.evacuation
     # A trainer that came after the notice, or came back after a restart of the daemon.
-    is_new = evacuation is not None and evacuation.ask is None and bool(turn.state.connected)
-    if evacuation is not None and (is_new or _asks_again(turn)):
-        plan = _plan(turn, left_s=turn.left_s)
+    is_new = evacuation is not None and evacuation.ask is None and bool(transition.state.connected)
+    if evacuation is not None and (is_new or _asks_again(transition)):
+        plan = _plan(transition, left_s=transition.left_s)
         is_worth_it = plan.fits or (
             evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
         )
         if plan.kind is PlanKind.TAKE and is_worth_it:
-            turn.set_evacuation(plan=plan, verdict=None)
-            _ask(turn)
-            turn.do(Rescan())
-    evacuation = turn.state.evacuation
+            transition.evacuation = replace(transition.evacuation, plan=plan, verdict=None)
+            _ask(transition)
+            transition.do(Rescan())
+    evacuation = transition.state.evacuation
     if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
         return
     ask = evacuation.ask
-    if turn.state.spans_vms:
-        if not nodes.steer_agreement(turn, ask):
+    if transition.state.spans_vms:
+        if not nodes.steer_agreement(transition, ask):
             return
     elif not ask.by_signal and ask.target is None:
         # After a restart the ranks come back one by one: a step that all can reach needs all of them.
-        expected = max(len(ask.ranks), turn.state.local_world_size)
+        expected = max(len(ask.ranks), transition.state.local_world_size)
         if len(ask.accepted) >= expected:
             # Ranks stand still between accepting and the target, so max + 1 lies ahead of them all.
             target = max(ask.accepted.values()) + 1
-            turn.set_ask(target=target)
-            turn.mark("target", step=target)
-            connections = tuple(t.connection for t in turn.state.connected if t.rank in ask.ranks)
-            turn.do(SendTarget(ask.request_id, target, connections))
-        elif expected > 1 and turn.now >= ask.agree_by_mono_s:
+            transition.ask = replace(transition.ask, target=target)
+            transition.mark("target", step=target)
+            connections = tuple(
+                t.connection for t in transition.state.connected if t.rank in ask.ranks
+            )
+            transition.do(SendTarget(ask.request_id, target, connections))
+        elif expected > 1 and transition.now >= ask.agree_by_mono_s:
             missing = sorted(ask.ranks - ask.accepted.keys())
             absent = expected - len(ask.ranks)
-            turn.fail_ask(
+            transition.fail_ask(
                 f"ranks {missing} did not answer in time"
                 + (f", and {absent} of {expected} never came" if absent else ""),
             )
             return
     if evacuation.plan.fits:
-        _give_up_in_time(turn, ask)
-    _look_for_early_shards(turn)
+        _give_up_in_time(transition, ask)
+    _look_for_early_shards(transition)
 
 
-def _asks_again(turn: Turn) -> bool:
+def _asks_again(transition: Transition) -> bool:
     """Whether a request that failed is due again, because a new one would still fit."""
-    evacuation = turn.state.evacuation
+    evacuation = transition.state.evacuation
     return (
         evacuation is not None
-        and _will_ask_again(turn)
-        and turn.now >= nodes.ask_again_mono_s(evacuation)
+        and _will_ask_again(transition)
+        and transition.now >= nodes.ask_again_mono_s(evacuation)
     )
 
 
-def _will_ask_again(turn: Turn) -> bool:
+def _will_ask_again(transition: Transition) -> bool:
     return (
-        nodes.may_ask_again(turn.state)
-        and turn.left_s > 0
-        and not turn.state.is_answered
-        and _plan(turn, left_s=turn.left_s).kind is PlanKind.TAKE
+        nodes.may_ask_again(transition.state)
+        and transition.left_s > 0
+        and not transition.state.is_answered
+        and _plan(transition, left_s=transition.left_s).kind is PlanKind.TAKE
     )
 
 
-def _give_up_in_time(turn: Turn, ask: Ask) -> None:
+def _give_up_in_time(transition: Transition, ask: Ask) -> None:
     """Stop to wait for a set that could not be stored any more if it were sealed now."""
-    state = turn.state
+    state = transition.state
     flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
-    data_left_s = turn.left_s - state.settings.reserve_s
+    data_left_s = transition.left_s - state.settings.reserve_s
     if flush_s <= data_left_s:
         if ask.hopeless_mono_s is not None:
-            turn.set_ask(hopeless_mono_s=None)
+            transition.ask = replace(transition.ask, hopeless_mono_s=None)
     elif data_left_s <= 0 or (
-        ask.hopeless_mono_s is not None and turn.now - ask.hopeless_mono_s >= HOPELESS_S
+        ask.hopeless_mono_s is not None and transition.now - ask.hopeless_mono_s >= HOPELESS_S
     ):
-        turn.fail_ask("no time is left to flush what the trainer has not sealed yet")
+        transition.fail_ask("no time is left to flush what the trainer has not sealed yet")
     elif ask.hopeless_mono_s is None:
-        turn.set_ask(hopeless_mono_s=turn.now)
+        transition.ask = replace(transition.ask, hopeless_mono_s=transition.now)
 
 
-def _look_for_early_shards(turn: Turn) -> None:
-    evacuation = turn.state.evacuation
+def _look_for_early_shards(transition: Transition) -> None:
+    evacuation = transition.state.evacuation
     assert evacuation is not None
     ask = evacuation.ask
     if ask is None or not ask.is_waiting or ask.target is None or evacuation.is_precaution:
         return
-    if turn.now - ask.looked_mono_s >= EARLY_SCAN_S:
-        turn.set_ask(looked_mono_s=turn.now)
-        turn.do(Rescan())
+    if transition.now - ask.looked_mono_s >= EARLY_SCAN_S:
+        transition.ask = replace(transition.ask, looked_mono_s=transition.now)
+        transition.do(Rescan())
 
 
-def _steer_verdict(turn: Turn) -> None:
+def _steer_verdict(transition: Transition) -> None:
     """Say how the evacuation ended, as soon as that is known; say it again if it got better."""
-    state = turn.state
+    state = transition.state
     evacuation = state.evacuation
     if evacuation is None:
         return
     ask = evacuation.ask
-    is_waiting = (ask is not None and ask.is_waiting) or _will_ask_again(turn)
+    is_waiting = (ask is not None and ask.is_waiting) or _will_ask_again(transition)
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
@@ -391,10 +406,10 @@ def _steer_verdict(turn: Turn) -> None:
         or (state.part is not None and not evacuation.is_precaution)
     )
     is_waiting = is_waiting and not is_answered
-    out_of_time = turn.left_s <= 0
+    out_of_time = transition.left_s <= 0
     if (is_waiting or is_busy) and not out_of_time:
         if not is_waiting:
-            _report_part(turn, evacuation)
+            _report_part(transition, evacuation)
         return
     verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
     before = evacuation.verdict
@@ -402,37 +417,40 @@ def _steer_verdict(turn: Turn) -> None:
     commit = state.last_complete
     is_news = verdict is not before or commit != evacuation.verdict_commit
     if evacuation.is_precaution:
-        _precaution_done(turn, evacuation, reason)
+        _precaution_done(transition, evacuation, reason)
         return
     if is_news and not is_worse:
-        turn.set_evacuation(verdict=verdict, verdict_commit=commit)
-        slack_s = round(turn.left_s, 2)
-        turn.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
-        turn.set(
+        transition.evacuation = replace(
+            transition.evacuation, verdict=verdict, verdict_commit=commit
+        )
+        slack_s = round(transition.left_s, 2)
+        transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
+        transition.state = replace(
+            transition.state,
             last_verdict=Concluded(
                 evacuation_id=evacuation.id,
                 verdict=verdict,
                 reason=reason,
                 commit=commit,
-                mono_s=turn.now,
+                mono_s=transition.now,
                 notices=notices.identities(state, evacuation.identities),
-            )
+            ),
         )
     if HOST_SOURCE in state.notices:
-        turn.set(is_leaving=True)
-        turn.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+        transition.state = replace(transition.state, is_leaving=True)
+        transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
 
 
-def _report_part(turn: Turn, evacuation: Evacuation) -> None:
+def _report_part(transition: Transition, evacuation: Evacuation) -> None:
     """Leave a farewell that names this VM's part: the power may go before the other VMs have committed."""
-    state, part = turn.state, turn.state.part
+    state, part = transition.state, transition.state.part
     is_wanted = state.answer is None or state.is_covered(state.answer)
     if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
         return
     if evacuation.part_reported == part.ref:
         return
-    turn.set_evacuation(part_reported=part.ref)
-    turn.mark(
+    transition.evacuation = replace(transition.evacuation, part_reported=part.ref)
+    transition.mark(
         "waiting_for_peers",
         generation=part.ref.generation,
         step=part.ref.step,
@@ -442,8 +460,8 @@ def _report_part(turn: Turn, evacuation: Evacuation) -> None:
     last = state.last_complete
     verdict = Verdict.LOST if last is None else Verdict.PARTIAL
     reason = f"{part}; {_what_stands(state)}"
-    slack_s = round(turn.left_s, 2)
-    turn.do(
+    slack_s = round(transition.left_s, 2)
+    transition.do(
         Conclude(evacuation.id, verdict, reason, state.last_complete, slack_s, part, is_final=False)
     )
 

@@ -7,28 +7,34 @@ object in the bucket that is never removed, so a trainer that does either in a l
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swansongd.core.events import ClaimGeneration, JoinGeneration
-from swansongd.core.turn import Turn
+from swansongd.core.transition import Transition
 
 CLAIMS_MAX = 4
 WINDOW_S = 60.0
 """No more than CLAIMS_MAX claims within this time."""
 
 
-def order(turn: Turn, claim: ClaimGeneration | JoinGeneration) -> None:
+def order(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> None:
     """Have this claim made, in place of one that is still due: now, or when the rate allows."""
-    turn.set(claim_due=claim)
-    if len(_recent(turn)) >= CLAIMS_MAX:
-        turn.log("warning", "claim_delayed", reason="the job starts or goes back too often")
+    transition.state = replace(transition.state, claim_due=claim)
+    if len(_recent(transition)) >= CLAIMS_MAX:
+        transition.log("warning", "claim_delayed", reason="the job starts or goes back too often")
 
 
-def steer(turn: Turn) -> None:
+def steer(transition: Transition) -> None:
     """Make the claim that is due, when the rate allows."""
-    due, recent = turn.state.claim_due, _recent(turn)
+    due, recent = transition.state.claim_due, _recent(transition)
     if due is not None and len(recent) < CLAIMS_MAX:
-        turn.set(claim_due=None, claims_mono_s=(*recent, turn.now))
-        turn.do(due)
+        transition.state = replace(
+            transition.state, claim_due=None, claims_mono_s=(*recent, transition.now)
+        )
+        transition.do(due)
 
 
-def _recent(turn: Turn) -> tuple[float, ...]:
-    return tuple(made for made in turn.state.claims_mono_s if turn.now - made < WINDOW_S)
+def _recent(transition: Transition) -> tuple[float, ...]:
+    return tuple(
+        made for made in transition.state.claims_mono_s if transition.now - made < WINDOW_S
+    )

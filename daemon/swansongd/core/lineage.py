@@ -22,30 +22,32 @@ from dataclasses import replace
 from swansongd.core import claims
 from swansongd.core.events import CancelFlush, ClaimGeneration, SetAside
 from swansongd.core.state import State
-from swansongd.core.turn import Turn
+from swansongd.core.transition import Transition
 from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
 
 
-def found(turn: Turn, new: Sequence[Staged], *, is_first: bool) -> None:
+def found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
     """A scan found these sets, and none before it did.
 
     What the first scan came across is of earlier lives of this daemon, perhaps of an earlier boot.  An
     adopted set counts from the scan that first found its files: it had to settle since then.
     """
-    first_mono_s = turn.state.first_scan_mono_s
+    first_mono_s = transition.state.first_scan_mono_s
     assert first_mono_s is not None
     old = [
         staged
         for staged in new
         if is_first or (staged.seen_mono_s is not None and staged.seen_mono_s <= first_mono_s)
     ]
-    _inherit(turn, old)
-    _sealed(turn, [staged for staged in new if staged not in old])
+    _inherit(transition, old)
+    _sealed(transition, [staged for staged in new if staged not in old])
 
 
-def _inherit(turn: Turn, present: Sequence[Staged]) -> None:
-    state = turn.state
-    turn.set(inherited=state.inherited | {staged.id for staged in present})
+def _inherit(transition: Transition, present: Sequence[Staged]) -> None:
+    state = transition.state
+    transition.state = replace(
+        transition.state, inherited=state.inherited | {staged.id for staged in present}
+    )
     doubtful = [
         s
         for s in present
@@ -54,14 +56,16 @@ def _inherit(turn: Turn, present: Sequence[Staged]) -> None:
         and max((f.mtime_ns for f in s.files), default=0) < state.settings.booted_wall_ns
     ]
     for staged in doubtful:
-        turn.log(
+        transition.log(
             "warning",
             "sealed_set_not_durable",
             directory=staged.directory,
             step=staged.id.step,
             reason="it was not flushed to the disk before the VM was booted again, and may be torn",
         )
-    turn.set(unusable=state.unusable | {staged.id for staged in doubtful})
+    transition.state = replace(
+        transition.state, unusable=state.unusable | {staged.id for staged in doubtful}
+    )
 
 
 def _is_durable(staged: Staged) -> bool:
@@ -75,20 +79,22 @@ STARTS_MAX = 256
 """Starts that are remembered; a trainer cannot make the daemon remember more."""
 
 
-def noted(turn: Turn, start_id: str) -> None:
+def noted(transition: Transition, start_id: str) -> None:
     """A start of a trainer became known."""
-    if start_id and start_id not in turn.state.starts:
-        turn.set(starts=(*turn.state.starts, start_id)[-STARTS_MAX:])
+    if start_id and start_id not in transition.state.starts:
+        transition.state = replace(
+            transition.state, starts=(*transition.state.starts, start_id)[-STARTS_MAX:]
+        )
 
 
-def started(turn: Turn, trainer: TrainerView, *, before_mono_s: float) -> None:
+def started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
     """A trainer trains from its ``start_step``; its own sets came after ``before_mono_s``."""
-    state, step = turn.state, trainer.start_step
+    state, step = transition.state, trainer.start_step
     if state.settings.several_vms:
         return
     newest_step = _newest_step(state, before_mono_s)
     if newest_step is not None and step < newest_step:
-        turn.log(
+        transition.log(
             "warning",
             "lineage_left",
             rank=trainer.rank,
@@ -101,28 +107,28 @@ def started(turn: Turn, trainer: TrainerView, *, before_mono_s: float) -> None:
         # Its predecessor may still count as connected.  Each set of an earlier start has the id of that one.
         others = {t.start_id for t in state.connected if t.rank != trainer.rank}
         closed = [s for s in state.starts if s != trainer.start_id and s not in others]
-        leave(turn, old, closed=closed)
-    _note_older_commit(turn, step)
+        leave(transition, old, closed=closed)
+    _note_older_commit(transition, step)
 
 
-def claimed(turn: Turn) -> None:
+def claimed(transition: Transition) -> None:
     """The newest commit is known now: judge the trainers that started before."""
-    for trainer in turn.state.trainers:
+    for trainer in transition.state.trainers:
         if trainer.start_step >= 0:
-            started(turn, trainer, before_mono_s=trainer.greeted_mono_s)
+            started(transition, trainer, before_mono_s=trainer.greeted_mono_s)
 
 
-def _sealed(turn: Turn, new: Sequence[Staged]) -> None:
+def _sealed(transition: Transition, new: Sequence[Staged]) -> None:
     """Sets that appeared after the first scan.
 
     Those of a start whose line was left are abandoned: a set can be sealed, or found, after that.  Those of a
     trainer without hooks tell where it trains.
     """
-    state = turn.state
+    state = transition.state
     late = [staged for staged in new if not staged.starts.isdisjoint(state.closed_starts)]
     if late:
-        _abandon(turn, late)
-        state = turn.state
+        _abandon(transition, late)
+        state = transition.state
     if state.connected or state.settings.several_vms:
         return
     old = [s for s in state.staged if s.id not in state.unusable and s not in new]
@@ -140,14 +146,14 @@ def _sealed(turn: Turn, new: Sequence[Staged]) -> None:
     known = [s for s in state.staged if s not in fresh]
     newest_step = _newest_step(state, math.nextafter(before_mono_s, -math.inf))
     if newest_step is not None and step < newest_step:
-        turn.log(
+        transition.log(
             "warning",
             "lineage_left",
             from_step=step,
             newest_step=newest_step,
             hint="the trainer writes steps behind the newest state: a new generation begins",
         )
-        leave(turn, known, closed=state.starts)
+        leave(transition, known, closed=state.starts)
 
 
 def _newest_step(state: State, before_mono_s: float) -> int | None:
@@ -169,9 +175,9 @@ def _newest_step(state: State, before_mono_s: float) -> int | None:
     return max(steps, default=None)
 
 
-def _note_older_commit(turn: Turn, step: int) -> None:
+def _note_older_commit(transition: Transition, step: int) -> None:
     """A commit of an earlier generation stands ahead of the trainer: it needs a successor soon."""
-    state = turn.state
+    state = transition.state
     last = state.last_commit
     if (
         last is not None
@@ -180,24 +186,27 @@ def _note_older_commit(turn: Turn, step: int) -> None:
         and step < last.step
         and not state.owes_checkpoint
     ):
-        turn.set(owes_checkpoint=True)
-        turn.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
+        transition.state = replace(transition.state, owes_checkpoint=True)
+        transition.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
 
 
 # ---------------------------------------------------------------- the end of a line
 
 
-def leave(turn: Turn, abandoned: Collection[Staged], *, closed: Collection[str]) -> None:
+def leave(
+    transition: Transition, abandoned: Collection[Staged], *, closed: Collection[str]
+) -> None:
     """End the line of states: abandon these sets, and have a new generation claimed.
 
     Args:
         abandoned: sets that are not of the next line.
         closed: starts of trainers whose further sets are not of the next line either.
     """
-    state = turn.state
+    state = transition.state
     if state.flight is not None:
-        turn.do(CancelFlush(state.flight.flush_id))
-    turn.set(
+        transition.do(CancelFlush(state.flight.flush_id))
+    transition.state = replace(
+        transition.state,
         flight=None,
         stored=(),
         generation=None,
@@ -207,45 +216,55 @@ def leave(turn: Turn, abandoned: Collection[Staged], *, closed: Collection[str])
         inherited=frozenset(),
         closed_starts=(*state.closed_starts, *closed)[-STARTS_MAX:],
     )
-    _abandon(turn, abandoned)
-    _claim(turn, state.generation)
+    _abandon(transition, abandoned)
+    _claim(transition, state.generation)
 
 
-def _abandon(turn: Turn, sets: Collection[Staged]) -> None:
+def _abandon(transition: Transition, sets: Collection[Staged]) -> None:
     ids = frozenset(staged.id for staged in sets)
-    turn.set(unusable=turn.state.unusable | ids, abandoned=turn.state.abandoned | ids)
+    transition.state = replace(
+        transition.state,
+        unusable=transition.state.unusable | ids,
+        abandoned=transition.state.abandoned | ids,
+    )
     own = tuple(staged.directory for staged in sets if staged.framework == "swansong")
     if own:
-        turn.set(has_aside=True)
-        turn.do(SetAside(own))
+        transition.state = replace(transition.state, has_aside=True)
+        transition.do(SetAside(own))
 
 
-def _claim(turn: Turn, generation: int | None) -> None:
-    due = turn.state.claim_due
+def _claim(transition: Transition, generation: int | None) -> None:
+    due = transition.state.claim_due
     if generation is None and isinstance(due, ClaimGeneration):
         generation = due.after
     if generation is None:
-        turn.set(must_claim=True)  # the claim in flight may be of the line that was left
+        transition.state = replace(
+            transition.state, must_claim=True
+        )  # the claim in flight may be of the line that was left
     else:
-        claims.order(turn, ClaimGeneration(generation, tuple(sorted(turn.state.abandoned))))
+        claims.order(
+            transition, ClaimGeneration(generation, tuple(sorted(transition.state.abandoned)))
+        )
 
 
-def claim_again(turn: Turn, generation: int) -> None:
+def claim_again(transition: Transition, generation: int) -> None:
     """The line of the generation that was just claimed has been left meanwhile."""
-    turn.set(must_claim=False, generation=None)
-    _claim(turn, generation)
+    transition.state = replace(transition.state, must_claim=False, generation=None)
+    _claim(transition, generation)
 
 
-def rolled_back(turn: Turn, step: int) -> None:
+def rolled_back(transition: Transition, step: int) -> None:
     """A trainer went back to ``step`` without ending, to a healthy checkpoint."""
-    state = turn.state
+    state = transition.state
     # The state that training continues from is committed again: nothing newer stands then under the
     # new generation.
     kept = [s for s in state.staged if s.id.step == step and is_healthy(s.health)]
     later = [staged for staged in state.staged if staged.id.step > step]
-    turn.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
+    transition.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
     # The ranks that went back have other starts from here on.
-    leave(turn, [staged for staged in state.staged if staged not in kept], closed=state.starts)
+    leave(
+        transition, [staged for staged in state.staged if staged not in kept], closed=state.starts
+    )
     trainers = tuple(replace(t, step=min(t.step, step)) for t in state.trainers)
     # The hooks save at the next step by themselves.
-    turn.set(trainers=trainers, owes_checkpoint=False)
+    transition.state = replace(transition.state, trainers=trainers, owes_checkpoint=False)

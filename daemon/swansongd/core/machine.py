@@ -17,17 +17,17 @@ from swansongd.core.absorb import absorb
 from swansongd.core.advance import advance
 from swansongd.core.events import Action, Event
 from swansongd.core.state import State
-from swansongd.core.turn import Turn
+from swansongd.core.transition import Transition
 from swansongd.model import TrainerView
 
 
 def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
     """One turn of the decision loop."""
-    turn = Turn(state, now_mono_s)
+    transition = Transition(state, now_mono_s)
     if not state.is_leaving:
-        absorb(turn, event)
-        advance(turn)
-    return turn.state, tuple(turn.actions)
+        absorb(transition, event)
+        advance(transition)
+    return transition.state, tuple(transition.actions)
 
 
 def rebuilt(state: State) -> State:

@@ -22,7 +22,7 @@ from swansongd.core.events import (
     TellFinished,
 )
 from swansongd.core.state import Ask, Evacuation, Finishing, Incomplete, State
-from swansongd.core.turn import Turn
+from swansongd.core.transition import Transition
 from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged, TrainerView
 
 PEER_SOURCE = "peer"
@@ -49,12 +49,12 @@ AGAIN = ".again-"
 _ALONE = "alone:"
 
 
-def joined(turn: Turn, trainer: TrainerView) -> None:
+def joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank came.  Over several VMs it will say which start of the job it is of; on one, this says it."""
-    settings = turn.state.settings
+    settings = transition.state.settings
     prefix = f"{_ALONE}{settings.vm}:"
-    if trainer.nodes == 1 and not turn.state.incarnation.startswith(prefix):
-        finish(turn, f"{prefix}{turn.state.generation or 0}")
+    if trainer.nodes == 1 and not transition.state.incarnation.startswith(prefix):
+        finish(transition, f"{prefix}{transition.state.generation or 0}")
 
 
 def is_alone(name: str) -> bool:
@@ -62,27 +62,30 @@ def is_alone(name: str) -> bool:
     return name.startswith(_ALONE)
 
 
-def finish(turn: Turn, name: str) -> None:
+def finish(transition: Transition, name: str) -> None:
     """Another start of the job is about to begin: first commit what is sealed, for it is as good as saved.
 
     Nothing is claimed before all VMs have done so, since a claim fences the others.
     """
-    state = turn.state
+    state = transition.state
     if not state.settings.several_vms:
         return
     finishing = state.finishing
     is_known = finishing is not None and finishing.incarnation == name
     if name == state.incarnation or (is_known and finishing is not None and finishing.is_done):
-        turn.do(TellFinished(name))  # to a rank that came later, or came back
+        transition.do(TellFinished(name))  # to a rank that came later, or came back
         return
     if is_known:
         return
     is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
-    limit_s = min(max(FINISH_S, turn.left_s if is_evacuating else 0.0), FINISH_S_MAX)
-    turn.set(finishing=Finishing(name, asked_mono_s=turn.now, by_mono_s=turn.now + limit_s))
-    turn.do(Rescan())
+    limit_s = min(max(FINISH_S, transition.left_s if is_evacuating else 0.0), FINISH_S_MAX)
+    transition.state = replace(
+        transition.state,
+        finishing=Finishing(name, asked_mono_s=transition.now, by_mono_s=transition.now + limit_s),
+    )
+    transition.do(Rescan())
     if _has_more(state):
-        turn.log("info", "finishing", sets=len(state.uncommitted), limit_s=round(limit_s, 1))
+        transition.log("info", "finishing", sets=len(state.uncommitted), limit_s=round(limit_s, 1))
 
 
 def _has_more(state: State) -> bool:
@@ -90,32 +93,32 @@ def _has_more(state: State) -> bool:
     return bool(state.uncommitted) or bool(state.stored) or state.part is not None
 
 
-def _steer_finishing(turn: Turn) -> None:
+def _steer_finishing(transition: Transition) -> None:
     """Let another start of the job begin when this VM has nothing more to commit, or it takes too long."""
-    state = turn.state
+    state = transition.state
     finishing = state.finishing
     if finishing is None or finishing.is_done:
         return
     if finishing.known is None and (state.scanned_mono_s or 0.0) >= finishing.asked_mono_s:
         finishing = replace(finishing, known=frozenset(staged.id for staged in state.staged))
-        turn.set(finishing=finishing)
+        transition.state = replace(transition.state, finishing=finishing)
     # Ranks that do not ask where to resume may train already: what they seal must not be mixed up.
     known = finishing.known
     trains = known is not None and any(staged.id not in known for staged in state.staged)
     # Without an incarnation, nothing here is of a start that this daemon took part in.
     has_more = bool(state.incarnation) and (known is None or _has_more(state))
-    if has_more and not trains and turn.now < finishing.by_mono_s:
+    if has_more and not trains and transition.now < finishing.by_mono_s:
         return
     if trains or is_alone(finishing.incarnation):
-        incarnation(turn, finishing.incarnation)
+        incarnation(transition, finishing.incarnation)
     else:
-        turn.set(finishing=replace(finishing, is_done=True))
-    turn.do(TellFinished(finishing.incarnation))
+        transition.state = replace(transition.state, finishing=replace(finishing, is_done=True))
+    transition.do(TellFinished(finishing.incarnation))
 
 
-def incarnation(turn: Turn, name: str) -> None:
+def incarnation(transition: Transition, name: str) -> None:
     """Another start of the job begins: what was staged for an earlier one is not continued by this one."""
-    state = turn.state
+    state = transition.state
     if not state.settings.several_vms or name == state.incarnation:
         return
     evacuation, answer = state.evacuation, state.answer
@@ -125,43 +128,48 @@ def incarnation(turn: Turn, name: str) -> None:
         and not evacuation.ask.failure
         and not (answer is not None and state.is_whole(answer))
     ):
-        turn.fail_ask("the job was started again")
-    dropped = _drop_all(turn)
-    turn.set(incarnation=name, finishing=None, overtaken_by=None)
-    claims.order(turn, JoinGeneration(name, tuple(sorted(turn.state.abandoned))))
+        transition.fail_ask("the job was started again")
+    dropped = _drop_all(transition)
+    transition.state = replace(
+        transition.state, incarnation=name, finishing=None, overtaken_by=None
+    )
+    claims.order(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
     dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
     if dispensable:
-        turn.do(Prune(dispensable))
+        transition.do(Prune(dispensable))
 
 
-def fenced(turn: Turn, generation: int) -> None:
+def fenced(transition: Transition, generation: int) -> None:
     """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
-    state = turn.state
+    state = transition.state
     if generation <= max(state.generation or 0, state.overtaken_by or 0):
         return
-    turn.log("warning", "fenced", generation=state.generation, newer_generation=generation)
-    turn.do(TellFenced(generation))
-    _drop_all(turn)
-    turn.set(overtaken_by=generation)
+    transition.log("warning", "fenced", generation=state.generation, newer_generation=generation)
+    transition.do(TellFenced(generation))
+    _drop_all(transition)
+    transition.state = replace(transition.state, overtaken_by=generation)
 
 
-def first_look(turn: Turn) -> None:
+def first_look(transition: Transition) -> None:
     """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
-    state = turn.state
+    state = transition.state
     settings = state.settings
     if settings.several_vms and state.incarnation != settings.goes_on_with:
-        turn.set(unusable=state.unusable | {staged.id for staged in state.staged})
+        transition.state = replace(
+            transition.state, unusable=state.unusable | {staged.id for staged in state.staged}
+        )
 
 
-def _drop_all(turn: Turn) -> tuple[Staged, ...]:
+def _drop_all(transition: Transition) -> tuple[Staged, ...]:
     """Commit none of the sets that are known; returns them."""
-    state = turn.state
+    state = transition.state
     if state.flight is not None:
-        turn.do(CancelFlush(state.flight.flush_id))
+        transition.do(CancelFlush(state.flight.flush_id))
     known = frozenset(staged.id for staged in state.staged)
     if state.finishing is not None and state.finishing.known is not None:
         known &= state.finishing.known  # the others are of the start that begins
-    turn.set(
+    transition.state = replace(
+        transition.state,
         flight=None,
         stored=(),
         generation=None,
@@ -175,13 +183,15 @@ def _drop_all(turn: Turn) -> tuple[Staged, ...]:
     return tuple(staged for staged in state.staged if staged.id in known)
 
 
-def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -> Notice | None:
+def peer_notice(
+    transition: Transition, request_id: str, reason: str, seconds_left: float
+) -> Notice | None:
     """The notice that another VM's request is for this one.
 
     None when the request is known or our own, when no trainer of this VM belongs to a job over several VMs,
     or when there were too many requests: a trainer that forges requests costs a few checkpoints.
     """
-    state = turn.state
+    state = transition.state
     known = state.notices.get(PEER_SOURCE)
     # An id with a suffix is that of a request made again.
     ids = {request_id, request_id.partition(AGAIN)[0]}
@@ -190,35 +200,35 @@ def peer_notice(turn: Turn, request_id: str, reason: str, seconds_left: float) -
     is_own = evacuation is not None and evacuation.id in ids
     if is_known or is_own or not state.spans_vms:
         return None
-    recent = tuple(taken for taken in state.peers_mono_s if turn.now - taken < PEER_WINDOW_S)
+    recent = tuple(taken for taken in state.peers_mono_s if transition.now - taken < PEER_WINDOW_S)
     if len(recent) >= PEER_REQUESTS_MAX:
-        turn.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
+        transition.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
         return None
-    turn.set(peers_mono_s=(*recent, turn.now))
+    transition.state = replace(transition.state, peers_mono_s=(*recent, transition.now))
     return Notice(
         source=PEER_SOURCE,
         kind="reclaim",
         identity=request_id,
         severity=Severity.IMMINENT,
-        deadline_mono_s=turn.now + min(max(0.0, seconds_left), PEER_LONGEST_S),
+        deadline_mono_s=transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S),
         deadline_quality=DeadlineQuality.DERIVED,
         detail=reason,
     )
 
 
-def agreed(turn: Turn, request_id: str, step: int) -> None:
+def agreed(transition: Transition, request_id: str, step: int) -> None:
     """The ranks of all VMs will save at ``step``."""
-    ask = turn.ask_if_waiting(request_id)
-    if ask is not None and ask.target is None and turn.state.spans_vms:
-        turn.set_ask(target=step)
-        turn.mark("target", step=step)
+    ask = transition.ask_if_waiting(request_id)
+    if ask is not None and ask.target is None and transition.state.spans_vms:
+        transition.ask = replace(transition.ask, target=step)
+        transition.mark("target", step=step)
 
 
-def steer_agreement(turn: Turn, ask: Ask) -> bool:
+def steer_agreement(transition: Transition, ask: Ask) -> bool:
     """The ranks agree among themselves; False when they have not, in twice the time that they have."""
     limit_s = 2 * (ask.agree_by_mono_s - ask.asked_mono_s)
-    if ask.target is None and turn.now >= ask.asked_mono_s + limit_s:
-        turn.fail_ask("the ranks of all VMs have not agreed on a step in time")
+    if ask.target is None and transition.now >= ask.asked_mono_s + limit_s:
+        transition.fail_ask("the ranks of all VMs have not agreed on a step in time")
         return False
     return True
 
@@ -254,83 +264,97 @@ def ask_again_mono_s(evacuation: Evacuation) -> float:
 # ---------------------------------------------------------------- completeness
 
 
-def committed(turn: Turn, ref: CommitRef, staged: Staged | None) -> None:
+def committed(transition: Transition, ref: CommitRef, staged: Staged | None) -> None:
     """This VM's part is committed; the checkpoint exists when those of all VMs are."""
     if staged is None or staged.nodes == 1:
-        completed(turn, ref)
-    elif turn.state.last_complete is None or ref > turn.state.last_complete:
-        before = turn.state.incomplete
+        completed(transition, ref)
+    elif transition.state.last_complete is None or ref > transition.state.last_complete:
+        before = transition.state.incomplete
         others = () if before is None else before.refs
         refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
         is_asked = before is not None and before.is_asked
-        turn.set(
-            incomplete=Incomplete(refs, staged.nodes, turn.now, LOOK_FIRST_S, is_asked=is_asked)
+        transition.state = replace(
+            transition.state,
+            incomplete=Incomplete(
+                refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
+            ),
         )
 
 
-def steer(turn: Turn) -> None:
+def steer(transition: Transition) -> None:
     """Look for the parts of the other VMs, and let another start of the job begin."""
-    _steer_finishing(turn)
-    _steer_looks(turn)
+    _steer_finishing(transition)
+    _steer_looks(transition)
 
 
-def _steer_looks(turn: Turn) -> None:
+def _steer_looks(transition: Transition) -> None:
     """Look for the parts of the other VMs, less and less often; one look at a time.
 
     The same thread commits: a look never goes before a manifest.
     """
-    state = turn.state
+    state = transition.state
     incomplete = state.incomplete
     is_committing = any(item.is_asked for item in state.stored)
     if incomplete is None or incomplete.is_asked or is_committing:
         return
     is_awaited = state.finishing is not None and not state.finishing.is_done
-    is_urgent = is_awaited or (state.evacuation is not None and turn.left_s > 0)
-    if turn.now < incomplete.look_mono_s and not (is_urgent and incomplete.wait_s > LOOK_FIRST_S):
+    is_urgent = is_awaited or (state.evacuation is not None and transition.left_s > 0)
+    if transition.now < incomplete.look_mono_s and not (
+        is_urgent and incomplete.wait_s > LOOK_FIRST_S
+    ):
         return
-    turn.do(CheckComplete(incomplete.refs, incomplete.nodes))
+    transition.do(CheckComplete(incomplete.refs, incomplete.nodes))
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
-    turn.set(incomplete=replace(incomplete, wait_s=wait_s, is_asked=True))
+    transition.state = replace(
+        transition.state, incomplete=replace(incomplete, wait_s=wait_s, is_asked=True)
+    )
 
 
-def counted(turn: Turn, event: PartsCounted) -> None:
+def counted(transition: Transition, event: PartsCounted) -> None:
     """A look for the parts of the other VMs was answered."""
-    incomplete = turn.state.incomplete
+    incomplete = transition.state.incomplete
     if incomplete is None:
         return
     is_newest = event.newest == incomplete.refs[0]
-    turn.set(
+    transition.state = replace(
+        transition.state,
         incomplete=replace(
             incomplete,
             is_asked=False,
-            look_mono_s=turn.now + incomplete.wait_s,
+            look_mono_s=transition.now + incomplete.wait_s,
             committed=max(incomplete.committed, event.committed if is_newest else 0),
-        )
+        ),
     )
     if event.whole in incomplete.refs:
-        completed(turn, event.whole)
+        completed(transition, event.whole)
 
 
-def completed(turn: Turn, ref: CommitRef) -> None:
+def completed(transition: Transition, ref: CommitRef) -> None:
     """All VMs have committed their parts: what is older is dispensable."""
-    state = turn.state
+    state = transition.state
     if state.incomplete is not None:
-        turn.mark("complete", generation=ref.generation, step=ref.step)
+        transition.mark("complete", generation=ref.generation, step=ref.step)
         refs = tuple(part for part in state.incomplete.refs if part > ref)
-        turn.set(incomplete=replace(state.incomplete, refs=refs) if refs else None)
+        transition.state = replace(
+            transition.state, incomplete=replace(state.incomplete, refs=refs) if refs else None
+        )
     if state.last_complete is None or ref > state.last_complete:
-        turn.set(last_complete=ref, last_commit_mono_s=turn.now)
-    turn.do(TellCommitted(ref))
+        transition.state = replace(
+            transition.state, last_complete=ref, last_commit_mono_s=transition.now
+        )
+    transition.do(TellCommitted(ref))
     # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
-    abandoned = turn.state.abandoned
+    abandoned = transition.state.abandoned
     dispensable = tuple(
         staged.directory
-        for staged in turn.state.staged
+        for staged in transition.state.staged
         if staged.framework == "swansong"
-        and staged != turn.state.pinned
+        and staged != transition.state.pinned
         and (staged.id.step < ref.step or staged.id in abandoned)
     )
-    if dispensable or abandoned or turn.state.has_aside:
-        staged_ids = {staged.id for staged in turn.state.staged}
-        turn.set(abandoned=abandoned & staged_ids, has_aside=False)
-        turn.do(Prune(dispensable))
+    if dispensable or abandoned or transition.state.has_aside:
+        staged_ids = {staged.id for staged in transition.state.staged}
+        transition.state = replace(
+            transition.state, abandoned=abandoned & staged_ids, has_aside=False
+        )
+        transition.do(Prune(dispensable))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swansongd.core.state import State
-from swansongd.core.turn import HOST_SOURCE, LOGIND_SOURCE, Turn
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
 
 OUTLIVED_S = 10.0
@@ -31,65 +31,70 @@ SAME_END_S = 0.3
 REPEATS_MAX = 16
 
 
-def raised(turn: Turn, notice: Notice) -> None:
+def raised(transition: Transition, notice: Notice) -> None:
     """A source has shown a notice: a new one, or one that is in force already."""
-    if notice.deadline_mono_s <= turn.now:
-        notice = _overdue(turn, notice)
+    if notice.deadline_mono_s <= transition.now:
+        notice = _overdue(transition, notice)
     key = _key(notice)
-    known = turn.state.notices.get(key)
+    known = transition.state.notices.get(key)
     if known is not None and known.identity == notice.identity:
-        _seen_again(turn, known, notice)
+        _seen_again(transition, known, notice)
         return
-    if notice.source in BY_HAND and _is_repeated(turn, notice):
+    if notice.source in BY_HAND and _is_repeated(transition, notice):
         return
-    turn.set(notices={**turn.state.notices, key: notice})
-    if notice.identity not in turn.state.concluded:
-        _log(turn, notice)
+    transition.state = replace(transition.state, notices={**transition.state.notices, key: notice})
+    if notice.identity not in transition.state.concluded:
+        _log(transition, notice)
 
 
-def withdrawn(turn: Turn, source: str, reason: str) -> None:
+def withdrawn(transition: Transition, source: str, reason: str) -> None:
     """A source no longer shows its notice; if it shows it again, that is a new one."""
-    state = turn.state
+    state = transition.state
     gone = {key: notice for key, notice in state.notices.items() if notice.source == source}
     if not gone:
         return
     identities = {notice.identity for notice in gone.values()}
-    turn.set(
+    transition.state = replace(
+        transition.state,
         notices={key: notice for key, notice in state.notices.items() if key not in gone},
         concluded=tuple(i for i in state.concluded if i not in identities),
         prepared=tuple(i for i in state.prepared if i not in identities),
     )
-    turn.log("warning", "notice_withdrawn", source=source, reason=reason)
+    transition.log("warning", "notice_withdrawn", source=source, reason=reason)
 
 
-def outlived(turn: Turn, live: tuple[Notice, ...]) -> None:
+def outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
     """The VM has outlived its deadline, and with it each of these notices whose own deadline has passed."""
-    notices = dict(turn.state.notices)
-    concluded = list(turn.state.concluded)
+    notices = dict(transition.state.notices)
+    concluded = list(transition.state.concluded)
     for notice in live:
         # Its next evacuation is another one, whether this daemon opens it or the one after a restart.
         left = replace(notice, evacuation_id="")
         later_s = notice.later_mono_s
-        if turn.now > notice.deadline_mono_s + OUTLIVED_S:
-            if later_s is not None and later_s > turn.now:
+        if transition.now > notice.deadline_mono_s + OUTLIVED_S:
+            if later_s is not None and later_s > transition.now:
                 left = replace(left, deadline_mono_s=later_s, later_mono_s=None)
             else:
                 concluded.append(notice.identity)
         notices[_key(notice)] = left
         if notice.source in BY_HAND and notice.identity in concluded:
             del notices[_key(notice)]  # no source withdraws it
-    turn.set(notices=notices, concluded=tuple(concluded[-CONCLUDED_MAX:]))
+    transition.state = replace(
+        transition.state, notices=notices, concluded=tuple(concluded[-CONCLUDED_MAX:])
+    )
 
 
-def extend_overdue(turn: Turn, live: tuple[Notice, ...]) -> None:
+def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
     """An evacuation is about to open: what has become overdue before that gets the assumed time."""
-    overdue = [notice for notice in live if notice.deadline_mono_s <= turn.now]
+    overdue = [notice for notice in live if notice.deadline_mono_s <= transition.now]
     if overdue:
-        extended = {_key(notice): _overdue(turn, notice) for notice in overdue}
-        turn.set(notices={**turn.state.notices, **extended})
+        extended = {_key(notice): _overdue(transition, notice) for notice in overdue}
+        transition.state = replace(
+            transition.state, notices={**transition.state.notices, **extended}
+        )
 
 
-def answered_by(turn: Turn, live: tuple[Notice, ...], evacuation_id: str) -> None:
+def answered_by(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
     """The evacuation answers these notices; a restarted daemon has to know."""
     changed = {
         _key(notice): replace(notice, evacuation_id=evacuation_id)
@@ -97,7 +102,9 @@ def answered_by(turn: Turn, live: tuple[Notice, ...], evacuation_id: str) -> Non
         if notice.evacuation_id != evacuation_id
     }
     if changed:
-        turn.set(notices={**turn.state.notices, **changed})
+        transition.state = replace(
+            transition.state, notices={**transition.state.notices, **changed}
+        )
 
 
 def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
@@ -106,51 +113,54 @@ def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
     return answered.union(*repeats)
 
 
-def admitted(turn: Turn, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
+def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
     """Those of the notices whose sources may cause one more evacuation now."""
-    admitted = tuple(n for n in news if _is_within_rate(turn, n))
+    admitted = tuple(n for n in news if _is_within_rate(transition, n))
     held = {notice.source for notice in news} - {notice.source for notice in admitted}
-    for source in sorted(held - turn.state.held):
-        turn.log("warning", "evacuation_held", source=source, hint="too many in a short time")
-    if not held <= turn.state.held:
-        turn.set(held=turn.state.held | held)
+    for source in sorted(held - transition.state.held):
+        transition.log("warning", "evacuation_held", source=source, hint="too many in a short time")
+    if not held <= transition.state.held:
+        transition.state = replace(transition.state, held=transition.state.held | held)
     return admitted
 
 
-def count(turn: Turn, source: str) -> None:
+def count(transition: Transition, source: str) -> None:
     """An evacuation opens because of this source."""
-    until_s = max(turn.now, turn.state.rates_mono_s.get(source, turn.now)) + EVERY_S
-    turn.set(
-        rates_mono_s={**turn.state.rates_mono_s, source: until_s},
-        held=turn.state.held - {source},
+    until_s = (
+        max(transition.now, transition.state.rates_mono_s.get(source, transition.now)) + EVERY_S
+    )
+    transition.state = replace(
+        transition.state,
+        rates_mono_s={**transition.state.rates_mono_s, source: until_s},
+        held=transition.state.held - {source},
     )
 
 
-def _is_within_rate(turn: Turn, notice: Notice) -> bool:
+def _is_within_rate(transition: Transition, notice: Notice) -> bool:
     if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
         return True  # this host reports it, or its operator
-    if notice.evacuation_id and notice.evacuation_id not in turn.state.opened:
+    if notice.evacuation_id and notice.evacuation_id not in transition.state.opened:
         return True  # it was open before a restart
-    until_s = turn.state.rates_mono_s.get(notice.source, turn.now)
-    return until_s - turn.now <= (AT_ONCE - 1) * EVERY_S
+    until_s = transition.state.rates_mono_s.get(notice.source, transition.now)
+    return until_s - transition.now <= (AT_ONCE - 1) * EVERY_S
 
 
 def _key(notice: Notice) -> str:
     return notice.identity if notice.source in BY_HAND else notice.source
 
 
-def _overdue(turn: Turn, notice: Notice) -> Notice:
+def _overdue(transition: Transition, notice: Notice) -> Notice:
     return replace(
         notice,
-        deadline_mono_s=turn.now + turn.state.settings.assumed_grace_s,
+        deadline_mono_s=transition.now + transition.state.settings.assumed_grace_s,
         deadline_quality=DeadlineQuality.ASSUMED,
         is_overdue=True,
     )
 
 
-def _seen_again(turn: Turn, known: Notice, notice: Notice) -> None:
+def _seen_again(transition: Transition, known: Notice, notice: Notice) -> None:
     """It may come nearer or become more severe; when it recedes depends on what it has led to."""
-    state = turn.state
+    state = transition.state
     evacuation = state.evacuation
     is_later = notice.deadline_mono_s > known.deadline_mono_s
     is_stated = notice.deadline_quality is not DeadlineQuality.ASSUMED
@@ -160,9 +170,13 @@ def _seen_again(turn: Turn, known: Notice, notice: Notice) -> None:
         if not is_stated or is_guess or not is_further:
             return
         # Put off, after the VM has outlived the time that was named before.
-        turn.set(concluded=tuple(i for i in state.concluded if i != notice.identity))
-        turn.set(notices={**state.notices, _key(notice): notice})
-        _log(turn, notice)
+        transition.state = replace(
+            transition.state, concluded=tuple(i for i in state.concluded if i != notice.identity)
+        )
+        transition.state = replace(
+            transition.state, notices={**state.notices, _key(notice): notice}
+        )
+        _log(transition, notice)
         return
     is_answered = (
         evacuation is not None
@@ -187,16 +201,20 @@ def _seen_again(turn: Turn, known: Notice, notice: Notice) -> None:
         )
     elif is_stated:
         merged = replace(merged, later_mono_s=notice.deadline_mono_s)
-    turn.set(notices={**state.notices, _key(notice): merged})
+    transition.state = replace(transition.state, notices={**state.notices, _key(notice): merged})
     if is_learned and is_answered:
-        live = turn.state.urgent_notices(turn.now) or (merged,)
-        turn.set_evacuation(deadline_mono_s=min(n.deadline_mono_s for n in live))
-        turn.mark("deadline_learned", seconds_left=round(turn.left_s, 2), source=notice.source)
+        live = transition.state.urgent_notices(transition.now) or (merged,)
+        transition.evacuation = replace(
+            transition.evacuation, deadline_mono_s=min(n.deadline_mono_s for n in live)
+        )
+        transition.mark(
+            "deadline_learned", seconds_left=round(transition.left_s, 2), source=notice.source
+        )
 
 
-def _is_repeated(turn: Turn, notice: Notice) -> bool:
+def _is_repeated(transition: Transition, notice: Notice) -> bool:
     """Whether the notice changes nothing: its end is known, or there are too many of its kind."""
-    state = turn.state
+    state = transition.state
     others = [n for n in state.notices.values() if n.source == notice.source]
     same = next(
         (n for n in others if abs(n.deadline_mono_s - notice.deadline_mono_s) <= SAME_END_S), None
@@ -211,12 +229,16 @@ def _is_repeated(turn: Turn, notice: Notice) -> bool:
                 deadline_mono_s=nearest_s,
                 severity=max(same.severity, notice.severity),
             )
-            turn.set(notices={**state.notices, _key(same): merged})
+            transition.state = replace(
+                transition.state, notices={**state.notices, _key(same): merged}
+            )
             last = state.last_verdict
             if last is not None and same.identity in last.notices:
                 answered = last.notices | {notice.identity}
-                turn.set(last_verdict=replace(last, notices=answered))
-            turn.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
+                transition.state = replace(
+                    transition.state, last_verdict=replace(last, notices=answered)
+                )
+            transition.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
         return True
     if len(others) < BY_HAND_MAX:
         return False
@@ -227,9 +249,12 @@ def _is_repeated(turn: Turn, notice: Notice) -> bool:
         (n for n in others if n.identity in answered), key=lambda n: n.deadline_mono_s, default=None
     )
     if latest is not None:  # it has its verdict, and others in force end sooner
-        turn.set(notices={key: n for key, n in state.notices.items() if n is not latest})
+        transition.state = replace(
+            transition.state,
+            notices={key: n for key, n in state.notices.items() if n is not latest},
+        )
         return False
-    turn.log(
+    transition.log(
         "warning",
         "notice_ignored",
         source=notice.source,
@@ -258,14 +283,14 @@ def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
     )
 
 
-def _log(turn: Turn, notice: Notice) -> None:
-    turn.log(
+def _log(transition: Transition, notice: Notice) -> None:
+    transition.log(
         "warning",
         "notice",
         source=notice.source,
         kind=notice.kind,
         severity=notice.severity.name.lower(),
-        seconds_left=round(notice.deadline_mono_s - turn.now, 2),
+        seconds_left=round(notice.deadline_mono_s - transition.now, 2),
         deadline_quality=notice.deadline_quality.value,
         detail=notice.detail,
     )

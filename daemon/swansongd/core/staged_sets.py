@@ -7,11 +7,11 @@ them and drops the others; otherwise an outage of the store would fill the disk 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swansongd.core.events import Prune
 from swansongd.core.state import DroppedSets, State
-from swansongd.core.turn import Turn
+from swansongd.core.transition import Transition
 from swansongd.model import CheckpointId, is_healthy
 
 NEWEST = 2
@@ -36,37 +36,38 @@ def unsent(state: State) -> Unsent:
     return Unsent(len(waiting), left)
 
 
-def reconcile(turn: Turn) -> None:
+def reconcile(transition: Transition) -> None:
     """Drop the sets that newer ones supersede, unless an evacuation may still choose one of them."""
-    evacuation = turn.state.evacuation
+    evacuation = transition.state.evacuation
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
         return
-    if len(turn.state.staged) <= NEWEST:
+    if len(transition.state.staged) <= NEWEST:
         return
-    wanted = _wanted(turn.state)
+    wanted = _wanted(transition.state)
     superseded = [
         staged
-        for staged in turn.state.uncommitted
+        for staged in transition.state.uncommitted
         if staged.framework == "swansong" and staged.id not in wanted
     ]
     if not superseded:
         return
     for staged in superseded:
-        turn.log(
+        transition.log(
             "warning",
             "unsent_set_dropped",
             step=staged.id.step,
             size_bytes=staged.size_bytes,
             hint="newer sets supersede it, and the store takes sets more slowly than they are sealed",
         )
-    dropped = turn.state.dropped
-    turn.set(
-        unusable=turn.state.unusable | {staged.id for staged in superseded},
+    dropped = transition.state.dropped
+    transition.state = replace(
+        transition.state,
+        unusable=transition.state.unusable | {staged.id for staged in superseded},
         dropped=DroppedSets(
-            dropped.count + len(superseded), max(s.id.step for s in superseded), turn.now
+            dropped.count + len(superseded), max(s.id.step for s in superseded), transition.now
         ),
     )
-    turn.do(Prune(tuple(staged.directory for staged in superseded)))
+    transition.do(Prune(tuple(staged.directory for staged in superseded)))
 
 
 def _wanted(state: State) -> frozenset[CheckpointId]:

@@ -6,7 +6,9 @@ The daemon cannot mend it.  It says so: in the log, in the status, and in the fa
 
 from __future__ import annotations
 
-from swansongd.core.turn import Turn
+from dataclasses import replace
+
+from swansongd.core.transition import Transition
 from swansongd.model import TrainerView
 
 SMOOTHING = 0.2
@@ -20,45 +22,45 @@ def usual_step_s(known_s: float | None, reported_s: float | None) -> float | Non
     return known_s + SMOOTHING * (reported_s - known_s)
 
 
-def steer(turn: Turn) -> None:
+def steer(transition: Transition) -> None:
     """Say which ranks have come to a halt, and which go on again; once each."""
-    state = turn.state
-    halted = frozenset(t.connection for t in state.connected if _is_halted(turn, t))
+    state = transition.state
+    halted = frozenset(t.connection for t in state.connected if _is_halted(transition, t))
     if halted == state.stalled:
         return
     resumed = [t.rank for t in state.connected if t.connection in state.stalled - halted]
-    turn.set(stalled=halted)
+    transition.state = replace(transition.state, stalled=halted)
     if resumed:
-        turn.log("info", "stall_over", ranks=resumed)
+        transition.log("info", "stall_over", ranks=resumed)
     news = halted - state.stalled
     if news:
-        _tell(turn, news)
-        turn.log("warning", "stall", **_facts(turn, news))
+        _tell(transition, news)
+        transition.log("warning", "stall", **_facts(transition, news))
 
 
-def mark(turn: Turn) -> None:
+def mark(transition: Transition) -> None:
     """An evacuation has opened: its timeline is to show which ranks had come to a halt before."""
-    if turn.state.stalled:
-        _tell(turn, turn.state.stalled)
+    if transition.state.stalled:
+        _tell(transition, transition.state.stalled)
 
 
-def _is_halted(turn: Turn, trainer: TrainerView) -> bool:
-    settings = turn.state.settings
+def _is_halted(transition: Transition, trainer: TrainerView) -> bool:
+    settings = transition.state.settings
     if trainer.step_s is None or trainer.reported_mono_s is None:
         return False  # nobody knows yet how long its steps take
     limit_s = max(settings.stall_min_s, settings.stall_steps * trainer.step_s)
-    return turn.now - trainer.reported_mono_s > limit_s
+    return transition.now - trainer.reported_mono_s > limit_s
 
 
-def _tell(turn: Turn, connections: frozenset[int]) -> None:
-    turn.mark("stall", **_facts(turn, connections))
+def _tell(transition: Transition, connections: frozenset[int]) -> None:
+    transition.mark("stall", **_facts(transition, connections))
 
 
-def _facts(turn: Turn, connections: frozenset[int]) -> dict[str, object]:
-    trainers = [t for t in turn.state.connected if t.connection in connections]
+def _facts(transition: Transition, connections: frozenset[int]) -> dict[str, object]:
+    trainers = [t for t in transition.state.connected if t.connection in connections]
     reported = [t.reported_mono_s for t in trainers if t.reported_mono_s is not None]
     return {
         "ranks": sorted(t.rank for t in trainers),
         "step": min((t.step for t in trainers), default=-1),
-        "silent_s": round(turn.now - min(reported, default=turn.now), 1),
+        "silent_s": round(transition.now - min(reported, default=transition.now), 1),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One turn of the decision loop: the state as it becomes, and the orders that come of it."""
+"""One transition of the decision loop: the state as it becomes, and the orders that follow from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swansongd.core.events import (
     Mark,
     WithdrawRequest,
 )
-from swansongd.core.state import Ask, State
+from swansongd.core.state import Ask, Evacuation, State
 from swansongd.errors import FencedError
 
 LOGIND_SOURCE = "logind"
@@ -22,25 +22,39 @@ EXIT_STOPPED = 0
 EXIT_FENCED = FencedError.exit_code
 
 
-class Turn:
-    """The state as it becomes, and what was ordered, within one turn."""
+class Transition:
+    """The state as it becomes, and the orders so far.  Whoever changes the state assigns a new value."""
 
     def __init__(self, state: State, now: float) -> None:
         self.state = state
         self.now = now
         self.actions: list[Action] = []
 
-    def set(self, **changes: object) -> None:
-        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
-
-    def set_evacuation(self, **changes: object) -> None:
+    @property
+    def evacuation(self) -> Evacuation:
+        """The open evacuation; only while there is one."""
         assert self.state.evacuation is not None
-        self.set(evacuation=replace(self.state.evacuation, **changes))  # type: ignore[arg-type]
+        return self.state.evacuation
 
-    def set_ask(self, **changes: object) -> None:
-        assert self.state.evacuation is not None
-        assert self.state.evacuation.ask is not None
-        self.set_evacuation(ask=replace(self.state.evacuation.ask, **changes))  # type: ignore[arg-type]
+    @evacuation.setter
+    def evacuation(self, evacuation: Evacuation) -> None:
+        self.state = replace(self.state, evacuation=evacuation)
+
+    @property
+    def ask(self) -> Ask:
+        """The request of the open evacuation; only while there is one."""
+        ask = self.evacuation.ask
+        assert ask is not None
+        return ask
+
+    @ask.setter
+    def ask(self, ask: Ask) -> None:
+        self.evacuation = replace(self.evacuation, ask=ask)
+
+    @property
+    def left_s(self) -> float:
+        """Time to the deadline of the open evacuation; negative after it."""
+        return self.evacuation.deadline_mono_s - self.now
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
@@ -54,22 +68,16 @@ class Turn:
             self.do(Mark(self.state.evacuation.id, phase, tuple(facts.items())))
 
     def ask_if_waiting(self, request_id: str) -> Ask | None:
+        """The request of this id, while a checkpoint for it may still come."""
         evacuation = self.state.evacuation
         if evacuation is None or evacuation.ask is None:
             return None
         ask = evacuation.ask
         return ask if ask.request_id == request_id and ask.is_waiting else None
 
-    @property
-    def left_s(self) -> float:
-        assert self.state.evacuation is not None
-        return self.state.evacuation.deadline_mono_s - self.now
-
     def fail_ask(self, reason: str) -> None:
-        """The checkpoint that was asked for will not come."""
+        """The checkpoint that was requested will not come."""
         self.mark("request_failed", reason=reason)
-        self.set_ask(failure=reason, failed_mono_s=self.now)
-        assert self.state.evacuation is not None
-        assert self.state.evacuation.ask is not None
-        if not self.state.evacuation.ask.by_signal:
-            self.do(WithdrawRequest(self.state.evacuation.ask.request_id, reason))
+        self.ask = replace(self.ask, failure=reason, failed_mono_s=self.now)
+        if not self.ask.by_signal:
+            self.do(WithdrawRequest(self.ask.request_id, reason))
