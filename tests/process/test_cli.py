@@ -637,7 +637,9 @@ def test_a_command_loads_no_other_command() -> None:
         "except SystemExit: pass\n"
         "print(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     loaded = set(done.stderr.split())
     assert "swansongd.cli.status" in loaded
     assert not loaded & {"swansongd.doctor", "swansongd.cli.restore", "swansongd.core.machine"}

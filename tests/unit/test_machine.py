@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from story import MIB, Story, a_notice, a_set
-from swansongd.core import absorb_stored, notices, transition
+from swansongd.core import notices, transition
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -34,6 +34,7 @@ from swansongd.core.events import (
     WithdrawRequest,
     WokeUp,
 )
+from swansongd.core.flight import RETRY_URGENT_S
 from swansongd.core.state import Phase
 from swansongd.model import CommitRef, DeadlineQuality, Health, Severity, SourceStatus, Verdict
 
@@ -580,7 +581,7 @@ def test_a_failing_store_is_asked_again_later_and_sooner_in_an_emergency() -> No
     story.notice()
     assert story.state.flight is not None, "what failed a minute ago is tried at once"
     story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
-    story.wait(absorb_stored.RETRY_URGENT_S)
+    story.wait(RETRY_URGENT_S)
     assert story.state.flight is not None
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 from story import MIB, Story, a_set
-from swansongd.core.absorb_stored import RETRY_URGENT_S
-from swansongd.core.advance_wire import EARLY_EVERY_S
 from swansongd.core.events import (
     CancelFlush,
     Flushed,
@@ -17,6 +15,7 @@ from swansongd.core.events import (
     Rescan,
     StartFlush,
 )
+from swansongd.core.flight import EARLY_EVERY_S, RETRY_URGENT_S
 from swansongd.core.planner import BANDWIDTH_MEMORY_S
 from swansongd.core.state import Flight
 from swansongd.model import CheckpointId, CommitRef, Severity, Staged, StagedFile

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from story import Story, a_notice, a_set
-from swansongd.core.advance import evacuation_id
+from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of generations, at a limited rate.
+"""Claims of generations at a limited rate, and the newer claims of other VMs.
 
 Trainers cause claims: by another start of a job over several VMs, and by a rollback.  Each claim is an
 object in the bucket that is never removed, so a trainer that does either in a loop must not fill the bucket.
@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core.events import ClaimGeneration, JoinGeneration
-from swansongd.core.transition import Transition
+from swansongd.core.events import (
+    CancelFlush,
+    CheckFence,
+    ClaimGeneration,
+    Exit,
+    JoinGeneration,
+    TellFenced,
+)
+from swansongd.core.transition import EXIT_FENCED, Transition
 
 CLAIMS_MAX = 4
 WINDOW_S = 60.0
@@ -24,7 +31,7 @@ def order(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> No
         transition.log("warning", "claim_delayed", reason="the job starts or goes back too often")
 
 
-def steer(transition: Transition) -> None:
+def reconcile(transition: Transition) -> None:
     """Make the claim that is due, when the rate allows."""
     due, recent = transition.state.claim_due, _recent(transition)
     if due is not None and len(recent) < CLAIMS_MAX:
@@ -38,3 +45,28 @@ def _recent(transition: Transition) -> tuple[float, ...]:
     return tuple(
         made for made in transition.state.claims_mono_s if transition.now - made < WINDOW_S
     )
+
+
+def record_fence(transition: Transition, generation: int) -> None:
+    """A newer generation of the run is claimed, by another VM."""
+    state = transition.state
+    if state.fenced_by is None and generation > (state.generation or 0):
+        transition.state = replace(state, fenced_by=generation)
+
+
+def record_woke_up(transition: Transition, slept_s: float) -> None:
+    """The VM was suspended: another VM may have taken the run over meanwhile."""
+    transition.log("warning", "woke_up", slept_s=round(slept_s, 1))
+    transition.do(CheckFence())
+
+
+def leave_fenced(transition: Transition, generation: int) -> None:
+    """End the daemon: the run belongs to another VM."""
+    if transition.state.flight is not None:
+        transition.do(CancelFlush(transition.state.flight.flush_id))
+    transition.log(
+        "error", "fenced", generation=transition.state.generation, newer_generation=generation
+    )
+    transition.do(TellFenced(generation))
+    transition.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
+    transition.state = replace(transition.state, is_leaving=True, flight=None)

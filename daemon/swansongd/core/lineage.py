@@ -20,7 +20,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from swansongd.core import claims
-from swansongd.core.events import CancelFlush, ClaimGeneration, SetAside
+from swansongd.core.events import (
+    CancelFlush,
+    ClaimGeneration,
+    GenerationClaimed,
+    SetAside,
+    TellCommitted,
+)
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
 from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
@@ -111,7 +117,7 @@ def started(transition: Transition, trainer: TrainerView, *, before_mono_s: floa
     _note_older_commit(transition, step)
 
 
-def claimed(transition: Transition) -> None:
+def _judge_earlier_starts(transition: Transition) -> None:
     """The newest commit is known now: judge the trainers that started before."""
     for trainer in transition.state.trainers:
         if trainer.start_step >= 0:
@@ -190,6 +196,27 @@ def _note_older_commit(transition: Transition, step: int) -> None:
         transition.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
 
 
+def record_generation(transition: Transition, event: GenerationClaimed) -> None:
+    """The clerk claimed a generation, and found the newest commit of the run."""
+    state, newest = transition.state, event.newest
+    is_known = newest == state.last_commit
+    transition.state = replace(
+        state,
+        generation=event.generation,
+        last_commit=newest,
+        last_commit_mono_s=state.last_commit_mono_s if is_known else None,
+        last_complete=newest,
+        last_commit_seen_mono_s=None,
+        overtaken_by=None,
+    )
+    if newest is not None:
+        transition.do(TellCommitted(newest))
+    if state.must_claim:
+        _claim_again(transition, event.generation)
+    elif not event.is_rollback:
+        _judge_earlier_starts(transition)
+
+
 # ---------------------------------------------------------------- the end of a line
 
 
@@ -247,7 +274,7 @@ def _claim(transition: Transition, generation: int | None) -> None:
         )
 
 
-def claim_again(transition: Transition, generation: int) -> None:
+def _claim_again(transition: Transition, generation: int) -> None:
     """The line of the generation that was just claimed has been left meanwhile."""
     transition.state = replace(transition.state, must_claim=False, generation=None)
     _claim(transition, generation)

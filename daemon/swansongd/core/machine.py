@@ -1,33 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine: ``step(state, event, now) -> (new state, actions)``.
 
-Every turn has two halves.  *Absorb* writes down what the event says, and nothing more.  *Advance*
-looks at all the facts and orders whatever is missing between how the world is and how it should be,
-so the same facts lead to the same orders in whatever sequence they came, and a daemon that was
-restarted in the middle goes on where it was.
+Each transition has two halves.  ``record_*`` writes down what the event means, in the module of its topic.
+``reconcile`` compares all the facts with the wanted state, topic by topic, and orders what is missing.  So
+the same facts lead to the same orders in whatever sequence they came, and a daemon that was restarted in the
+middle continues.  Orders that only answer the event leave in the first half: a scan, a message to the rank
+that reported, the deletion of sets that a commit replaces.
 
-Pure: no clock, disk, socket, thread or environment.  Bad luck arrives as an event and is never raised.
+Pure: no clock, disk, socket, thread or environment.  Every failure arrives as an event, none is raised.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import assert_never
 
-from swansongd.core.absorb import absorb
-from swansongd.core.advance import advance
-from swansongd.core.events import Action, Event
+from swansongd.core import (
+    claims,
+    commits,
+    evacuation,
+    flight,
+    lineage,
+    nodes,
+    notices,
+    periodic,
+    ranks,
+    request,
+    staged_sets,
+    stall,
+    verdict,
+)
+from swansongd.core.cadence import History
+from swansongd.core.events import (
+    Action,
+    CommitDone,
+    CommitFailed,
+    Event,
+    Exit,
+    FenceFound,
+    FinishAsked,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    GenerationClaimed,
+    HistoryRead,
+    IncarnationBegun,
+    NewestDated,
+    NoticeRaised,
+    NoticeWithdrawn,
+    PartsCounted,
+    PeerRequested,
+    RolledBack,
+    Scanned,
+    SignalledExited,
+    SignalRefused,
+    SignalSent,
+    SourceChanged,
+    StopRequested,
+    Tick,
+    TrainerAccepted,
+    TrainerAgreed,
+    TrainerFailed,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+    TrainerRefused,
+    TrainerSealed,
+    WokeUp,
+)
 from swansongd.core.state import State
-from swansongd.core.transition import Transition
+from swansongd.core.transition import EXIT_STOPPED, Transition
 from swansongd.model import TrainerView
 
 
 def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
-    """One turn of the decision loop."""
+    """One transition: the state after the event, and the actions that it calls for."""
     transition = Transition(state, now_mono_s)
     if not state.is_leaving:
-        absorb(transition, event)
-        advance(transition)
+        _record(transition, event)
+        _reconcile(transition)
     return transition.state, tuple(transition.actions)
+
+
+def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - one case for each event
+    state = transition.state
+    match event:
+        case NoticeRaised(notice):
+            notices.raised(transition, notice)
+        case NoticeWithdrawn(source, reason):
+            notices.withdrawn(transition, source, reason)
+        case SourceChanged(status):
+            notices.record_source(transition, status)
+        case TrainerJoined(trainer):
+            ranks.record_joined(transition, trainer)
+        case TrainerRefused(_, reason):
+            ranks.record_refused(transition, reason)
+        case TrainerLeft():
+            ranks.record_left(transition, event)
+        case TrainerProgress():
+            ranks.record_progress(transition, event)
+        case TrainerAccepted(connection, request_id, at_step):
+            request.record_accepted(transition, connection, request_id, at_step)
+            periodic.accepted(transition, connection, request_id, at_step)
+        case TrainerAgreed(request_id, at_step):
+            nodes.agreed(transition, request_id, at_step)
+        case PeerRequested(request_id, reason, seconds_left):
+            peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
+            if peers is not None:
+                notices.raised(transition, peers)
+        case FinishAsked(incarnation):
+            nodes.finish(transition, incarnation)
+        case IncarnationBegun(incarnation):
+            nodes.incarnation(transition, incarnation)
+        case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
+            request.record_sealed(transition, request_id, at_step)
+            measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
+            ranks.record_measures(transition, measured)
+        case TrainerFailed(_, request_id, reason):
+            ranks.record_save_failed(transition, event)
+            request.record_failed(transition, request_id, reason)
+            periodic.failed(transition, request_id, reason)
+        case RolledBack(to_step):
+            lineage.rolled_back(transition, to_step)
+        case NewestDated(ref, age_s):
+            dated_mono_s = transition.now - age_s
+            transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
+        case HistoryRead(observed_s, uncovered):
+            transition.state = replace(state, history=History(observed_s, uncovered))
+        case SignalSent(request_id, pid):
+            request.record_signalled(transition, request_id, pid)
+        case SignalRefused(request_id, reason):
+            request.record_failed(transition, request_id, reason)
+        case SignalledExited(request_id, _):
+            request.record_process_ended(transition, request_id)
+        case Scanned():
+            staged_sets.record_scan(transition, event)
+        case GenerationClaimed():
+            lineage.record_generation(transition, event)
+        case FlushProgress():
+            flight.record_progress(transition, event)
+        case Flushed():
+            flight.record_flushed(transition, event)
+        case FlushFailed():
+            flight.record_failed(transition, event)
+        case CommitDone(flush_id, ref):
+            commits.record_done(transition, flush_id, ref)
+        case PartsCounted():
+            commits.record_parts_counted(transition, event)
+        case CommitFailed():
+            commits.record_failed(transition, event)
+        case FenceFound(generation) if state.settings.several_vms:
+            nodes.fenced(transition, generation)
+        case FenceFound(generation):
+            claims.record_fence(transition, generation)
+        case WokeUp(slept_s):
+            claims.record_woke_up(transition, slept_s)
+        case StopRequested(reason):
+            transition.state = replace(state, is_leaving=True)
+            transition.do(Exit(EXIT_STOPPED, reason))
+        case Tick():
+            flight.sample_bandwidth(transition)
+        case _ as unreachable:
+            assert_never(unreachable)
+
+
+def _reconcile(transition: Transition) -> None:
+    if transition.state.is_leaving:
+        return
+    if transition.state.fenced_by is not None:
+        claims.leave_fenced(transition, transition.state.fenced_by)
+        return
+    evacuation.reconcile(transition)
+    request.reconcile(transition)
+    nodes.reconcile(transition)
+    claims.reconcile(transition)
+    periodic.reconcile(transition)
+    stall.reconcile(transition)
+    flight.reconcile(transition)
+    commits.reconcile(transition)
+    staged_sets.reconcile(transition)
+    verdict.reconcile(transition)
 
 
 def rebuilt(state: State) -> State:

@@ -12,24 +12,17 @@ from dataclasses import replace
 from swansongd.core import claims
 from swansongd.core.events import (
     CancelFlush,
-    CheckComplete,
     JoinGeneration,
-    PartsCounted,
     Prune,
     Rescan,
-    TellCommitted,
     TellFenced,
     TellFinished,
 )
-from swansongd.core.state import Ask, Evacuation, Finishing, Incomplete, State
+from swansongd.core.state import Ask, Evacuation, Finishing, State
 from swansongd.core.transition import Transition
-from swansongd.model import CommitRef, DeadlineQuality, Notice, Severity, Staged, TrainerView
+from swansongd.model import DeadlineQuality, Notice, Severity, Staged, TrainerView
 
 PEER_SOURCE = "peer"
-LOOK_FIRST_S = 0.3
-LOOK_S_MAX = 30.0
-PARTS_MAX = 4
-"""Own parts that wait for those of the other VMs, which flush the newest set first and skip others."""
 FINISH_S = 30.0
 """Another start of the job waits at most this long for what the one before has sealed ..."""
 FINISH_S_MAX = 90.0
@@ -93,7 +86,7 @@ def _has_more(state: State) -> bool:
     return bool(state.uncommitted) or bool(state.stored) or state.part is not None
 
 
-def _steer_finishing(transition: Transition) -> None:
+def reconcile(transition: Transition) -> None:
     """Let another start of the job begin when this VM has nothing more to commit, or it takes too long."""
     state = transition.state
     finishing = state.finishing
@@ -259,102 +252,3 @@ def ask_again_mono_s(evacuation: Evacuation) -> float:
     assert evacuation.ask is not None
     pause_s = min(ASK_AGAIN_S * 2.0 ** (evacuation.asks - 1), ASK_AGAIN_S_MAX)
     return evacuation.ask.failed_mono_s + pause_s
-
-
-# ---------------------------------------------------------------- completeness
-
-
-def committed(transition: Transition, ref: CommitRef, staged: Staged | None) -> None:
-    """This VM's part is committed; the checkpoint exists when those of all VMs are."""
-    if staged is None or staged.nodes == 1:
-        completed(transition, ref)
-    elif transition.state.last_complete is None or ref > transition.state.last_complete:
-        before = transition.state.incomplete
-        others = () if before is None else before.refs
-        refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
-        is_asked = before is not None and before.is_asked
-        transition.state = replace(
-            transition.state,
-            incomplete=Incomplete(
-                refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
-            ),
-        )
-
-
-def steer(transition: Transition) -> None:
-    """Look for the parts of the other VMs, and let another start of the job begin."""
-    _steer_finishing(transition)
-    _steer_looks(transition)
-
-
-def _steer_looks(transition: Transition) -> None:
-    """Look for the parts of the other VMs, less and less often; one look at a time.
-
-    The same thread commits: a look never goes before a manifest.
-    """
-    state = transition.state
-    incomplete = state.incomplete
-    is_committing = any(item.is_asked for item in state.stored)
-    if incomplete is None or incomplete.is_asked or is_committing:
-        return
-    is_awaited = state.finishing is not None and not state.finishing.is_done
-    is_urgent = is_awaited or (state.evacuation is not None and transition.left_s > 0)
-    if transition.now < incomplete.look_mono_s and not (
-        is_urgent and incomplete.wait_s > LOOK_FIRST_S
-    ):
-        return
-    transition.do(CheckComplete(incomplete.refs, incomplete.nodes))
-    wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
-    transition.state = replace(
-        transition.state, incomplete=replace(incomplete, wait_s=wait_s, is_asked=True)
-    )
-
-
-def counted(transition: Transition, event: PartsCounted) -> None:
-    """A look for the parts of the other VMs was answered."""
-    incomplete = transition.state.incomplete
-    if incomplete is None:
-        return
-    is_newest = event.newest == incomplete.refs[0]
-    transition.state = replace(
-        transition.state,
-        incomplete=replace(
-            incomplete,
-            is_asked=False,
-            look_mono_s=transition.now + incomplete.wait_s,
-            committed=max(incomplete.committed, event.committed if is_newest else 0),
-        ),
-    )
-    if event.whole in incomplete.refs:
-        completed(transition, event.whole)
-
-
-def completed(transition: Transition, ref: CommitRef) -> None:
-    """All VMs have committed their parts: what is older is dispensable."""
-    state = transition.state
-    if state.incomplete is not None:
-        transition.mark("complete", generation=ref.generation, step=ref.step)
-        refs = tuple(part for part in state.incomplete.refs if part > ref)
-        transition.state = replace(
-            transition.state, incomplete=replace(state.incomplete, refs=refs) if refs else None
-        )
-    if state.last_complete is None or ref > state.last_complete:
-        transition.state = replace(
-            transition.state, last_complete=ref, last_commit_mono_s=transition.now
-        )
-    transition.do(TellCommitted(ref))
-    # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
-    abandoned = transition.state.abandoned
-    dispensable = tuple(
-        staged.directory
-        for staged in transition.state.staged
-        if staged.framework == "swansong"
-        and staged != transition.state.pinned
-        and (staged.id.step < ref.step or staged.id in abandoned)
-    )
-    if dispensable or abandoned or transition.state.has_aside:
-        staged_ids = {staged.id for staged in transition.state.staged}
-        transition.state = replace(
-            transition.state, abandoned=abandoned & staged_ids, has_aside=False
-        )
-        transition.do(Prune(dispensable))

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
-from swansongd.model import DeadlineQuality, Health, Notice, Severity
+from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not taken: go back to watching."""
@@ -29,6 +29,19 @@ BY_HAND_MAX = 16
 SAME_END_S = 0.3
 """Notices by hand whose ends are no further apart are one notice: calls at once, or a retried call."""
 REPEATS_MAX = 16
+
+
+def record_source(transition: Transition, status: SourceStatus) -> None:
+    """The health of a source changed."""
+    sources = {**transition.state.sources, status.source: status}
+    transition.state = replace(transition.state, sources=sources)
+    transition.log(
+        "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning",
+        "health",
+        source=status.source,
+        health=status.health.value,
+        reason=status.reason,
+    )
 
 
 def raised(transition: Transition, notice: Notice) -> None:

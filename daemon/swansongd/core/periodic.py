@@ -37,7 +37,7 @@ def interval_s(state: State) -> float:
     )
 
 
-def steer(transition: Transition) -> None:
+def reconcile(transition: Transition) -> None:
     """Ask, bring the ranks to one step, and give up."""
     state = transition.state
     if state.periodic is not None:

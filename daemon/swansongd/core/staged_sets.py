@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sealed sets that wait for the store: how many staging holds while the store is slow or unavailable.
+"""Sealed sets in staging: those that a scan finds, and those that wait for the store.
 
 A set that a newer one supersedes is sent only if the newer one proves unusable.  So staging keeps a few of
 them and drops the others; otherwise an outage of the store would fill the disk of the trainer.
@@ -7,17 +7,111 @@ them and drops the others; otherwise an outage of the store would fill the disk 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core.events import Prune
-from swansongd.core.state import DroppedSets, State
+from swansongd.core import flight, lineage, nodes, request
+from swansongd.core.events import (
+    Prune,
+    Scanned,
+)
+from swansongd.core.state import (
+    DroppedSets,
+    State,
+)
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, is_healthy
+from swansongd.model import (
+    CheckpointId,
+    Staged,
+    is_healthy,
+)
 
 NEWEST = 2
 """The newest unsent set, and the one to fall back to if the newest is torn or changed."""
 UNSENT_MAX = NEWEST + 4
 """Also the newest healthy set, the one in flight, one that is partly stored, and the answer to a request."""
+
+
+def record_scan(transition: Transition, event: Scanned) -> None:
+    """A walk over staging ended."""
+    before = {staged.id for staged in transition.state.staged}
+    is_first = transition.state.first_scan_mono_s is None
+    new = [staged for staged in event.staged if staged.id not in before]
+    _record_found(transition, event, new, is_first=is_first)
+    _forget_absent(transition, event, before)
+    lineage.found(transition, new, is_first=is_first)
+    if is_first:
+        _first_look(transition, event.staged)
+    transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
+    present = frozenset(staged.id for staged in event.staged)
+    _note_newest(transition, present)
+    flight.record_absent(transition, present)
+    request.record_scan(transition, event)
+
+
+def _record_found(
+    transition: Transition, event: Scanned, new: Sequence[Staged], *, is_first: bool
+) -> None:
+    seen = dict(transition.state.seen)
+    for staged in event.staged:
+        first_mono_s = event.started_mono_s if staged.seen_mono_s is None else staged.seen_mono_s
+        seen.setdefault(staged.id, first_mono_s)
+    for directory, reason in event.rejected:
+        if (directory, reason) not in transition.state.rejected:
+            transition.log("error", "sealed_set_rejected", directory=directory, reason=reason)
+    if is_first:
+        transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
+    transition.state = replace(
+        transition.state,
+        staged=event.staged,
+        pending=event.pending,
+        growing=event.growing,
+        rejected=frozenset(event.rejected),
+        seen=seen,
+        saved_mono_s=transition.now if new else transition.state.saved_mono_s,
+    )
+    for staged in new:
+        transition.log(
+            "info",
+            "sealed_set_found",
+            step=staged.id.step,
+            directory=staged.directory,
+            size_bytes=staged.size_bytes,
+            kind=staged.kind.value,
+        )
+
+
+def _forget_absent(transition: Transition, event: Scanned, before: Set[CheckpointId]) -> None:
+    """A set that was there and is gone is forgotten: another one may get its name."""
+    state = transition.state
+    present = frozenset(staged.id for staged in event.staged)
+    written = {staged.id for staged in event.growing}
+    abandoned = state.abandoned - (before - present)
+    transition.state = replace(
+        state,
+        abandoned=abandoned,
+        unusable=(state.unusable | abandoned) & present,
+        kept={id_: size for id_, size in state.kept.items() if id_ in present | written},
+        seen={id_: seen_mono_s for id_, seen_mono_s in state.seen.items() if id_ in present},
+    )
+
+
+def _note_newest(transition: Transition, present: frozenset[CheckpointId]) -> None:
+    """An evacuation remembers the newest set that was ever there."""
+    if transition.state.evacuation is None:
+        return
+    usable = present - transition.state.unusable
+    known = (transition.evacuation.newest, *usable)
+    newest = max((id_ for id_ in known if id_ is not None), default=None)
+    transition.evacuation = replace(transition.evacuation, newest=newest)
+
+
+def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
+    """What lies in staging at the start is old, although a claim or a notice came before the scan."""
+    nodes.first_look(transition)
+    evacuation = transition.state.evacuation
+    if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
+        transition.ask = replace(transition.ask, known=frozenset(staged.id for staged in present))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def usual_step_s(known_s: float | None, reported_s: float | None) -> float | Non
     return known_s + SMOOTHING * (reported_s - known_s)
 
 
-def steer(transition: Transition) -> None:
+def reconcile(transition: Transition) -> None:
     """Say which ranks have come to a halt, and which go on again; once each."""
     state = transition.state
     halted = frozenset(t.connection for t in state.connected if _is_halted(transition, t))

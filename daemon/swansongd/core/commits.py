@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits: the manifests that are due, those that are made, and over several VMs the parts of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core import flight
+from swansongd.core.events import (
+    CheckComplete,
+    CommitFailed,
+    CommitManifest,
+    PartsCounted,
+    Prune,
+    TellCommitted,
+)
+from swansongd.core.state import (
+    Incomplete,
+)
+from swansongd.core.transition import Transition
+from swansongd.model import (
+    CommitRef,
+    Staged,
+    is_healthy,
+)
+
+LOOK_FIRST_S = 0.3
+LOOK_S_MAX = 30.0
+PARTS_MAX = 4
+"""Own parts that wait for those of the other VMs, which flush the newest set first and skip others."""
+
+
+def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
+    done = next((item for item in transition.state.stored if item.flush_id == flush_id), None)
+    newest = transition.state.last_commit
+    transition.state = replace(
+        transition.state,
+        stored=tuple(item for item in transition.state.stored if item.flush_id != flush_id),
+        failures=0,
+    )
+    if newest is None or ref > newest:
+        seen_mono_s = (
+            transition.now
+            if done is None
+            else transition.state.seen.get(done.staged.id, transition.now)
+        )
+        transition.state = replace(
+            transition.state, last_commit=ref, last_commit_seen_mono_s=seen_mono_s
+        )
+    if ref.generation == transition.state.generation:
+        transition.state = replace(transition.state, owes_checkpoint=False)
+    if done is not None and is_healthy(done.staged.health):
+        healthy = transition.state.healthy_commit
+        transition.state = replace(
+            transition.state, healthy_commit=ref if healthy is None else max(ref, healthy)
+        )
+    transition.mark("committed", generation=ref.generation, step=ref.step)
+    transition.log(
+        "info",
+        "committed",
+        generation=ref.generation,
+        step=ref.step,
+        size_bytes=done.staged.size_bytes if done else None,
+    )
+    _record_part(transition, ref, done.staged if done else None)
+
+
+def record_failed(transition: Transition, event: CommitFailed) -> None:
+    failed = next(
+        (item for item in transition.state.stored if item.flush_id == event.flush_id), None
+    )
+    if failed is None:
+        return
+    transition.log("error", "commit_failed", step=failed.staged.id.step, reason=event.reason)
+    others = tuple(item for item in transition.state.stored if item.flush_id != event.flush_id)
+    if event.conflict:
+        transition.state = replace(
+            transition.state, stored=others, unusable=transition.state.unusable | {failed.staged.id}
+        )
+    else:
+        transition.state = replace(
+            transition.state, stored=(*others, replace(failed, is_asked=False))
+        )
+        flight.back_off(transition)
+
+
+def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) -> None:
+    """This VM's part is _record_part; the checkpoint exists when those of all VMs are."""
+    if staged is None or staged.nodes == 1:
+        _record_whole(transition, ref)
+    elif transition.state.last_complete is None or ref > transition.state.last_complete:
+        before = transition.state.incomplete
+        others = () if before is None else before.refs
+        refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
+        is_asked = before is not None and before.is_asked
+        transition.state = replace(
+            transition.state,
+            incomplete=Incomplete(
+                refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
+            ),
+        )
+
+
+def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
+    """A look for the parts of the other VMs was answered."""
+    incomplete = transition.state.incomplete
+    if incomplete is None:
+        return
+    is_newest = event.newest == incomplete.refs[0]
+    transition.state = replace(
+        transition.state,
+        incomplete=replace(
+            incomplete,
+            is_asked=False,
+            look_mono_s=transition.now + incomplete.wait_s,
+            committed=max(incomplete.committed, event.committed if is_newest else 0),
+        ),
+    )
+    if event.whole in incomplete.refs:
+        _record_whole(transition, event.whole)
+
+
+def _record_whole(transition: Transition, ref: CommitRef) -> None:
+    """All VMs have committed their parts: what is older is dispensable."""
+    state = transition.state
+    if state.incomplete is not None:
+        transition.mark("complete", generation=ref.generation, step=ref.step)
+        refs = tuple(part for part in state.incomplete.refs if part > ref)
+        transition.state = replace(
+            transition.state, incomplete=replace(state.incomplete, refs=refs) if refs else None
+        )
+    if state.last_complete is None or ref > state.last_complete:
+        transition.state = replace(
+            transition.state, last_complete=ref, last_commit_mono_s=transition.now
+        )
+    transition.do(TellCommitted(ref))
+    # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
+    abandoned = transition.state.abandoned
+    dispensable = tuple(
+        staged.directory
+        for staged in transition.state.staged
+        if staged.framework == "swansong"
+        and staged != transition.state.pinned
+        and (staged.id.step < ref.step or staged.id in abandoned)
+    )
+    if dispensable or abandoned or transition.state.has_aside:
+        staged_ids = {staged.id for staged in transition.state.staged}
+        transition.state = replace(
+            transition.state, abandoned=abandoned & staged_ids, has_aside=False
+        )
+        transition.do(Prune(dispensable))
+
+
+def reconcile(transition: Transition) -> None:
+    """Order the manifests that are due, and look for the parts of the other VMs."""
+    _look_for_parts(transition)
+    _order_manifests(transition)
+
+
+def _order_manifests(transition: Transition) -> None:
+    state = transition.state
+    if transition.now < state.retry_mono_s:
+        return
+    for item in state.stored:
+        if not item.is_asked:
+            asked = replace(item, is_asked=True)
+            transition.state = replace(
+                transition.state,
+                stored=tuple(asked if i is item else i for i in transition.state.stored),
+            )
+            assert state.generation is not None
+            transition.do(
+                CommitManifest(
+                    item.flush_id, item.staged, item.shards, state.generation, state.last_complete
+                )
+            )
+
+
+def _look_for_parts(transition: Transition) -> None:
+    """Look for the parts of the other VMs, less and less often; one look at a time.
+
+    The same thread commits: a look never goes before a manifest.
+    """
+    state = transition.state
+    incomplete = state.incomplete
+    is_committing = any(item.is_asked for item in state.stored)
+    if incomplete is None or incomplete.is_asked or is_committing:
+        return
+    is_awaited = state.finishing is not None and not state.finishing.is_done
+    is_urgent = is_awaited or (state.evacuation is not None and transition.left_s > 0)
+    if transition.now < incomplete.look_mono_s and not (
+        is_urgent and incomplete.wait_s > LOOK_FIRST_S
+    ):
+        return
+    transition.do(CheckComplete(incomplete.refs, incomplete.nodes))
+    wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
+    transition.state = replace(
+        transition.state, incomplete=replace(incomplete, wait_s=wait_s, is_asked=True)
+    )

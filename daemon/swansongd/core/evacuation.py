@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evacuations and precautions: what opens them, moves their deadline and ends them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from swansongd.core import nodes, notices, request, stall
+from swansongd.core.events import (
+    Rescan,
+    WithdrawRequest,
+)
+from swansongd.core.planner import PlanKind
+from swansongd.core.state import (
+    Evacuation,
+    State,
+)
+from swansongd.core.transition import HOST_SOURCE, Transition
+from swansongd.model import (
+    Notice,
+    Verdict,
+)
+
+PRECAUTION_EVERY_S = 600.0
+"""Advisory notices can come in storms; so often at most one costs a checkpoint."""
+PREPARED_MAX = 64
+OPENED_MAX = 64
+
+
+def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
+    """The id of the evacuation that opens now, which is also the id of its request to the trainer.
+
+    Hooks repeat their answer to an id that they have answered before.  So no id comes back within a boot: the
+    monotonic time is part of it.  The exception is the evacuation that an earlier life of the daemon had
+    open for this notice.  VMs that get the same words in a notice have different ids.
+    """
+    if notice.source == nodes.PEER_SOURCE:
+        return notice.identity  # the request of that VM
+    if notice.evacuation_id and notice.evacuation_id not in state.opened:
+        return notice.evacuation_id
+    facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {state.evacuations}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def reconcile(transition: Transition) -> None:
+    """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
+    live = transition.state.urgent_notices(transition.now)
+    evacuation = transition.state.evacuation
+    if not live:
+        if evacuation is not None and not evacuation.is_precaution:
+            _withdraw(transition, evacuation, "every notice was withdrawn")
+        _steer_precaution(transition)
+        return
+    if evacuation is None or evacuation.is_precaution:
+        _begin(transition, live)
+        return
+    news = _news(evacuation, live)
+    # Training continued since the verdict: what is new by now is worth another checkpoint.
+    admitted = notices.admitted(transition, news) if evacuation.verdict is not None else ()
+    deadline = _deadline_mono_s(live)
+    if admitted:
+        _open(transition, admitted[0], deadline)
+    elif deadline < evacuation.deadline_mono_s:
+        transition.evacuation = replace(transition.evacuation, deadline_mono_s=deadline)
+        transition.mark(
+            "deadline_moved", seconds_left=round(transition.left_s, 2), source=live[0].source
+        )
+    elif transition.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
+        transition.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
+        notices.outlived(transition, live)
+        _withdraw(transition, evacuation, "the VM has outlived its deadline")
+        return
+    is_waiting = evacuation.verdict is not None and not admitted
+    _answer(transition, tuple(n for n in live if not (is_waiting and n in news)))
+
+
+def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
+    """Open an evacuation, in place of a precaution, unless too many were opened a moment ago."""
+    admitted = notices.admitted(transition, live)
+    if not admitted:
+        return
+    if transition.state.evacuation is not None:
+        _withdraw(transition, transition.state.evacuation, "the end is near now")
+    notices.extend_overdue(transition, live)
+    live = transition.state.urgent_notices(transition.now)
+    first = next(n for n in live if n.identity == admitted[0].identity)
+    _open(transition, first, _deadline_mono_s(live))
+    _answer(transition, live)
+
+
+def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
+    evacuation = transition.state.evacuation
+    assert evacuation is not None
+    transition.evacuation = replace(
+        transition.evacuation, identities=frozenset(notice.identity for notice in live)
+    )
+    notices.answered_by(transition, live, evacuation.id)
+
+
+def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
+    """What this evacuation does not answer yet.  A time that has passed adds nothing to a standing SAFE."""
+    return tuple(
+        notice
+        for notice in live
+        if notice.identity not in evacuation.identities
+        and notice.source != HOST_SOURCE
+        and not (notice.is_overdue and evacuation.verdict is Verdict.SAFE)
+    )
+
+
+def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
+    """The earliest deadline; those of other VMs, and assumed ones of overdue notices, give way to our own."""
+    own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
+    timely = [n for n in own if not n.is_overdue] or own
+    return min(notice.deadline_mono_s for notice in timely)
+
+
+def _steer_precaution(transition: Transition) -> None:
+    """Word that may not come true, or not for long: one checkpoint more, and nobody stops for it."""
+    state = transition.state
+    early = [n for n in state.notices.values() if n.identity not in state.concluded]
+    if state.evacuation is not None:
+        if not early:
+            _withdraw(transition, state.evacuation, "every notice was withdrawn")
+        return
+    for notice in early:
+        if notice.identity in state.prepared or not state.connected:
+            continue
+        transition.state = replace(
+            transition.state, prepared=(*state.prepared, notice.identity)[-PREPARED_MAX:]
+        )
+        last = state.precaution_mono_s
+        if last is not None and transition.now - last < PRECAUTION_EVERY_S:
+            transition.log(
+                "info", "precaution_skipped", source=notice.source, reason="one was just taken"
+            )
+            continue
+        transition.state = replace(transition.state, precaution_mono_s=transition.now)
+        _open(transition, notice, notice.deadline_mono_s, is_precaution=True)
+        return
+
+
+def _open(
+    transition: Transition, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
+) -> None:
+    plan = request.planned(transition, left_s=deadline_mono_s - transition.now)
+    id_ = evacuation_id(notice, transition.state, transition.now)
+    transition.state = replace(
+        transition.state,
+        opened=(*transition.state.opened, id_)[-OPENED_MAX:],
+        evacuations=transition.state.evacuations + 1,
+    )
+    if not is_precaution:
+        notices.count(transition, notice.source)
+    evacuation = Evacuation(
+        id=id_,
+        reason=f"{notice.source}: {notice.kind}",
+        opened_mono_s=transition.now,
+        deadline_mono_s=deadline_mono_s,
+        plan=plan,
+        is_precaution=is_precaution,
+        is_resumed=id_ == notice.evacuation_id,
+        identities=frozenset({notice.identity}),
+        newest=max((staged.id for staged in transition.state.staged), default=None),
+    )
+    # What failed a minute ago is worth another try now.
+    transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)
+    transition.mark(
+        "precaution" if is_precaution else "notice",
+        source=notice.source,
+        kind=notice.kind,
+        seconds_left=round(transition.left_s, 2),
+        plan=plan.kind.value,
+        why=plan.reason,
+    )
+    stall.mark(transition)
+    transition.do(Rescan())
+    if plan.kind is PlanKind.TAKE:
+        request.make(transition)
+
+
+def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
+    transition.mark("withdrawn", reason=reason)
+    if evacuation.ask is not None:
+        transition.do(WithdrawRequest(evacuation.ask.request_id, reason))
+    transition.state = replace(transition.state, evacuation=None)

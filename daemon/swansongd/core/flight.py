@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flush in flight: which set it sends, and what its progress teaches about the bandwidth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from swansongd.core import planner
+from swansongd.core.events import (
+    CancelFlush,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    StartFlush,
+)
+from swansongd.core.planner import Candidate
+from swansongd.core.state import (
+    Flight,
+    State,
+    Stored,
+)
+from swansongd.core.transition import Transition
+from swansongd.model import (
+    CheckpointId,
+    Staged,
+)
+
+EARLY_EVERY_S = 1.0
+"""Files that have become final meanwhile join a flush so often, and whenever it has nothing to do."""
+START_S = 1.0
+"""That a flush has moved nothing counts against the bandwidth from so long after its start."""
+SAMPLE_S = 0.25
+"""So often the speed of a flush under way goes into the bandwidth."""
+SAMPLE_FIRST_S = 1.0
+"""The very first measurement has no earlier one to steady it."""
+THROTTLED = 0.8
+"""A background flush at this part of its limit, or more, has measured the limit and not the store."""
+RETRY_S_MAX = 30.0
+RETRY_URGENT_S = 0.5
+
+
+def record_progress(transition: Transition, event: FlushProgress) -> None:
+    flight = transition.state.flight
+    if flight is None or flight.flush_id != event.flush_id:
+        return
+    first = flight.bytes_sent == 0 and event.bytes_sent > 0
+    moved = replace(
+        flight,
+        bytes_sent=max(flight.bytes_sent, event.bytes_sent),
+        bytes_before=max(flight.bytes_before, event.bytes_stored - event.bytes_sent),
+    )
+    if first:  # how long it took to begin says nothing of how fast it goes
+        moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
+    transition.state = replace(
+        transition.state,
+        flight=moved,
+        kept={**transition.state.kept, flight.staged.id: event.bytes_stored},
+    )
+    sample_bandwidth(transition)
+
+
+def record_flushed(transition: Transition, event: Flushed) -> None:
+    flight = transition.state.flight
+    if flight is None or flight.flush_id != event.flush_id or not flight.is_sealed:
+        return
+    size_bytes = flight.staged.size_bytes
+    before = max(flight.bytes_before, event.bytes_referenced)
+    sent = event.bytes_sent if event.bytes_sent is not None else size_bytes - before
+    _learn_from_the_end(transition, flight, max(sent, flight.bytes_sent))
+    transition.state = replace(
+        transition.state,
+        flight=None,
+        failures=0,
+        kept={id_: size for id_, size in transition.state.kept.items() if id_ != flight.staged.id},
+        stored=(
+            *transition.state.stored,
+            Stored(
+                flush_id=event.flush_id, staged=flight.staged, shards=event.shards, is_asked=False
+            ),
+        ),
+    )
+    transition.mark("flushed", step=flight.staged.id.step, size_bytes=size_bytes)
+
+
+def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int) -> None:
+    if bytes_sent < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
+        return
+    if flight.is_sampled:
+        _learn(
+            transition, bytes_sent - flight.sampled_bytes, transition.now - flight.sampled_mono_s
+        )
+    else:  # too short for a look at it on the way
+        _learn(transition, bytes_sent, transition.now - flight.started_mono_s)
+
+
+def sample_bandwidth(transition: Transition) -> None:
+    """Learn from what the flush has moved since the last sample, were it nothing at all."""
+    flight = transition.state.flight
+    if flight is None:
+        return
+    to_send = flight.staged.size_bytes - flight.bytes_before
+    duration_s = transition.now - flight.sampled_mono_s
+    is_known = transition.state.bandwidth_bytes_per_s is not None
+    if to_send < planner.BANDWIDTH_SAMPLE_MIN_BYTES or duration_s < (
+        SAMPLE_S if is_known else SAMPLE_FIRST_S
+    ):
+        return
+    moved = flight.bytes_sent - flight.sampled_bytes
+    if moved or flight.bytes_unsent:  # else the wire has nothing to do but to wait for answers
+        _learn(transition, moved, duration_s)
+    transition.state = replace(
+        transition.state,
+        flight=replace(
+            flight, sampled_mono_s=transition.now, sampled_bytes=flight.bytes_sent, is_sampled=True
+        ),
+    )
+
+
+def _learn(transition: Transition, size_bytes: int, duration_s: float) -> None:
+    known = transition.state.bandwidth_bytes_per_s
+    limit = transition.state.settings.background_limit_bytes_per_s
+    is_limited = limit is not None and transition.state.evacuation is None  # any notice lifts it
+    is_at_limit = is_limited and size_bytes >= THROTTLED * (limit or 0.0) * duration_s
+    if is_at_limit and (known is None or known * duration_s >= size_bytes):
+        return  # the store may be faster: nobody knows how much, only that it is not slower
+    transition.state = replace(
+        transition.state,
+        bandwidth_bytes_per_s=planner.updated_bandwidth(known, size_bytes, duration_s),
+    )
+
+
+def record_failed(transition: Transition, event: FlushFailed) -> None:
+    flight = transition.state.flight
+    if flight is None or flight.flush_id != event.flush_id:
+        return
+    transition.state = replace(transition.state, flight=None)
+    transition.log(
+        "error", "flush_failed", step=flight.staged.id.step, reason=event.reason, void=event.void
+    )
+    if event.void and flight.is_sealed:  # else it may be its seal that changed it
+        transition.state = replace(
+            transition.state, unusable=transition.state.unusable | {flight.staged.id}
+        )
+    else:
+        back_off(transition)
+
+
+def record_absent(transition: Transition, present: frozenset[CheckpointId]) -> None:
+    """A scan did not find the set in flight any more."""
+    flight = transition.state.flight
+    if flight is not None and flight.is_sealed and flight.staged.id not in present:
+        transition.do(CancelFlush(flight.flush_id))
+        transition.state = replace(transition.state, flight=None)
+
+
+def back_off(transition: Transition) -> None:
+    """Try again later; at once, nearly, when the end is near."""
+    failures = transition.state.failures + 1
+    wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10) / 2)
+    if transition.state.evacuation is not None:
+        wait_s = RETRY_URGENT_S
+    transition.state = replace(
+        transition.state, failures=failures, retry_mono_s=transition.now + wait_s
+    )
+
+
+def reconcile(transition: Transition) -> None:
+    """Have the right set in flight."""
+    _change_flight(transition)
+    flight = transition.state.flight
+    if flight is not None and not flight.is_sealed and transition.state.early is None:
+        transition.do(CancelFlush(flight.flush_id))  # nobody waits for it any more
+        transition.state = replace(transition.state, flight=None)
+
+
+def _change_flight(transition: Transition) -> None:
+    state = transition.state
+    flight = state.flight if state.flight is not None and state.flight.is_sealed else None
+    if state.generation is None or transition.now < state.retry_mono_s:
+        return
+    candidates = state.candidates
+    if state.evacuation is None:
+        if flight is None and candidates:  # in the background what is begun is finished first
+            _start_flush(transition, max(candidate.id for candidate in candidates))
+        return
+    data_left_s = transition.left_s - state.settings.reserve_s
+    if transition.left_s > 0 >= data_left_s:
+        _spare_the_reserve(transition)
+        return
+    if transition.left_s <= 0:  # outlived, so far: whatever still gets through is won
+        data_left_s = math.inf
+    answer = state.answer
+    if answer is not None and state.evacuation.verdict is None and not state.is_covered(answer):
+        # A trainer that trains on may seal newer ones: they wait until this one is committed.
+        candidates = tuple(c for c in candidates if c.id <= answer)
+    wanted = planner.choose(
+        candidates,
+        left_s=data_left_s,
+        bandwidth_bytes_per_s=state.bandwidth_bytes_per_s,
+        in_flight=flight.staged.id if flight is not None else None,
+    )
+    if _is_early_better(state, wanted, data_left_s):
+        _start_early(transition)
+    elif wanted is not None and (flight is None or flight.staged.id != wanted.id):
+        _start_flush(transition, wanted.id)
+
+
+def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float) -> bool:
+    """Whether the wire should carry shards of the set that is being written, and no sealed one."""
+    if state.early is None or wanted is None:
+        return state.early is not None
+    bandwidth = state.bandwidth_bytes_per_s
+    return (
+        not planner.fits(wanted, data_left_s, bandwidth)
+        and planner.seconds_to_store(state.bytes_to_come, bandwidth) <= data_left_s
+    )
+
+
+def _start_early(transition: Transition) -> None:
+    """Send what is final of the growing set, and from time to time what has come since."""
+    early, flight = transition.state.early, transition.state.flight
+    assert early is not None
+    if flight is not None and not flight.is_sealed and flight.staged.id == early.id:
+        is_stored = transition.state.kept.get(early.id, 0) >= flight.staged.size_bytes
+        is_due = is_stored or transition.now - flight.started_mono_s >= EARLY_EVERY_S
+        if flight.staged.files == early.files or not is_due:
+            return
+    _fly(transition, early, is_sealed=False)
+
+
+def _spare_the_reserve(transition: Transition) -> None:
+    """From here to the deadline the wire belongs to the manifest."""
+    flight = transition.state.flight
+    if flight is not None:
+        stored = transition.state.kept.get(flight.staged.id, 0)
+        transition.mark("flush_stopped", step=flight.staged.id.step, bytes_stored=stored)
+        transition.do(CancelFlush(flight.flush_id))
+        transition.state = replace(transition.state, flight=None)
+
+
+def _start_flush(transition: Transition, wanted: CheckpointId) -> None:
+    staged = next(item for item in transition.state.staged if item.id == wanted)
+    _fly(transition, staged, is_sealed=True)
+
+
+def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
+    state = transition.state
+    assert state.generation is not None
+    flush_id = f"{staged.id}.{state.flushes + 1}"
+    transition.state = replace(
+        transition.state,
+        flushes=state.flushes + 1,
+        flight=Flight(
+            flush_id=flush_id,
+            staged=staged,
+            is_sealed=is_sealed,
+            started_mono_s=transition.now,
+            bytes_before=state.kept.get(staged.id, 0),
+            sampled_mono_s=transition.now + START_S,
+        ),
+    )
+    transition.mark(
+        "flush" if is_sealed else "early_shards",
+        step=staged.id.step,
+        size_bytes=staged.size_bytes,
+    )
+    transition.do(StartFlush(flush_id, staged, state.generation, is_sealed=is_sealed))

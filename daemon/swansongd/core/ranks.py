@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's processes on this VM: who is connected, where each trains, what each has measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core import lineage, nodes, periodic, request, stall
+from swansongd.core.events import (
+    TellCommitted,
+    TrainerFailed,
+    TrainerLeft,
+    TrainerProgress,
+)
+from swansongd.core.state import (
+    FailedSaves,
+)
+from swansongd.core.transition import Transition
+from swansongd.model import (
+    TrainerView,
+)
+
+
+def record_joined(transition: Transition, trainer: TrainerView) -> None:
+    """A rank connected, for the first time or again."""
+    state = transition.state
+    others = tuple(t for t in state.trainers if t.pid != trainer.pid)
+    known = next((t for t in state.trainers if t.pid == trainer.pid), None)
+    if known is not None:
+        trainer = replace(trainer, start_step=known.start_step)
+    lineage.noted(transition, trainer.start_id)
+    if not state.connected:
+        transition.state = replace(transition.state, joined_mono_s=transition.now)
+    transition.state = replace(transition.state, trainers=(*others, trainer))
+    if state.last_complete is not None:  # made while it was away, perhaps
+        transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
+    nodes.joined(transition, trainer)
+    request.record_joined(transition, trainer.connection, trainer.rank)
+    periodic.joined(transition, trainer.connection)
+
+
+def record_refused(transition: Transition, reason: str) -> None:
+    """A process was turned away because another one has its rank."""
+    transition.state = replace(
+        transition.state,
+        ranks_refused=transition.state.ranks_refused + 1,
+        refused_why=reason,
+        refused_mono_s=transition.now,
+    )
+
+
+def record_left(transition: Transition, event: TrainerLeft) -> None:
+    """The connection of a rank ended, perhaps with its process."""
+    state = transition.state
+    gone = next((t for t in state.trainers if t.connection == event.connection), None)
+    if gone is None:
+        return
+    others = tuple(t for t in state.trainers if t.connection != event.connection)
+    if not event.exited:
+        away = replace(gone, is_connected=False)
+        transition.state = replace(state, trainers=(*others, away))
+        return
+    transition.state = replace(state, trainers=others)
+    request.record_rank_ended(transition, gone.rank)
+
+
+def record_progress(transition: Transition, event: TrainerProgress) -> None:
+    """A rank reported its step and what it has measured."""
+    _record_start(transition, event)
+    record_measures(transition, event)
+
+
+def _record_start(transition: Transition, event: TrainerProgress) -> None:
+    """The first report of a connection, and each report of another start, says where training begins."""
+    trainer = next((t for t in transition.state.trainers if t.connection == event.connection), None)
+    is_placed = trainer is not None and trainer.start_step >= 0
+    if trainer is None or event.step < 0 or (is_placed and not event.start_id):
+        return
+    placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
+    if event.start_id:
+        placed = replace(placed, start_id=event.start_id, step=event.step)
+        lineage.noted(transition, event.start_id)
+    others = (t for t in transition.state.trainers if t is not trainer)
+    transition.state = replace(transition.state, trainers=(*others, placed))
+    before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
+    lineage.started(transition, placed, before_mono_s=before_mono_s)
+
+
+def record_measures(transition: Transition, event: TrainerProgress) -> None:
+    def updated() -> object:
+        for trainer in transition.state.trainers:
+            if trainer.connection != event.connection:
+                yield trainer
+            else:
+                said = trainer if event.loss_is_finite is None else event
+                yield replace(
+                    trainer,
+                    step=max(trainer.step, event.step),
+                    save_s=trainer.save_s if event.save_s is None else event.save_s,
+                    save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
+                    snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
+                    step_s=stall.usual_step_s(trainer.step_s, event.step_s),
+                    loss=said.loss,
+                    loss_is_finite=said.loss_is_finite,
+                    reported_mono_s=transition.now,
+                )
+                if event.loss_is_finite is False and trainer.loss_is_finite is not False:
+                    transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
+
+    transition.state = replace(transition.state, trainers=tuple(updated()))  # type: ignore[arg-type]
+
+
+def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
+    """Count and log a checkpoint that failed, once although each of its ranks reports it."""
+    if event.failed_step is None:
+        return
+    before = transition.state.failed_saves
+    rank = next(
+        (t.rank for t in transition.state.trainers if t.connection == event.connection), None
+    )
+    failed = FailedSaves(
+        before.count + 1, event.request_id, event.failed_step, rank, event.reason, transition.now
+    )
+    if (failed.request_id, failed.step) == (before.request_id, before.step):
+        return
+    transition.state = replace(transition.state, failed_saves=failed)
+    transition.log(
+        "warning",
+        "save_failed",
+        rank=rank,
+        step=failed.step,
+        reason=failed.reason,
+        failed_saves=failed.count,
+    )
