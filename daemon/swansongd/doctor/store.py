@@ -232,7 +232,7 @@ class _Probe:
         """Whether shards are to go out with trailers, which takes TLS."""
         is_tls = store_fixes.address(self._config).startswith("https:")
         is_s3 = isinstance(self._backend, S3Store)
-        return is_s3 and is_tls and self._config.store.checksums == "trailer"
+        return is_s3 and is_tls and self._config.store.checksums != "header"
 
     @property
     def _send_headers(self) -> str:
