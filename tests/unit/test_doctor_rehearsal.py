@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from memory_store import MemoryStore
 from swansongd.config import Config, parse
+from swansongd.doctor import rehearsal
 from swansongd.doctor import store as of_store
 from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Finding, examine
@@ -158,6 +160,24 @@ def test_a_store_that_lies_is_found_out(
     """It accepts all that is sent, and returns other bytes, lists less, or ignores create-if-absent."""
     lie(store)
     assert failures(rehearsed(config)) == [step]
+
+
+@pytest.mark.fault("O02")
+def test_a_store_that_hangs_is_left_in_time(
+    config: Config, store: Altered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that never ends costs its step; the bucket is cleaned up all the same."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(rehearsal, "FLUSH_S", 0.2)
+    store.before = lambda what, _key: what == "put_part" and goes_on.wait()
+    try:
+        findings = rehearsed(config)
+    finally:
+        goes_on.set()
+    assert failures(findings) == ["multipart upload"]
+    assert "in 0.2 s" in findings["multipart upload"].found
+    assert store.objects == {}
+    assert store.open == {}
 
 
 @pytest.mark.fault("S21")

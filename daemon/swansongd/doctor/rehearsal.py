@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal of what a VM does with its store: claim, flush, commit, list, restore, and clean up.
+"""A rehearsal of all that a VM asks of its store: claim, flush, commit, list, restore, and clean up.
 
 It is a run of its own, ``<run>/probes/doctor-<hex>``, in the daemon's own store, and every request comes
 from the code that the daemon and ``swansong restore`` use.  So a store that refuses, changes or hides what
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CleanUp:
-    """What the store had of the rehearsal, and still has for want of the right to delete."""
+    """Objects of the rehearsal: those that the store had, and those that may not be deleted."""
 
     objects: int
     left: int

@@ -166,14 +166,14 @@ def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | 
 
 
 class Room(NamedTuple):
-    """What files take up, or may take up."""
+    """Space, and the number of files in it."""
 
     size_bytes: int
     files: int
 
 
 def free(path: Path) -> Room:
-    """What the daemon's user may still write to the file system of ``path``."""
+    """Space that the daemon's user may still fill on the file system of ``path``."""
     facts = os.statvfs(path)
     files = facts.f_favail if facts.f_files else sys.maxsize  # some make inodes as they go
     return Room(facts.f_bavail * facts.f_frsize, files)

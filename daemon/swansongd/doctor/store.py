@@ -107,7 +107,7 @@ def checks(
 
 
 class _Probe:
-    """What the checks ask, and the rehearsal below ``<run>/probes/``."""
+    """The questions of the checks, and the rehearsal below ``<run>/probes/``."""
 
     def __init__(
         self,
