@@ -99,7 +99,7 @@ class Rehearsal:
         self.part_bytes = part_bytes
         self.large_bytes = part_bytes + 1
         """Of the shard that is stored in two parts."""
-        self._generation = 0
+        self._claim: commit.Claim | None = None
         self._shards: tuple[StoredShard, ...] = ()
         self._nonce = secrets.token_hex(4)
         self._scratch: Path | None = None
@@ -108,11 +108,10 @@ class Rehearsal:
 
     def claim(self) -> bool:
         """Claim a generation.  False: the store created the same object twice."""
-        claim = commit.claim_generation(
+        self._claim = commit.claim_generation(
             self._store, self.keys, identity={"program": "swansong doctor"}, nonce=self._nonce
         )
-        self._generation = claim.generation
-        return claim.honours_if_absent
+        return self._claim.honours_if_absent
 
     def send_small(self) -> None:
         """Flush a set of one shard that takes one request."""
@@ -134,9 +133,10 @@ class Rehearsal:
 
     def commit(self) -> None:
         """Commit what was sent, and read the manifest back."""
+        assert self._claim is not None
         manifest = Manifest(
             run=self.keys.run,
-            generation=self._generation,
+            generation=self._claim.generation,
             step=_STEP,
             kind=CheckpointKind.PERIODIC,
             node=0,
@@ -189,6 +189,7 @@ class Rehearsal:
 
     def _flushed(self) -> tuple[StoredShard, ...]:
         """Send the set as it lies there; what of it is stored already is not sent again."""
+        assert self._claim is not None
         if self._engine is None:
             self._engine = self._new_engine()
         staged = Staged(
@@ -199,7 +200,7 @@ class Rehearsal:
         )
         flush_id = secrets.token_hex(4)
         self._store.failure = None
-        self._engine.start(flush_id, staged, self._generation)
+        self._engine.start(flush_id, staged, self._claim.generation)
         give_up_mono_s = time.monotonic() + FLUSH_S
         while (left_s := give_up_mono_s - time.monotonic()) > 0:
             try:
