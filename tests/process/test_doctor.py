@@ -458,7 +458,7 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     vm = new_vm("a", {"url": store.as_uri()})
     vm.start_daemon()
     for size, number, fix in (
-        ("size=2m", "0.0021 GB", "df -h "),
+        ("size=2m", "2.1 MB", "df -h "),
         ("nr_inodes=60", " more files", "df -i "),
     ):
         result = examine(vm, "--trial", prefix=on_a_disk_of(size, store))

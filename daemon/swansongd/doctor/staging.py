@@ -218,7 +218,7 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
     Args:
         newest: size of the newest checkpoint; zeros where there is none.
     """
-    bytes_free = f"{free.size_bytes / 1e9:.3g} GB free in {path}"
+    bytes_free = f"{_sized(free.size_bytes)} free in {path}"
     look = f"df -h {fixes.quoted(path)}"
     if free.files < max(newest.files, _FREE_FILES_MIN):
         return failure(
@@ -227,7 +227,7 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
         )
     if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
         return failure(f"{bytes_free}: not enough for any checkpoint", look)
-    size = f"the newest checkpoint has {newest.size_bytes / 1e9:.3g} GB"
+    size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
     if free.size_bytes < max(newest.size_bytes, _SPEED_BYTES):
         return failure(f"{bytes_free}: not enough for one checkpoint; {size}", look)
     if not newest.size_bytes:
@@ -242,6 +242,10 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
     if free.size_bytes < 2 * newest.size_bytes:
         return warning(f"{found}: not enough for two", look)
     return ok(found)
+
+
+def _sized(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 def _speed(path: Path) -> Judgement:

@@ -194,7 +194,7 @@ class _Probe:
         yield step("create-if-absent", self._create_again, "write", _LIMIT_STEP_S)
         yield step("upload", self._send_small, "write", _LIMIT_DATA_S)
         yield step("multipart upload", self._send_large, "upload", _LIMIT_DATA_S)
-        yield step("commit", self._commit, "upload", _LIMIT_STEP_S)
+        yield step("commit", self._commit, "multipart upload", _LIMIT_STEP_S)
         yield step("read back", self._restore, "commit", _LIMIT_DATA_S)
         yield step("delete", self._delete, "bucket", _LIMIT_STEP_S)
 
