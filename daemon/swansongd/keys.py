@@ -55,6 +55,11 @@ class RunKeys:
     def farewells(self) -> str:
         return f"{self.run}/farewells/"
 
+    @property
+    def probes(self) -> str:
+        """Below it lie the rehearsals of ``swansong doctor``, each with the layout of a run."""
+        return f"{self.run}/probes/"
+
     def generation(self, generation: int) -> str:
         return f"{self.generations}{_generation(generation)}.json"
 
@@ -77,9 +82,6 @@ class RunKeys:
 
     def farewell(self, generation: int, stamp: str) -> str:
         return f"{self.farewell_prefix(generation)}{stamp}.json"
-
-    def probe(self, nonce: str) -> str:
-        return f"{self.run}/probes/{nonce}"
 
     def parse_generation(self, key: str) -> int | None:
         match = _GENERATION.fullmatch(key.removeprefix(self.generations))

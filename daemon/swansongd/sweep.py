@@ -73,10 +73,11 @@ class Sweeper:
         Raises:
             StoreError: the store failed.
         """
-        for found in self._store.uploads(self._keys.data):
-            if self._is_urgent():
-                return False
-            if found.age_s >= self._after_s and not self._holds(found.upload_id):
-                self._store.abort(found.key, found.upload_id)
-                _log.info("upload_aborted", key=found.key, age_s=round(found.age_s))
+        for prefix in (self._keys.data, self._keys.probes):
+            for found in self._store.uploads(prefix):
+                if self._is_urgent():
+                    return False
+                if found.age_s >= self._after_s and not self._holds(found.upload_id):
+                    self._store.abort(found.key, found.upload_id)
+                    _log.info("upload_aborted", key=found.key, age_s=round(found.age_s))
         return True

@@ -131,6 +131,37 @@ def test_refusals_of_gcs(
     refusal_is_classified(open_cloud("gcs"), status, code, wanted, hint)
 
 
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            b'{"error": {"code": 403, "message": "\\"me\\" lacks storage.objects.get\\n"}}',
+            '"me" lacks',
+        ),
+        (b'{"error": "invalid_grant", "error_description": "no"}', "invalid_grant"),
+        (b"<Error><Message>Denied.</Message><Details>me lacks it</Details></Error>", "me lacks it"),
+        (b"<html><head><title>Forbidden by the proxy</title></head></html>", "by the proxy"),
+        (b"the bucket is locked\n", "the bucket is locked"),
+        (json.dumps({"error": {"message": LONG}}).encode(), "xxx"),
+    ],
+)
+def test_a_refusal_of_gcs_says_why(
+    open_cloud: Callable[[str], Cloud], body: bytes, reason: str
+) -> None:
+    """The reason is in the error, in one line of bounded length, whichever interface gave it."""
+    cloud = open_cloud("gcs")
+    store = cloud.open()
+    cloud.order("say", status=403, body=body.decode())
+    with pytest.raises(StoreError) as caught:
+        store.check()
+    assert reason in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.fault("O04")
 def test_one_call_is_one_request(cloud: Cloud) -> None:
     """No SDK repeats anything behind our back, whatever comes."""

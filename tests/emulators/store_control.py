@@ -11,7 +11,8 @@ Control, all by POST with a query but the last, below ``/_control/``::
                                 ``times`` is 1 when left out; ``status=200`` is an error all the same
                                 ``retry_after_s`` adds that header
     say?body=TEXT&method=POST&match=uploadId&times=1
-                                the next requests are answered with 200 and TEXT, and not carried out
+                                the next requests are answered with TEXT, and not carried out; ``status``
+                                is 200 when left out
     corrupt?object=NAME         one bit of the stored object flips
     preconditions?honour=0      create-if-absent is ignored, as some stores do
     forget                      all multipart uploads are forgotten
@@ -287,7 +288,8 @@ class StoreControl:
             elif name == "answer":
                 self._faults.append(self._fault(call, "answer"))
             elif name == "say":
-                said = Answer(200, (call.parameter("body") or "").encode())
+                status = int(call.parameter("status", "200") or 0)
+                said = Answer(status, (call.parameter("body") or "").encode())
                 self._faults.append(replace(self._fault(call, "answer"), answer=said))
             elif name == "flip":
                 self._faults.append(self._fault(call, "flip"))

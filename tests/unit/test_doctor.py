@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
+import ssl
+import subprocess
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,13 +41,17 @@ from swansongd.doctor.host import (
 )
 from swansongd.doctor.sandbox import refused, unit_text
 from swansongd.doctor.staging import (
+    Room,
     judge_devices,
     judge_parents,
     judge_space,
-    newest_bytes,
+    newest,
 )
-from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed, mending
-from swansongd.errors import FencedError, NotFound, Permanent, Transient
+from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
+from swansongd.doctor.store_fixes import ask_by_hand, of_credentials, of_lifecycle, of_refusal
+from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.gcs_access import Forbidden
+from swansongd.stores.s3_access import CREDENTIALS_HINT
 
 GB = 10**9
 UNIT = {
@@ -197,20 +205,29 @@ def test_clock_judgement() -> None:
     assert skew_s("yesterday", 0.0, 0.0) is None
 
 
+MANY = 10**9
+"""Files, more than any limit."""
+
+
 @pytest.mark.parametrize(
     ("free", "newest", "level"),
     [
-        (10 * GB, 6 * GB, "warning"),
-        (12 * GB, 6 * GB, "ok"),
-        (5 * GB, 6 * GB, "failure"),
-        (10**6, 0, "failure"),
-        (GB // 2, 0, "warning"),
-        (2 * GB, 0, "ok"),
+        (Room(10 * GB, MANY), Room(6 * GB, 9), "warning"),
+        (Room(12 * GB, MANY), Room(6 * GB, 9), "ok"),
+        (Room(5 * GB, MANY), Room(6 * GB, 9), "failure"),
+        (Room(10**6, MANY), Room(0, 0), "failure"),
+        (Room(GB // 2, MANY), Room(0, 0), "warning"),
+        (Room(2 * GB, MANY), Room(0, 0), "ok"),
+        (Room(2 * GB, 3), Room(0, 0), "failure"),
+        (Room(2 * GB, 999), Room(1, 1000), "failure"),
+        (Room(2 * GB, 1999), Room(1, 1000), "warning"),
     ],
 )
-def test_space(free: int, newest: int, level: str) -> None:
-    """Two checkpoints should fit, one must."""
-    assert judge_space(Path("/s"), free, newest).level == level
+def test_space(free: Room, newest: Room, level: str) -> None:
+    """Two checkpoints should fit, one must: their bytes, and their number of files."""
+    judged = judge_space(Path("/s"), free, newest)
+    assert judged.level == level
+    assert bool(judged.mend) == (level != "ok")
 
 
 @pytest.mark.fault("S1", "S7")
@@ -222,7 +239,7 @@ def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
     outside.mkdir()
     (outside / "large").write_bytes(bytes(10**6))
     (run / "step-2").symlink_to(outside)
-    assert newest_bytes(run) == 1000
+    assert newest(run) == Room(1000, 3)
     (run / "step-1" / "links").symlink_to(outside)
     tmp_fd = openat.open_directory(tmp_path)
     try:
@@ -233,7 +250,7 @@ def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
             os.close(fd)
             fd = below
         os.close(fd)
-        assert 1000 <= newest_bytes(run) < 10**5
+        assert 1000 <= newest(run).size_bytes < 10**5
     finally:
         openat.remove_tree("run", dir_fd=tmp_fd)  # pytest could not
         os.close(tmp_fd)
@@ -361,16 +378,86 @@ def test_grace_periods_of_the_clouds() -> None:
     assert longest_grace_s(default, "none") == 25.0
 
 
+def refused_by(store: dict[str, object], error: StoreError) -> str:
+    return of_refusal(config(store=store), Path("/etc/swansong/swansong.toml"), error)
+
+
 def test_each_refusal_of_a_store_has_its_command() -> None:
     """By scheme and by kind of error."""
-    s3, gs = config(), config(store={"url": "gs://bucket/x"})
-    file = config(store={"url": "file:///srv/a%20b"})
-    assert mending(s3, NotFound("")) == "aws s3 mb s3://bucket"
-    assert mending(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
-    assert "https://s3.amazonaws.com" in mending(s3, Transient(""))
-    assert mending(s3, Permanent("")).startswith("aws iam put-role-policy ")
-    assert "packer/permissions/gcp-vm.yaml" in mending(gs, Permanent(""))
-    assert "'/srv/a b'" in mending(file, NotFound(""))
+    s3, gs = {"url": "s3://bucket/x"}, {"url": "gs://bucket/x"}
+    assert refused_by(s3, NotFound("")) == "aws s3 mb s3://bucket"
+    assert refused_by(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
+    assert "https://s3.amazonaws.com" in refused_by(s3, Transient(""))
+    assert refused_by(s3, Permanent("")).startswith("aws iam put-role-policy ")
+    wrong_key = Permanent("", hint=CREDENTIALS_HINT)
+    assert refused_by(s3, wrong_key).startswith("aws ec2 associate-iam-instance-profile ")
+    assert "packer/permissions/gcp-vm.yaml" in refused_by(gs, Forbidden(""))
+    assert refused_by(gs, Permanent("401")).startswith("gcloud compute instances ")
+    assert "'/srv/a b'" in refused_by({"url": "file:///srv/a%20b"}, NotFound(""))
+
+
+def test_a_store_of_its_own_gets_no_advice_for_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of aws name the endpoint and its certificates; roles of AWS and Google are not mentioned."""
+    monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
+    at, ca = "https://store:9000", "/etc/our ca.pem"
+    s3: dict[str, object] = {
+        "url": "s3://bucket/x",
+        "endpoint": at,
+        "region": "eu",
+        "ca_bundle": ca,
+    }
+    gs: dict[str, object] = {"url": "gs://bucket/x", "endpoint": at}
+    options = f"--endpoint-url {at} --region eu --ca-bundle '{ca}'"
+    assert refused_by(s3, NotFound("")) == f"aws s3 mb s3://bucket {options}"
+    assert options in of_lifecycle(config(store=s3))
+    assert ca in refused_by(s3, Transient(""))
+    for store in (s3, gs):
+        for fix in (
+            refused_by(store, Permanent("405")),
+            refused_by(store, Forbidden("403")),
+            refused_by(store, NotFound("")),
+            of_credentials(config(store=store), None),
+            of_lifecycle(config(store=store)),
+        ):
+            assert "aws iam" not in fix
+            assert "aws ec2" not in fix
+            assert not re.search(r"\bgcloud (storage|compute)", fix)
+            assert at in fix or "/etc/swansong/" in fix
+    of_aws: dict[str, object] = {
+        "url": "s3://bucket/x",
+        "endpoint": "https://b.vpce-1.s3.eu-west-1.vpce.amazonaws.com",
+    }
+    assert refused_by(of_aws, Permanent("")).startswith("aws iam ")
+
+
+def test_a_certificate_that_is_not_trusted_is_added(tmp_path: Path) -> None:
+    """The fix names the key of the configuration, whatever the store is."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[store] # ours\nurl = "s3://b/x"\n')
+    try:
+        raise Permanent("untrusted") from ssl.SSLCertVerificationError()
+    except Permanent as error:
+        fix = of_refusal(config(), path, error)
+    assert 'ca_bundle = "/PATH/OF/AUTHORITY.pem"' in fix
+
+
+def test_the_store_is_asked_by_hand_with_its_own_certificates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the daemon's connections trust: the configured file, else that of the environment."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/aws.pem")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/requests.pem")
+    asked = [
+        ask_by_hand(config(store=store))
+        for store in (
+            {"url": "s3://bucket/x"},
+            {"url": "gs://bucket/x"},
+            {"url": "s3://bucket/x", "ca_bundle": "/own.pem"},
+            {"url": "s3://bucket/x", "endpoint": "http://plain"},
+        )
+    ]
+    found = [re.findall(r"/[a-z]+\.pem", command) for command in asked]
+    assert found == [["/aws.pem"], ["/requests.pem"], ["/own.pem"], []]
 
 
 @pytest.mark.parametrize(
@@ -561,6 +648,10 @@ Environment=HOME=/c%d
     assert "Requires=other.service" not in lines
     assert lines.index("ExecStartPre=") > lines.index("ExecStartPre=/bin/dangerous")
     assert 'ExecStart="/p" "a\\"b$$%%"' in lines
+    # Files of its own, in the one place that the sandbox lets it write and that systemd removes.
+    assert lines[lines.index("RuntimeDirectory=") + 1] == "RuntimeDirectory=d-scratch"
+    assert "RuntimeDirectoryPreserve=no" in lines
+    assert "Environment=TMPDIR=%t/d-scratch" in lines
 
 
 def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
@@ -607,3 +698,31 @@ def test_a_key_of_the_configuration_is_set_only_where_one_line_has_it(tmp_path: 
     assert set_key(path, "cloud", "auto").startswith("sudo sed -i ")
     path.write_text('[sources]\ncloud = "aws"\n[x]\ncloud = "aws"\n')
     assert set_key(path, "cloud", "auto").startswith("sudoedit ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[run]\nname = "r"\n[store] # ours\nurl = "s3://b"\n[log]\n',
+        '[store]\nchecksums = "trailer"\nurl = "s3://b"\n# checksums = "x"\n',
+    ],
+)
+def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
+    """Pasted, it changes the key where it stands, or adds it to its table, and nothing else."""
+    path = tmp_path / "swansong.toml"
+    path.write_text(text)
+    before = tomllib.loads(text)
+    command = set_key(path, "checksums", "header", table="store").partition(" && ")[0]
+    subprocess.run(["sh", "-c", command.removeprefix("sudo ")], check=True)
+    before["store"]["checksums"] = "header"
+    assert tomllib.loads(path.read_text()) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[store.x]\n", "[store]\nchecksums = 'trailer'\n", 'store = { url = "s3://b" }\n', ""]
+)
+def test_a_key_that_no_command_can_set_opens_the_file(tmp_path: Path, text: str) -> None:
+    """Another spelling of TOML is left to a person."""
+    path = tmp_path / "swansong.toml"
+    path.write_text(text)
+    assert set_key(path, "checksums", "header", table="store").startswith("sudoedit ")

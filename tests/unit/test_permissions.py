@@ -42,7 +42,7 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "abort": ({"AbortMultipartUpload"}, {"multipartUploads.abort"}),
     "check": ({"ListBucket"}, {"objects.list"}),
     "warm": ({"ListBucket"}, {"objects.list"}),
-    # Only doctor deletes, its own probe, and does without.
+    # Only doctor deletes, its own rehearsal, and does without.
     "delete": (set(), set()),
 }
 

@@ -38,9 +38,15 @@ def sweeper(
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Three uploads of this run and one of another, all an hour old."""
+    """Three uploads of this run, one of its doctor and one of another run, all an hour old."""
     made = MemoryStore()
-    for key in ("r/data/1/a", "r/data/1/b", "r/data/2/c", "other/data/1/d"):
+    for key in (
+        "r/data/1/a",
+        "r/data/1/b",
+        "r/data/2/c",
+        "r/probes/doctor-1/data/1/e",
+        "other/data/1/d",
+    ):
         made.begin(key, 10, 5)
     return made
 
@@ -56,7 +62,7 @@ def test_old_uploads_of_this_run_are_aborted(store: MemoryStore) -> None:
 def test_a_young_upload_may_be_of_somebody_alive(store: MemoryStore) -> None:
     """Nothing younger than configured is touched."""
     assert sweeper(store, after_s=3601.0).sweep()
-    assert len(store.open) == 4
+    assert len(store.open) == 5
 
 
 def test_an_evacuation_has_the_wire_for_itself(store: MemoryStore) -> None:
@@ -78,4 +84,4 @@ def test_it_sweeps_at_the_start_and_tries_again_after_a_failure(store: MemorySto
     sweeper(store, stop=stop).start()
     until(lambda: len(store.open) == 1, what="the uploads to be aborted")
     stop.set()
-    assert store.count("uploads") == 3
+    assert store.count("uploads") == 4, "two failures, then data and probes"

@@ -16,6 +16,7 @@ from swansongd.cli.talk import Daemon
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
+from swansongd.telemetry import log
 from swansongd.telemetry.log import printable
 
 _STYLES = {
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    log.configure("console", "error")  # what is retried shows in the findings, if at all
     findings = (
         check_image(args.config)
         if args.image

@@ -56,16 +56,27 @@ def checks(config: Config, path: Path) -> Iterator[Check]:
     )
 
 
-def set_key(path: Path, key: str, value: str) -> str:
-    """Gives a key of the configuration another value, where one line has it; else opens the file."""
-    line = re.compile(rf"^{key} *= *\"[^\"]*\"", re.MULTILINE)
+def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
+    """Gives a key of the configuration another value, or opens the file where that takes a person.
+
+    Args:
+        key: of a string, which stands in one line of its own.
+        table: gets the key where no line has it; empty: the file must have it.
+    """
     try:
-        found = len(line.findall(path.read_text(encoding="utf-8", errors="replace")))
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        found = 0
-    if found != 1:
+        text = ""
+
+    def is_once(line: str) -> bool:
+        return len(re.findall(line, text, re.MULTILINE)) == 1
+
+    if is_once(rf'^{key} *= *"[^"]*"'):
+        expression = f's|^{key} *= *"[^"]*"|{key} = "{value}"|'
+    elif table and is_once(rf"^\[{table}\]") and not re.search(rf"^ *{key}\b", text, re.MULTILINE):
+        expression = f's|^\\[{table}\\].*|&\\n{key} = "{value}"|'
+    else:
         return fixes.edit(path)
-    expression = f's|^{key} *= *"[^"]*"|{key} = "{value}"|'
     command = f"sed -i {shlex.quote(expression)} {fixes.quoted(path)}"
     return fixes.then(fixes.as_root(command), fixes.restart())
 

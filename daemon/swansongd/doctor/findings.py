@@ -134,7 +134,7 @@ def of_error(error: Exception, mend: str) -> Judgement:
             words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
-    return failure(f"{words}. {hint}" if hint else words, mend)
+    return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, mend)
 
 
 def _bounded(check: Check) -> Judgement:

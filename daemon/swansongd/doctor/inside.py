@@ -22,6 +22,7 @@ from swansongd.doctor.findings import Check, examine
 from swansongd.doctor.grace import grace_s
 from swansongd.errors import ConfigError
 from swansongd.sources.detect import detect_cloud
+from swansongd.telemetry import log
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--operator-file", type=Path)
     parser.add_argument("--environment-of", required=True)
     options = Options(**vars(parser.parse_args(argv)))
+    log.configure("console", "error")  # on standard error; findings name what fails
     try:
         config = load(options.config)
     except ConfigError as error:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from swansongd.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Judgement, Level, failure, ok
-from swansongd.doctor.store import address
+from swansongd.doctor.store_fixes import address
 from swansongd.sources.metadata import DEFAULT_URL
 
 FAMILY = "network"

@@ -30,7 +30,8 @@ LIMIT_S = 400.0
 _POLL_S = 0.05
 _SYSTEMCTL_S = 15.0
 _UNITS = Path("/run/systemd/system")
-# Everything else of the section stays: user, environment, credentials, limits, sandbox.
+# Everything else of the section stays: user, environment, credentials, limits, sandbox.  systemd removes the
+# runtime directory with the unit, however that ends.
 _INSTEAD = """
 Type=oneshot
 NotifyAccess=none
@@ -42,6 +43,10 @@ TimeoutStopSec=5s
 KillMode=control-group
 FileDescriptorStoreMax=0
 RuntimeDirectory=
+RuntimeDirectory={directory.name}-scratch
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=no
+Environment=TMPDIR=%t/{directory.name}-scratch
 ExecCondition=
 ExecStartPre=
 ExecStart=
@@ -197,8 +202,12 @@ def in_process(identity: Identity, arguments: Sequence[str]) -> Iterator[Finding
             "extra_groups": identity.groups,
             "cwd": "/",
         }
-    with tempfile.TemporaryDirectory(prefix="swansong-doctor-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="swansong-doctor-") as name,
+        tempfile.TemporaryDirectory(prefix="swansong-doctor-") as scratch,
+    ):
         errors = Path(name, "stderr")
+        os.chown(scratch, identity.uid, -1)  # removed here: the process may be killed
         try:
             with errors.open("wb") as stderr:
                 process = subprocess.Popen(  # noqa: S603 - our own module
@@ -206,7 +215,7 @@ def in_process(identity: Identity, arguments: Sequence[str]) -> Iterator[Finding
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
-                    env=dict(identity.environ),
+                    env={**identity.environ, "TMPDIR": scratch},
                     **options,
                 )
         except OSError as error:

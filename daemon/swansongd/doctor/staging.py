@@ -7,11 +7,13 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from swansong import openat
 
@@ -27,6 +29,8 @@ _BLOCK_BYTES = 2**20
 _LIMIT_S = 30.0
 _FREE_BYTES_MIN = 2**30
 """Wanted free before anybody knows how large a checkpoint is."""
+_FREE_FILES_MIN = 100
+"""A set, its manifest and the directories of both have more."""
 _ENTRIES_MAX = 100_000
 _DEPTH_MAX = 30
 _UID_MAP = Path("/proc/self/uid_map")
@@ -61,7 +65,7 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
     yield Check(
         family=FAMILY,
         name="free space",
-        ask=lambda: judge_space(path, _free_bytes(path), newest_bytes(run)),
+        ask=lambda: judge_space(path, free(path), newest(run)),
         needs="staging",
         limit_s=_LIMIT_S,
     )
@@ -161,13 +165,22 @@ def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | 
     return ok(f"{run} lies on the same file system as {path}")
 
 
-def _free_bytes(path: Path) -> int:
+class Room(NamedTuple):
+    """Space, and the number of files in it."""
+
+    size_bytes: int
+    files: int
+
+
+def free(path: Path) -> Room:
+    """Space that the daemon's user may still fill on the file system of ``path``."""
     facts = os.statvfs(path)
-    return facts.f_bavail * facts.f_frsize
+    files = facts.f_favail if facts.f_files else sys.maxsize  # some make inodes as they go
+    return Room(facts.f_bavail * facts.f_frsize, files)
 
 
-def newest_bytes(run: Path) -> int:
-    """Size of the newest directory in the staging directory of a run; 0 where there is none.
+def newest(run: Path) -> Room:
+    """Size of the newest directory in the staging directory of a run; zeros where there is none.
 
     Trainers write there, and root may be asking: by descriptor, through no link, within bounds.
     """
@@ -180,49 +193,63 @@ def newest_bytes(run: Path) -> int:
                     for entry in islice(entries, _ENTRIES_MAX)
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
                 }
-            return _size_bytes(max(times, key=times.__getitem__), run_fd) if times else 0
+            return _size(max(times, key=times.__getitem__), run_fd) if times else Room(0, 0)
         finally:
             os.close(run_fd)
-    return 0
+    return Room(0, 0)
 
 
-def _size_bytes(directory: str, run_fd: int) -> int:
-    size_bytes, left = 0, _ENTRIES_MAX
+def _size(directory: str, run_fd: int) -> Room:
+    size_bytes, entries = 0, 1
     for parent, directories, names, fd in os.fwalk(directory, dir_fd=run_fd):
-        left -= len(directories) + len(names)
-        if left < 0:
+        entries += len(directories) + len(names)
+        if entries > _ENTRIES_MAX:
             break
         if parent.count(os.sep) >= _DEPTH_MAX:
             directories.clear()
         for name in names:
             size_bytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
-    return size_bytes
+    return Room(size_bytes, entries)
 
 
-def judge_space(path: Path, free_bytes: int, newest_bytes: int) -> Judgement:
-    """Whether the next checkpoint fits, and one more while it is flushed.
+def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
+    """Whether the next checkpoint fits, and one more beside it.
 
     Args:
-        newest_bytes: size of the newest checkpoint; 0 where there is none.
+        newest: size of the newest checkpoint; zeros where there is none.
     """
-    free = f"{free_bytes / 1e9:.3g} GB free in {path}"
+    bytes_free = f"{_sized(free.size_bytes)} free in {path}"
     look = f"df -h {fixes.quoted(path)}"
-    if free_bytes < newest_bytes or free_bytes < _SPEED_BYTES:
-        return failure(f"{free}: not enough for one checkpoint ({newest_bytes / 1e9:.3g} GB)", look)
-    if newest_bytes:
-        found = f"{free}, the newest checkpoint has {newest_bytes / 1e9:.3g} GB"
-        return (
-            ok(found)
-            if free_bytes >= 2 * newest_bytes
-            else warning(f"{found}: not enough for two", look)
+    if free.files < max(newest.files, _FREE_FILES_MIN):
+        return failure(
+            f"{free.files} more files fit in {path}, however small: not enough for one checkpoint",
+            f"df -i {fixes.quoted(path)}",
         )
-    if free_bytes < _FREE_BYTES_MIN:
-        return warning(f"{free}, and no checkpoint yet to compare with", look)
-    return ok(f"{free}; no checkpoint yet to compare with")
+    if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
+        return failure(f"{bytes_free}: not enough for any checkpoint", look)
+    size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
+    if free.size_bytes < max(newest.size_bytes, _SPEED_BYTES):
+        return failure(f"{bytes_free}: not enough for one checkpoint; {size}", look)
+    if not newest.size_bytes:
+        found = f"{bytes_free}; no checkpoint yet to compare with"
+        return ok(found) if free.size_bytes >= _FREE_BYTES_MIN else warning(found, look)
+    found = f"{bytes_free}, {size}"
+    if free.files < 2 * newest.files:
+        return warning(
+            f"{found} in {newest.files} files, and {free.files} more fit: not enough for two",
+            f"df -i {fixes.quoted(path)}",
+        )
+    if free.size_bytes < 2 * newest.size_bytes:
+        return warning(f"{found}: not enough for two", look)
+    return ok(found)
+
+
+def _sized(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 def _speed(path: Path) -> Judgement:
-    if _free_bytes(path) < 2 * _SPEED_BYTES:
+    if free(path).size_bytes < 2 * _SPEED_BYTES:
         return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
     name = path / f".swansong-doctor-{secrets.token_hex(4)}"
     block = os.urandom(_BLOCK_BYTES)  # a file system that compresses would flatter itself

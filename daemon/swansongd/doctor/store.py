@@ -1,44 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the object store: credentials, every kind of request that a commit needs, clock, speed."""
+"""Checks of the object store: credentials, a rehearsal of a checkpoint and its restore, clock, speed."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import secrets
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
-
-import requests
 
 from swansongd import signing
 from swansongd.config import Config
-from swansongd.doctor import disks, fixes
-from swansongd.doctor.accounts import DAEMON_USER, Account, account
+from swansongd.doctor import disks, fixes, staging, store_fixes
+from swansongd.doctor.accounts import Account
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.configuration import set_key
 from swansongd.doctor.findings import (
     Check,
     Judgement,
+    Level,
     failure,
     of_error,
     ok,
     skipped,
     warning,
 )
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
-from swansongd.keys import RunKeys
-from swansongd.stores.base import ObjectStore, bucket_and_prefix
+from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
+from swansongd.errors import ConfigError, Permanent, StoreError
+from swansongd.signing import Signer
+from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.files import FileStore
 from swansongd.stores.gcs import GcsStore
 from swansongd.stores.s3 import S3Store
+from swansongd.stores.wire import Wire
 from swansongd.threads import parallel
 
 FAMILY = "store"
@@ -46,21 +42,12 @@ FAMILY = "store"
 _LIMIT_S = 10.0
 _LIMIT_CREDENTIALS_S = 25.0
 """Loads the SDK, which takes seconds where the disk is cold."""
+_LIMIT_STEP_S = 30.0
+"""A few requests of the rehearsal, each of them retried."""
+_LIMIT_DATA_S = FLUSH_S + 15
 _DATE_TIMEOUT_S = 5.0
 _SPEED_PART_BYTES = 32 * 2**20
 _SPEED_LIMIT_S = 120.0
-_AWS_FILES = (
-    ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
-    ("AWS_CONFIG_FILE", "/etc/swansong/aws/config"),
-)
-_GCP_FILES = (
-    (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "/etc/swansong/gcloud/application_default_credentials.json",
-    ),
-)
-"""Variable of the unit and the file that it names; the first takes the operator's own."""
-_FIRST, _SECOND = b"swansong doctor", b"swansong doctor, again"
 
 
 def checks(
@@ -95,24 +82,23 @@ def checks(
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
         return
-    probe = _Probe(where, config, path, operator_file)
+    probe = _Probe(where, config, path, _signer(config, daemon), operator_file)
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check(
             "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
         )
+        yield probe.check("clock (store)", probe.clock, needs="network")
         yield probe.check("bucket", probe.reach, needs="credentials")
     else:
         yield probe.check("store disk", lambda: probe.disk(trial=trial))
         yield probe.check("bucket", probe.reach)
-    yield probe.check("write", probe.write, needs="bucket")
-    yield probe.check("create-if-absent", probe.create_again, needs="write")
-    yield probe.check("read back", probe.read_back, needs="write")
-    yield probe.check("delete", probe.delete, needs="write")
-    yield probe.check("multipart upload", probe.multipart, needs="bucket")
+        yield probe.check("store space", probe.space, needs="bucket", limit_s=_LIMIT_STEP_S)
+    try:
+        yield from probe.rehearsal_checks()
+    finally:
+        probe.rehearsal.close()
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check("lifecycle rule", probe.lifecycle, needs="bucket")
-    if isinstance(where, (S3Store, GcsStore)):
-        yield probe.check("clock (store)", probe.clock, needs="bucket")
     if speed:
         usable_s = max(0.0, grace_s - config.deadline.reserve_s)
         yield probe.check(
@@ -121,18 +107,26 @@ def checks(
 
 
 class _Probe:
-    """One small object below ``<run>/probes/``, through its life."""
+    """The questions of the checks, and the rehearsal below ``<run>/probes/``."""
 
     def __init__(
-        self, store: ObjectStore, config: Config, path: Path, operator_file: Path | None
+        self,
+        store: ObjectStore,
+        config: Config,
+        path: Path,
+        signer: Signer | None,
+        operator_file: Path | None,
     ) -> None:
-        self._store = store
+        self._backend = store
+        self._store = RetryingBriefly(store)
         self._config = config
         self._path = path
         self._edit = fixes.edit(path)
         self._operator_file = operator_file
-        self._key = RunKeys(config.run.name).probe(f"doctor-{secrets.token_hex(8)}")
-        self._holds = _FIRST
+        self.rehearsal = Rehearsal(self._store, config.run.name, signer)
+        self._honours_if_absent = False
+        self._clock_fix = ""
+        """Not empty where a wrong clock explains that the store refuses."""
 
     def check(
         self,
@@ -146,7 +140,8 @@ class _Probe:
             try:
                 return ask()
             except StoreError as error:
-                return of_error(error, mending(self._config, error))
+                fix = store_fixes.of_refusal(self._config, self._path, error, self._operator_file)
+                return of_error(error, self._clock_fix or fix)
 
         return Check(
             family=FAMILY,
@@ -154,26 +149,33 @@ class _Probe:
             ask=look,
             needs=needs,
             limit_s=limit_s,
-            mend=_ask_by_hand(self._config),
+            mend=store_fixes.ask_by_hand(self._config),
         )
 
     def credentials(self) -> Judgement:
-        assert isinstance(self._store, (S3Store, GcsStore))
+        assert isinstance(self._backend, (S3Store, GcsStore))
         try:
-            self._store.renew_credentials()
+            self._backend.renew_credentials()
         except StoreError as error:
-            return of_error(error, mend_credentials(self._config, self._operator_file))
-        return ok("there are some")
+            return of_error(error, store_fixes.of_credentials(self._config, self._operator_file))
+        return ok("there are some; whether the store accepts them comes next")
 
     def disk(self, *, trial: bool) -> Judgement:
-        root = directory_of(self._config)
+        root = store_fixes.directory_of(self._config)
         reason, where = disks.dies_with_vm(root, disks.mounts(disks.MOUNTS.read_text()))
         return judge_disk(root, reason, where, trial=trial, path=self._path)
 
+    def space(self) -> Judgement:
+        root = store_fixes.directory_of(self._config)
+        newest = staging.newest(self._config.staging.path / self._config.run.name)
+        return staging.judge_space(root, staging.free(root), newest)
+
     def reach(self) -> Judgement:
-        if isinstance(self._store, FileStore) and not directory_of(self._config).is_dir():
+        if (
+            isinstance(self._backend, FileStore)
+            and not (root := store_fixes.directory_of(self._config)).is_dir()
+        ):
             # The store would make it, here and now, and hide that nothing is mounted.
-            root = directory_of(self._config)
             _expect_way(root)
             return failure(
                 f"the directory {root} of store.url does not exist: not made, or not mounted",
@@ -182,100 +184,147 @@ class _Probe:
         self._store.check()
         return ok(f"{self._store.url} answers, and may be listed")
 
-    def write(self) -> Judgement:
-        self._store.put(self._key, _FIRST, if_absent=True)
-        return ok(f"{self._key} written, {len(_FIRST)} bytes")
+    # ------------------------------------------------------------ the rehearsal
 
-    def create_again(self) -> Judgement:
-        try:
-            self._store.put(self._key, _SECOND, if_absent=True)
-        except Exists:
+    def rehearsal_checks(self) -> Iterator[Check]:
+        def step(name: str, ask: Callable[[], Judgement], needs: str, limit_s: float) -> Check:
+            return self.check(name, ask, needs=needs, limit_s=limit_s)
+
+        yield step("write", self._claim, "bucket", _LIMIT_STEP_S)
+        yield step("create-if-absent", self._create_again, "write", _LIMIT_STEP_S)
+        yield step("upload", self._send_small, "write", _LIMIT_DATA_S)
+        yield step("multipart upload", self._send_large, "upload", _LIMIT_DATA_S)
+        yield step("commit", self._commit, "multipart upload", _LIMIT_STEP_S)
+        yield step("read back", self._restore, "commit", _LIMIT_DATA_S)
+        yield step("delete", self._delete, "bucket", _LIMIT_STEP_S)
+
+    def _claim(self) -> Judgement:
+        self._honours_if_absent = self.rehearsal.claim()
+        return ok(f"a generation of the rehearsal {self.rehearsal.keys.run} is claimed")
+
+    def _create_again(self) -> Judgement:
+        if self._honours_if_absent:
             return ok("a second create of the same name was refused, as it must be")
-        self._holds = _SECOND
         return failure(
-            f"{self._store.url} ignores create-if-absent: a second create of {self._key} went "
+            f"{self._store.url} ignores create-if-absent: a second create of the same name went "
             "through, so two VMs could overwrite each other's commits. Set store.url to a store "
             "that honours If-None-Match",
             self._edit,
         )
 
-    def read_back(self) -> Judgement:
-        got = self._store.get(self._key)
-        if got != self._holds:
-            return failure(
-                f"{self._key} came back with other bytes ({len(got)} instead of {len(self._holds)})",
-                self._edit,
-            )
-        return ok(f"the same {len(got)} bytes came back")
-
-    def delete(self) -> Judgement:
+    def _send_small(self) -> Judgement:
         try:
-            self._store.delete(self._key)
-        except Permanent:
-            return ok(f"no right to delete, which is fine: {self._key} stays behind")
-        return ok(f"{self._key} deleted")
+            self.rehearsal.send_small()
+        except StoreError as error:
+            if not self._takes_headers():
+                raise
+            return of_error(error, self._send_headers)
+        # The store learns this from its first refusal, in each life of the daemon.
+        if not getattr(self._backend, "sends_trailers", True) and self._may_send_trailers:
+            return warning(
+                "the store refuses checksum trailers; the daemon sends them in headers",
+                self._send_headers,
+            )
+        return ok(f"a shard of {SMALL_BYTES} bytes is stored")
 
-    def multipart(self) -> Judgement:
-        part_bytes = max(self._store.part_size_bytes_min, self._config.flush.part_size_bytes)
-        upload = self._store.begin(self._key + "-multipart", part_bytes, part_bytes)
-        self._store.abort(upload.key, upload.upload_id)
-        return ok("begun and aborted")
+    @property
+    def _may_send_trailers(self) -> bool:
+        """Whether shards are to go out with trailers, which takes TLS."""
+        is_tls = store_fixes.address(self._config).startswith("https:")
+        is_s3 = isinstance(self._backend, S3Store)
+        return is_s3 and is_tls and self._config.store.checksums != "header"
+
+    @property
+    def _send_headers(self) -> str:
+        return set_key(self._path, "checksums", "header", table="store")
+
+    def _takes_headers(self) -> bool:
+        """Whether the store takes a shard as soon as the checksum is in a header."""
+        if not self._may_send_trailers:
+            return False
+        with_headers = replace(self._config.store, checksums="header")  # type: ignore[type-var]
+        store = open_configured(with_headers, connections=1)
+        try:
+            store.put_shard(f"{self.rehearsal.keys.run}/header", BytesBody(bytes(SMALL_BYTES)))
+        except StoreError:
+            return False
+        return True
+
+    def _send_large(self) -> Judgement:
+        size_bytes = self.rehearsal.large_bytes
+        if self.rehearsal.send_large():
+            return ok(f"a shard of {size_bytes} bytes is stored, in two parts")
+        return ok(
+            f"two parts of {size_bytes} bytes are stored and aborted: what an earlier doctor has completed "
+            "may not be deleted, and one is enough"
+        )
+
+    def _commit(self) -> Judgement:
+        self.rehearsal.commit()
+        return ok("a manifest was created, is listed, and was read back")
+
+    def _restore(self) -> Judgement:
+        size_bytes = self.rehearsal.restore()
+        return ok(f"the commit was found and restored: the same {size_bytes} bytes came back")
+
+    def _delete(self) -> Judgement:
+        run = self.rehearsal.keys.run
+        done = self.rehearsal.clean_up()
+        if not done.objects:
+            return skipped("nothing was stored")
+        if not done.left:
+            return ok(f"{done.objects} objects below {run} deleted")
+        return ok(
+            f"no right to delete, which is fine: {done.left} objects with {done.left_bytes} bytes stay below "
+            f"{run}; only the first doctor of a run leaves a large one"
+        )
+
+    # ------------------------------------------------------------ the bucket
 
     def lifecycle(self) -> Judgement:
-        assert isinstance(self._store, (S3Store, GcsStore))
+        assert isinstance(self._backend, (S3Store, GcsStore))
         try:
-            aborts = self._store.aborts_incomplete_uploads()
+            aborts = self._backend.aborts_incomplete_uploads()
         except StoreError as error:
-            return skipped(f"may not be read, or not now: {error}")
+            return skipped(
+                f"the rules of the bucket cannot be read: {error}. Where no rule aborts incomplete multipart "
+                "uploads, those of VMs that lost their power stay"
+            )
         if aborts:
             return ok("incomplete multipart uploads are aborted by a rule of the bucket")
-        bucket, prefix = bucket_and_prefix(self._store.url)
-        problem = (
-            "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
-            "power cost money for ever (the command replaces the rules that there are)"
-        )
-        if isinstance(self._store, GcsStore):
-            action = {"type": "AbortIncompleteMultipartUpload"}
-            rules = json.dumps({"rule": [{"action": action, "condition": {"age": 3}}]})
-            return warning(
-                problem,
-                f"echo {shlex.quote(rules)} | gcloud storage buckets update gs://{bucket} "
-                "--lifecycle-file=/dev/stdin",
-            )
-        rule = json.dumps(
-            {
-                "Rules": [
-                    {
-                        "ID": "swansong",
-                        "Status": "Enabled",
-                        "Filter": {"Prefix": prefix},
-                        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
-                    }
-                ]
-            }
-        )
         return warning(
-            problem,
-            f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket} "
-            f"--lifecycle-configuration {shlex.quote(rule)}",
+            "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
+            "power cost money for ever (the command replaces the rules that there are)",
+            store_fixes.of_lifecycle(self._config),
         )
 
     def clock(self) -> Judgement:
         # Any answer will do, a refusal as well; it needs no credential and gets none.
+        wire = Wire(
+            store_fixes.address(self._config),
+            connections=1,
+            ca_bundle=store_fixes.trusted(self._config),
+            reply_s=_DATE_TIMEOUT_S,
+        )
         asked_wall_s = time.time()
         try:
-            answer = requests.head(
-                address(self._config), timeout=_DATE_TIMEOUT_S, allow_redirects=False
-            )
-        except requests.RequestException as error:
-            return skipped(f"its Date cannot be asked for ({type(error).__name__})")
-        date = answer.headers.get("Date", "")
-        return judge_skew(skew_s(date, asked_wall_s, time.time()), "the store")
+            answer = wire.request("HEAD", "/", {})
+        except StoreError as error:
+            return skipped(f"its Date cannot be read: {error}")
+        finally:
+            wire.close()
+        date = answer.headers.get("date", "")
+        judged = judge_skew(skew_s(date, asked_wall_s, time.time()), "the store")
+        if judged.level is Level.FAILURE:
+            self._clock_fix = judged.mend
+        return judged
 
     def speed(self, usable_s: float) -> Judgement:
         connections = self._config.flush.connections
         size_bytes = connections * _SPEED_PART_BYTES
-        upload = self._store.begin(self._key + "-speed", size_bytes, _SPEED_PART_BYTES)
+        upload = self._store.begin(
+            f"{self.rehearsal.keys.run}/speed", size_bytes, _SPEED_PART_BYTES
+        )
         # A slow store ends it at half the limit: what was sent by then is measured just as well.
         begun_mono_s = time.monotonic()
         sent: list[int] = []
@@ -343,6 +392,15 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     )
 
 
+def _signer(config: Config, daemon: Account) -> Signer | None:
+    """As the daemon signs; None without a key, and with one of which its own check has the fault."""
+    key_file = config.store.signing_key_file
+    try:
+        return None if key_file is None else signing.load(key_file, owners={0, daemon.uid})
+    except ConfigError:
+        return None
+
+
 def judge_signing_key(path: Path, account: Account) -> Judgement:
     """Whether the daemon will accept the key: it does not start otherwise."""
     key = fixes.quoted(path)
@@ -357,11 +415,6 @@ def judge_signing_key(path: Path, account: Account) -> Judgement:
     return ok(f"{path} is private, and manifests and claims are signed with it")
 
 
-def directory_of(config: Config) -> Path:
-    """The directory of a ``file://`` store."""
-    return Path(os.path.normpath(unquote(urlsplit(config.store.url).path)))
-
-
 def _expect_way(root: Path) -> None:
     """Raises Permanent where a directory above cannot be entered, so that nothing below it is seen."""
     for place in reversed(root.parents):
@@ -370,102 +423,3 @@ def _expect_way(root: Path) -> None:
                 f"{place} cannot be entered by the daemon's user",
                 hint=f"Open it with `chmod a+x {fixes.quoted(place)}`",
             )
-
-
-def mending(config: Config, error: StoreError) -> str:
-    """The command for what the store refused, by the kind of the error."""
-    scheme, _, rest = config.store.url.partition("://")
-    if scheme == "file":
-        return _mend_directory(directory_of(config), error)
-    bucket = rest.partition("/")[0]
-    if isinstance(error, NotFound):
-        return (
-            f"aws s3 mb s3://{bucket}"
-            if scheme == "s3"
-            else (f"gcloud storage buckets create gs://{bucket}")
-        )
-    if error.retryable:
-        return _ask_by_hand(config)
-    if scheme == "s3":
-        return (
-            "aws iam put-role-policy --role-name ROLE --policy-name swansong "
-            "--policy-document file://aws-vm.json  # the policy is in packer/permissions"
-        )
-    return (
-        f"gcloud storage buckets add-iam-policy-binding gs://{bucket} "
-        "--member=serviceAccount:EMAIL --role=projects/PROJECT/roles/swansongVm"
-        "  # the role is packer/permissions/gcp-vm.yaml"
-    )
-
-
-def _mend_directory(root: Path, error: StoreError) -> str:
-    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
-    if number == errno.EROFS:
-        point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point
-        if point in ("/", str(root)):  # not of the file system, but of the sandbox
-            return fixes.drop_in("store", f"ReadWritePaths={root}")
-        return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"df -h {fixes.quoted(root)}"
-    if account(DAEMON_USER) is None:
-        return fixes.directory(root, "0700")
-    owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")
-    return fixes.then(owner, fixes.as_root(f"chmod u+rwx {fixes.quoted(root)}"), fixes.restart())
-
-
-def _ask_by_hand(config: Config) -> str:
-    """Asks the store without Swansong, with the only tool that is certainly there."""
-    where = address(config) or "http://localhost"
-    program = f"import urllib.request as u; print(u.urlopen({where!r}, timeout=9).headers)"
-    return f"{fixes.quoted(sys.executable)} -c {shlex.quote(program)}"
-
-
-def mend_credentials(config: Config, operator_file: Path | None) -> str:
-    """Hands the daemon credentials: files that it cannot read, those of the operator, or an identity.
-
-    Args:
-        operator_file: credentials in a home, which the daemon does not read.
-    """
-    is_s3 = config.store.url.startswith("s3://")
-    files = _AWS_FILES if is_s3 else _GCP_FILES
-    for variable, default in files:
-        path = Path(os.environ.get(variable) or default)
-        if _is_there(path) and not os.access(path, os.R_OK, effective_ids=True):
-            own = fixes.as_root(f"chown {DAEMON_USER}: {fixes.quoted(path)}")
-            enter = fixes.as_root(f"chmod a+x {fixes.quoted(path.parent)}")
-            read = fixes.as_root(f"chmod 0400 {fixes.quoted(path)}")
-            return fixes.then(own, read, enter, fixes.restart())
-    if operator_file is not None:
-        _, target = files[0]
-        put = f"install -m 0400 -o {DAEMON_USER} {fixes.quoted(operator_file)} {target}"
-        above = fixes.as_root(f"install -d {Path(target).parent}")
-        return fixes.then(above, fixes.as_root(put), fixes.restart())
-    if is_s3:
-        return (
-            "aws ec2 associate-iam-instance-profile --instance-id ID "
-            "--iam-instance-profile Name=PROFILE"
-        )
-    return (
-        "gcloud compute instances set-service-account VM --service-account=EMAIL "
-        "--scopes=cloud-platform"
-    )
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        path.stat()
-    except PermissionError:  # in a directory that cannot be entered: it may well be
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def address(config: Config) -> str:
-    """Where the store answers; empty for a directory."""
-    if config.store.endpoint:
-        return config.store.endpoint
-    if config.store.url.startswith("s3://"):
-        region = config.store.region
-        return f"https://s3.{region}.amazonaws.com" if region else "https://s3.amazonaws.com"
-    return "https://storage.googleapis.com" if config.store.url.startswith("gs://") else ""

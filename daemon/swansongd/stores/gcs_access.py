@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from swansong import bounds
+from swansong.bounds import BoundsError
+
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.http1 import retry_after_s
 from swansongd.stores.answers import one_line, xml_text
@@ -25,12 +28,11 @@ from swansongd.stores.base import (
     is_certificate_problem,
     named,
 )
-from swansongd.stores.wire import Answer, Wire
+from swansongd.stores.wire import REFUSAL_BYTES_MAX, Answer, Wire
 
 _PUBLIC_ENDPOINT = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-_JSON_MESSAGE = re.compile(rb'"message"\s*:\s*"([^"\\]{1,200})')
 _STALL_S_MAX = 3.0
 
 _CREDENTIALS = (
@@ -325,9 +327,8 @@ def _errors_of_credentials() -> Iterator[None]:
 def _refusal(answer: Answer) -> StoreError:
     """The error of the contract for an answer that was no success."""
     status, code = answer.status, xml_text(answer.body, "Code")
-    found = _JSON_MESSAGE.search(answer.body)
-    reason = found[1].decode("utf-8", "replace") if found else xml_text(answer.body, "Message")
-    message = " ".join(filter(None, (str(status), one_line(code, 80), one_line(reason, 200))))
+    reason = one_line(_reason(answer.body), 300)
+    message = " ".join(filter(None, (str(status), one_line(code, 80), reason)))
     hint = _HINTS.get(status, "")
     if status == 404:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
@@ -336,6 +337,20 @@ def _refusal(answer: Answer) -> StoreError:
     if status in (408, 409, 429) or status >= 500 or code in ("BadDigest", "IncompleteBody"):
         return Transient(message, retry_after_s=retry_after_s(answer.headers))
     return (Forbidden if status == 403 else Permanent)(message, hint=hint)
+
+
+def _reason(body: bytes) -> str:
+    """The words of a refusal: in the JSON of one interface, the XML of the other, or as plain text."""
+    try:
+        whole = bounds.json_object(body, "the refusal", REFUSAL_BYTES_MAX)
+    except BoundsError:
+        tags = [xml_text(body, tag) for tag in ("Message", "Details", "title")]
+        is_text = not body.lstrip().startswith((b"<", b"{"))
+        return " ".join(filter(None, tags)) or (body.decode("utf-8", "replace") if is_text else "")
+    found = whole.get("error", whole)
+    if isinstance(found, dict):
+        found = found.get("message")
+    return found if isinstance(found, str) else ""
 
 
 def _classified(error: Exception, message: str) -> StoreError:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rehearsal of all that a VM asks of its store: claim, flush, commit, list, restore, and clean up.
+
+It is a run of its own, ``<run>/probes/doctor-<hex>``, in the daemon's own store, and every request comes
+from the code that the daemon and ``swansong restore`` use.  So a store that refuses, changes or hides what
+they send is found before a checkpoint depends on it.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import queue
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from swansongd import catalog, commit
+from swansongd.core.events import Event, Flushed, FlushFailed
+from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
+from swansongd.flush import FlushEngine
+from swansongd.journal import Journal
+from swansongd.keys import RunKeys
+from swansongd.manifest import Manifest
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
+from swansongd.restore import restore
+from swansongd.signing import Signer
+from swansongd.staging import scan
+from swansongd.stores.base import BytesBody, ObjectStore
+from swansongd.stores.retry import Retrying
+
+SMALL_BYTES = 4096
+"""Of the shard that is stored by one request."""
+FLUSH_S = 45.0
+"""Limit of one flush: 5 MiB over a link of 1 Mbit/s."""
+_PART_BYTES_MIN = 64 * 2**10
+_BUDGET_S = 3.0
+"""Time in which one call is retried: enough for a lost connection, and short for somebody who waits."""
+_CONNECTIONS = 2
+_STEP = 1
+# Names as the hooks write them.  Stores differ in the order in which they list these two.
+_SMALL, _LARGE = "rank-00000.json", "rank-00000/shard.bin"
+_SET = "step-000000000001.doctor"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUp:
+    """Objects of the rehearsal: those that the store had, and those that may not be deleted."""
+
+    objects: int
+    left: int
+    left_bytes: int
+
+
+class RetryingBriefly(Retrying):
+    """The store, its calls retried for a few seconds.
+
+    ``failure`` is the last error: a flush reports its failure in words only.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(
+            store, give_up_mono_s=lambda: None, budget_s=_BUDGET_S, stop=threading.Event()
+        )
+        self.failure: StoreError | None = None
+
+    def _try(self, call: str, attempt: Callable[[], T]) -> T:
+        try:
+            return super()._try(call, attempt)
+        except StoreError as error:
+            self.failure = error
+            raise
+
+
+class Rehearsal:
+    """The steps, to be called in this order.  Each raises the error of the store that ends it.
+
+    Args:
+        store: of the daemon.
+        run: of the configuration.
+        signer: as the daemon has it.
+    """
+
+    def __init__(self, store: RetryingBriefly, run: str, signer: Signer | None) -> None:
+        self._store = store
+        self._probes = RunKeys(run).probes
+        self.keys = RunKeys(f"{self._probes}doctor-{secrets.token_hex(4)}", signer)
+        part_bytes = max(store.part_size_bytes_min, _PART_BYTES_MIN)
+        self.part_bytes = part_bytes
+        self.large_bytes = part_bytes + 1
+        """Of the shard that is stored in two parts."""
+        self._claim: commit.Claim | None = None
+        self._shards: tuple[StoredShard, ...] = ()
+        self._nonce = secrets.token_hex(4)
+        self._scratch: Path | None = None
+        self._engine: FlushEngine | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def claim(self) -> bool:
+        """Claim a generation.  False: the store created the same object twice."""
+        self._claim = commit.claim_generation(
+            self._store, self.keys, identity={"program": "swansong doctor"}, nonce=self._nonce
+        )
+        return self._claim.honours_if_absent
+
+    def send_small(self) -> None:
+        """Flush a set of one shard that takes one request."""
+        self._write(_SMALL, SMALL_BYTES)
+        self._shards = self._flushed()
+
+    def send_large(self) -> bool:
+        """Flush the same set with a shard of two parts as well.
+
+        False: the upload of the parts was aborted.  Without the right to delete, only the first rehearsal
+        completes it: each one would leave the shard behind.
+        """
+        if not self._may_delete() and self._has_earlier():
+            self._send_parts()
+            return False
+        self._write(_LARGE, self.large_bytes)
+        self._shards = self._flushed()
+        return True
+
+    def commit(self) -> None:
+        """Commit what was sent, and read the manifest back."""
+        assert self._claim is not None
+        manifest = Manifest(
+            run=self.keys.run,
+            generation=self._claim.generation,
+            step=_STEP,
+            kind=CheckpointKind.PERIODIC,
+            node=0,
+            nodes=1,
+            nonce=self._nonce,
+            shards=self._shards,
+        )
+        commit.commit(self._store, self.keys, manifest, reads_back=True)
+
+    def restore(self) -> int:
+        """Find the commit as a reader does, restore it, and compare; returns the bytes that came back.
+
+        Raises:
+            CorruptError: the store returns something else.
+            NothingToRestore: a reader does not find the shards.
+        """
+        found = [str(each.ref) for each in catalog.list_commits(self._store, self.keys)]
+        if len(found) != 1:
+            raise CorruptError(
+                f"one commit was made below {self._store.url}/{self.keys.commits}; the listing of the store "
+                f"contains {len(found)}"
+            )
+        source, copy = self._directory() / _SET, self._directory() / "restored"
+        restored = restore(self._store, self.keys, copy, connections=_CONNECTIONS)
+        for shard in self._shards:
+            if not filecmp.cmp(source / shard.path, copy / shard.path, shallow=False):
+                raise CorruptError(f"{shard.key} came back with other bytes than were sent")
+        return restored.size_bytes
+
+    def clean_up(self) -> CleanUp:
+        """Delete what the rehearsal stored, as far as the role allows."""
+        prefix = f"{self.keys.run}/"
+        with suppress(StoreError):  # not every store lists uploads
+            for upload in self._store.uploads(prefix):
+                self._store.abort(upload.key, upload.upload_id)
+        left = list(self._store.list(prefix))
+        stored = len(left)
+        with suppress(Permanent):
+            while left:
+                self._store.delete(left[-1].key)
+                left.pop()
+        return CleanUp(stored, len(left), sum(info.size_bytes for info in left))
+
+    def close(self) -> None:
+        """Remove the files on this VM, whatever happened."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # ------------------------------------------------------------ the flush
+
+    def _flushed(self) -> tuple[StoredShard, ...]:
+        """Send the set as it lies there; what of it is stored already is not sent again."""
+        assert self._claim is not None
+        if self._engine is None:
+            self._engine = self._new_engine()
+        staged = Staged(
+            id=CheckpointId(_STEP, self._nonce),
+            directory=_SET,
+            kind=CheckpointKind.PERIODIC,
+            files=scan.listing(self._directory(), _SET),
+        )
+        flush_id = secrets.token_hex(4)
+        self._store.failure = None
+        self._engine.start(flush_id, staged, self._claim.generation)
+        give_up_mono_s = time.monotonic() + FLUSH_S
+        while (left_s := give_up_mono_s - time.monotonic()) > 0:
+            try:
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                break
+            match event:
+                case Flushed() if event.flush_id == flush_id:
+                    return event.shards
+                case FlushFailed() if event.flush_id == flush_id:
+                    failure = None if event.void else self._store.failure
+                    raise failure or StagingError(event.reason)
+        self._engine.cancel(flush_id)
+        raise Transient(
+            f"{self._store.url} did not take {staged.size_bytes} bytes in {FLUSH_S:g} s"
+        )
+
+    def _new_engine(self) -> FlushEngine:
+        own = self._directory() / scan.OWN_DIRECTORY
+        own.mkdir(mode=0o700)
+        return FlushEngine(
+            self._store,
+            self.keys,
+            self._directory(),
+            self._events.put,
+            journal=Journal(own, run=self.keys.run, store_url=self._store.url),
+            nonce=partial(secrets.token_hex, 4),
+            connections=_CONNECTIONS,
+            part_size_bytes=self.part_bytes,
+            is_urgent=lambda: False,
+        )
+
+    def _write(self, path: str, size_bytes: int) -> None:
+        file = self._directory() / _SET / path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(os.urandom(size_bytes))
+        except OSError as error:
+            raise _no_scratch(error) from error
+
+    def _directory(self) -> Path:
+        if self._scratch is None:
+            try:
+                self._scratch = Path(os.path.realpath(tempfile.mkdtemp(prefix="swansong-doctor-")))
+            except OSError as error:
+                raise _no_scratch(error) from error
+        return self._scratch
+
+    # ------------------------------------------------------------ without the right to delete
+
+    def _may_delete(self) -> bool:
+        try:
+            self._store.delete(f"{self.keys.run}/absent")
+        except Permanent:
+            return False
+        return True
+
+    def _has_earlier(self) -> bool:
+        """Whether an earlier rehearsal has left its large shard behind."""
+        return any(info.size_bytes == self.large_bytes for info in self._store.list(self._probes))
+
+    def _send_parts(self) -> None:
+        data = memoryview(os.urandom(self.large_bytes))
+        upload = self._store.begin(f"{self.keys.run}/parts", self.large_bytes, self.part_bytes)
+        try:
+            for number in (1, 2):
+                part = data[(number - 1) * self.part_bytes : number * self.part_bytes]
+                self._store.put_part(upload, number, BytesBody(part))
+        finally:
+            self._store.abort(upload.key, upload.upload_id)
+
+
+def _no_scratch(error: OSError) -> StagingError:
+    return StagingError(
+        f"no temporary file can be written: {error.strerror}",
+        hint="Name a directory with 6 MB free that the daemon's user may write in TMPDIR",
+    )

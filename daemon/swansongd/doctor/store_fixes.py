@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that fix what a store refused: those of AWS and Google for their own stores, words for others."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from swansongd.config import Config
+from swansongd.doctor import disks, fixes
+from swansongd.doctor.accounts import DAEMON_USER, account
+from swansongd.doctor.configuration import set_key
+from swansongd.errors import NotFound, StoreError
+from swansongd.stores.base import bucket_and_prefix, is_certificate_problem
+from swansongd.stores.gcs_access import Forbidden
+from swansongd.stores.s3_access import CREDENTIALS_HINT
+
+_AWS_FILES = (
+    ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
+    ("AWS_CONFIG_FILE", "/etc/swansong/aws/config"),
+)
+_GCP_FILES = (
+    (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "/etc/swansong/gcloud/application_default_credentials.json",
+    ),
+)
+"""Variable of the unit and the file that it names; the first takes the operator's own."""
+_PROVIDERS = {"s3": (".amazonaws.com", ".amazonaws.com.cn"), "gs": (".googleapis.com",)}
+
+
+def directory_of(config: Config) -> Path:
+    """The directory of a ``file://`` store."""
+    return Path(os.path.normpath(unquote(urlsplit(config.store.url).path)))
+
+
+def address(config: Config) -> str:
+    """Where the store answers; empty for a directory."""
+    if config.store.endpoint:
+        return config.store.endpoint
+    if _is_s3(config):
+        region = config.store.region
+        return f"https://s3.{region}.amazonaws.com" if region else "https://s3.amazonaws.com"
+    return "https://storage.googleapis.com" if config.store.url.startswith("gs://") else ""
+
+
+def trusted(config: Config) -> str | None:
+    """File of the certificates that the store's connections trust; None for those of the system."""
+    if config.store.ca_bundle is not None:
+        return str(config.store.ca_bundle)
+    return os.environ.get("AWS_CA_BUNDLE" if _is_s3(config) else "REQUESTS_CA_BUNDLE") or None
+
+
+def is_providers_own(config: Config) -> bool:
+    """Whether the bucket is AWS's or Google's, rather than that of a store with the same protocol."""
+    host = urlsplit(address(config)).hostname or ""
+    return host.endswith(_PROVIDERS.get(config.store.url.partition("://")[0], ("-",)))
+
+
+def of_refusal(
+    config: Config, path: Path, error: StoreError, operator_file: Path | None = None
+) -> str:
+    """The command for what the store refused, by the kind of the error.
+
+    Args:
+        path: of the configuration.
+        operator_file: as for :func:`of_credentials`.
+    """
+    if config.store.url.startswith("file://"):
+        return _of_directory(directory_of(config), error)
+    if is_certificate_problem(error):
+        return set_key(path, "ca_bundle", "/PATH/OF/AUTHORITY.pem", table="store")
+    bucket, prefix = bucket_and_prefix(config.store.url)
+    is_own = is_providers_own(config)
+    if isinstance(error, NotFound):
+        if _is_s3(config):
+            return _aws(config, f"aws s3 mb s3://{bucket}")
+        return (
+            f"gcloud storage buckets create gs://{bucket}"
+            if is_own
+            else f"# at {address(config)}, make the bucket {bucket}, or change store.url"
+        )
+    if error.retryable:
+        return ask_by_hand(config)
+    is_unknown_to_google = is_own and not _is_s3(config) and not isinstance(error, Forbidden)
+    if error.hint == CREDENTIALS_HINT or is_unknown_to_google:
+        return of_credentials(config, operator_file)
+    if not is_own:
+        return (
+            f"# at {address(config)}, let the daemon's credentials list the bucket {bucket}, and read "
+            f"objects, create objects and abort uploads below {prefix or 'its root'}; a store that "
+            "answers 405 or 501 lacks a request that Swansong needs"
+        )
+    if _is_s3(config):
+        return (
+            "aws iam put-role-policy --role-name ROLE --policy-name swansong "
+            "--policy-document file://aws-vm.json  # the policy is in packer/permissions"
+        )
+    return (
+        f"gcloud storage buckets add-iam-policy-binding gs://{bucket} "
+        "--member=serviceAccount:EMAIL --role=projects/PROJECT/roles/swansongVm"
+        "  # the role is packer/permissions/gcp-vm.yaml"
+    )
+
+
+def of_lifecycle(config: Config) -> str:
+    """Makes the bucket abort incomplete uploads; replaces the rules that there are."""
+    bucket, prefix = bucket_and_prefix(config.store.url)
+    if _is_s3(config):
+        rule = {
+            "ID": "swansong",
+            "Status": "Enabled",
+            "Filter": {"Prefix": prefix},
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
+        }
+        command = f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket}"
+        rules = shlex.quote(json.dumps({"Rules": [rule]}))
+        return f"{_aws(config, command)} --lifecycle-configuration {rules}"
+    if not is_providers_own(config):
+        return f"# at {address(config)}, have the bucket {bucket} abort uploads that are older than 3 days"
+    action = {"type": "AbortIncompleteMultipartUpload"}
+    rules = json.dumps({"rule": [{"action": action, "condition": {"age": 3}}]})
+    return (
+        f"echo {shlex.quote(rules)} | gcloud storage buckets update gs://{bucket} "
+        "--lifecycle-file=/dev/stdin"
+    )
+
+
+def ask_by_hand(config: Config) -> str:
+    """Asks the store without Swansong, with the only tool that is certainly there."""
+    where = address(config) or "http://localhost"
+    bundle = trusted(config) if where.startswith("https:") else None
+    trust = f", context=s.create_default_context(cafile={bundle!r})" if bundle else ""
+    program = f"import ssl as s, urllib.request as u; print(u.urlopen({where!r}, timeout=9{trust}).headers)"
+    return f"{fixes.quoted(sys.executable)} -c {shlex.quote(program)}"
+
+
+def of_credentials(config: Config, operator_file: Path | None) -> str:
+    """Hands the daemon credentials: files that it cannot read, those of the operator, or an identity.
+
+    Args:
+        operator_file: credentials in a home, which the daemon does not read.
+    """
+    files = _AWS_FILES if _is_s3(config) else _GCP_FILES
+    for variable, default in files:
+        path = Path(os.environ.get(variable) or default)
+        if _is_there(path) and not os.access(path, os.R_OK, effective_ids=True):
+            own = fixes.as_root(f"chown {DAEMON_USER}: {fixes.quoted(path)}")
+            enter = fixes.as_root(f"chmod a+x {fixes.quoted(path.parent)}")
+            read = fixes.as_root(f"chmod 0400 {fixes.quoted(path)}")
+            return fixes.then(own, read, enter, fixes.restart())
+    _, target = files[0]
+    if operator_file is not None:
+        return _install(fixes.quoted(operator_file), target)
+    if not is_providers_own(config):
+        return _install("FILE", target) + "  # FILE: the credentials of this store"
+    if _is_s3(config):
+        return (
+            "aws ec2 associate-iam-instance-profile --instance-id ID "
+            "--iam-instance-profile Name=PROFILE"
+        )
+    return (
+        "gcloud compute instances set-service-account VM --service-account=EMAIL "
+        "--scopes=cloud-platform"
+    )
+
+
+def _install(source: str, target: str) -> str:
+    put = fixes.as_root(f"install -m 0400 -o {DAEMON_USER} {source} {target}")
+    above = fixes.as_root(f"install -d {Path(target).parent}")
+    return fixes.then(above, put, fixes.restart())
+
+
+def _of_directory(root: Path, error: StoreError) -> str:
+    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+    if number == errno.EROFS:
+        point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point
+        if point in ("/", str(root)):  # not of the file system, but of the sandbox
+            return fixes.drop_in("store", f"ReadWritePaths={root}")
+        return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"df -h {fixes.quoted(root)}"
+    if account(DAEMON_USER) is None:
+        return fixes.directory(root, "0700")
+    owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")
+    return fixes.then(owner, fixes.as_root(f"chmod u+rwx {fixes.quoted(root)}"), fixes.restart())
+
+
+def _is_s3(config: Config) -> bool:
+    return config.store.url.startswith("s3://")
+
+
+def _aws(config: Config, command: str) -> str:
+    """The command with the options that lead it to the store of the configuration."""
+    options = {
+        "--endpoint-url": config.store.endpoint,
+        "--region": config.store.region,
+        "--ca-bundle": config.store.ca_bundle,
+    }
+    named = [f"{name} {fixes.quoted(value)}" for name, value in options.items() if value]
+    return " ".join([command, *named])
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except PermissionError:  # in a directory that cannot be entered: it may well be
+        return True
+    except OSError:
+        return False
+    return True
