@@ -18,8 +18,10 @@ from botocore.credentials import RefreshableCredentials
 from contract.store_backends import BUCKET, Cloud
 from emulators.process import TESTS, EmulatorProcess
 from source_run import control
+from swansongd.errors import Transient
+from swansongd.stores import s3_access
+from swansongd.stores.credentials import Credentials
 from swansongd.stores.files import FileStore
-from swansongd.stores.s3_access import held
 from swansongd.stores.warm import Warmer
 from waiting import until
 
@@ -194,8 +196,8 @@ def test_warming_that_fails_spoils_nothing(rig: Rig) -> None:
     assert rig("send") == "done"
 
 
-def test_s3_credentials_are_held(cloud_environment: None) -> None:
-    """botocore's own are renewed by ``renew`` within 15 minutes of their end, by a request after it."""
+def test_credentials_are_used_to_their_end() -> None:
+    """``renew`` renews them within 15 minutes of their end, as botocore does; ``get`` only after it."""
     calls: list[datetime] = []
     now = datetime.now(UTC)
     answers = iter([timedelta(minutes=8), None, timedelta(hours=1)])
@@ -208,18 +210,19 @@ def test_s3_credentials_are_held(cloud_environment: None) -> None:
         expiry = (now + life).isoformat()
         return {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": expiry}
 
-    kept = held(
-        RefreshableCredentials(
-            "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
-        )
+    found = RefreshableCredentials(
+        "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
-    first = kept.get_frozen_credentials()
+    kept = Credentials(
+        "S3", load=lambda: found, fetch=s3_access._identity_of, is_over=s3_access._has_expired
+    )
+    first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"
-    assert kept.get_frozen_credentials() == first
+    assert kept.get() == first
     assert len(calls) == 1, "what has not is used"
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(Transient, match="gone"):
         kept.renew()
-    assert kept.get_frozen_credentials() == first
+    assert kept.get() == first
     kept.renew()
     kept.renew()
     assert len(calls) == 3, "what lasts is not renewed"
