@@ -251,9 +251,13 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
 
 @pytest.mark.fault("O05")
 def test_expired_and_no_others(
-    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+    cloud: Cloud,
+    profile: Callable[..., None],
+    loads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Expired for eight threads at once, with no others there: asked for once, and it is said what to do."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
@@ -270,9 +274,13 @@ def test_expired_and_no_others(
 
 @pytest.mark.fault("O05")
 def test_expired_and_new_ones_there(
-    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+    cloud: Cloud,
+    profile: Callable[..., None],
+    loads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight refused requests are Transient, new ones are fetched once, and the repetitions are good."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")

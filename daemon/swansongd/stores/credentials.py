@@ -20,7 +20,7 @@ from swansongd.errors import Permanent, StoreError, Transient
 
 Value = TypeVar("Value")
 
-_PAUSE_S = 5.0
+_PAUSE_S = 2.0
 """Between two readings, unless the store has accepted what the first one found."""
 
 _log = structlog.get_logger(__name__)
