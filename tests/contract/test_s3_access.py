@@ -152,6 +152,22 @@ def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], fir
     assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
 
 
+@pytest.mark.fault("O14")
+def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None:
+    """Without ListParts nothing shows that trailers are read: headers are used; no receipt is confirmed."""
+    cloud = open_cloud("s3-tls")
+    cloud.order("trailers", stored=1)
+    cloud.order(
+        "answer", status=405, code="MethodNotAllowed", method="GET", match="uploadId", times=99
+    )
+    store = cloud.open()
+    upload = store.begin("big", PART + 3, PART)
+    receipts = send_parts(store, upload, bytes(PART) + b"end")
+    assert list(store.parts(upload)) == []
+    store.complete(upload, receipts)
+    assert store.get("big") == bytes(PART) + b"end"
+
+
 @pytest.mark.parametrize("states", [True, False])
 def test_that_a_store_reads_trailers_is_asked_once(
     open_cloud: Callable[[str], Cloud], states: bool

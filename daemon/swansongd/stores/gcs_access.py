@@ -310,7 +310,8 @@ def _refusal(answer: Answer) -> StoreError:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
     if status == 412:
         return Exists(message)
-    if status in (408, 409, 429) or status >= 500 or code in ("BadDigest", "IncompleteBody"):
+    is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
+    if is_over_soon or code in ("BadDigest", "IncompleteBody"):
         return Transient(message, retry_after_s=retry_after_s(answer.headers))
     return (Forbidden if status == 403 else Permanent)(message, hint=hint)
 

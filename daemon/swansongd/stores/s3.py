@@ -39,7 +39,13 @@ from swansongd.stores.base import (
     read_through,
 )
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
-from swansongd.stores.s3_access import TRAILER_HINT, Addressing, S3Access, TrailerRefused
+from swansongd.stores.s3_access import (
+    TRAILER_HINT,
+    Addressing,
+    S3Access,
+    TrailerRefused,
+    Unsupported,
+)
 from swansongd.stores.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
 from swansongd.stores.wire import Answer
 
@@ -179,13 +185,17 @@ class S3Store:
         return PartReceipt(number, answers.quoted(answer.headers["etag"]), answer.crc32c)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        try:
+            listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
+        except Unsupported:  # none of them can be known, so all of them are sent again
+            return []
         return [
             PartReceipt(
                 part.number,
                 answers.quoted(part.etag),
                 CRC32C_UNTOLD if part.crc32c is None else part.crc32c,
             )
-            for part in self._listed_parts(upload.key, upload.upload_id)
+            for part in listed_parts
             if part.size_bytes == upload.part_length_bytes(part.number)
         ]
 
@@ -409,7 +419,7 @@ class S3Store:
         """Whether the store has the body without its framing; asks for the size once for each operation.
 
         Raises:
-            Permanent: it has not, and the configuration demands trailers.
+            Permanent: it does not, and the configuration demands trailers.
         """
         if operation in self._reads_trailers:
             return True
@@ -420,22 +430,29 @@ class S3Store:
             if answer.headers.get(_CHECKSUM) != crc32c_base64(answer.crc32c):
                 size_bytes = self._stored_bytes(key, parameters)
                 if size_bytes != body.size_bytes:
-                    reason = f"{operation} {key}: {size_bytes} bytes instead of {body.size_bytes}"
-                    if self._checksums != "auto":
-                        raise Permanent(f"{reason} are stored", hint=TRAILER_HINT)
-                    self._send_headers_from_now_on(reason)
-                    return False
+                    found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
+                    reason = f"{operation} {key}: stored size {found}, sent {body.size_bytes} bytes"
+                    if self._checksums == "auto":
+                        self._send_headers_from_now_on(reason)
+                        return False
+                    if size_bytes is not None:
+                        raise Permanent(reason, hint=TRAILER_HINT)
             self._reads_trailers.add(operation)
             return True
 
     def _stored_bytes(self, key: str, parameters: Mapping[str, str]) -> int | None:
-        """Size of the object, or of the part, that was just sent; None where the store returns none."""
-        if "uploadId" not in parameters:
-            info = self.head(key)
-            return None if info is None else info.size_bytes
-        number = int(parameters["partNumber"])
-        parts = self._listed_parts(key, parameters["uploadId"])
-        return next((part.size_bytes for part in parts if part.number == number), None)
+        """Size of the object, or of the part, that was just sent; None where the store does not return it."""
+        try:
+            if "uploadId" not in parameters:
+                info = self.head(key)
+                return None if info is None else info.size_bytes
+            number = int(parameters["partNumber"])
+            parts = self._listed_parts(key, parameters["uploadId"])
+            return next((part.size_bytes for part in parts if part.number == number), None)
+        except NotFound:
+            raise
+        except Permanent:  # it lacks ListParts, or the right to HEAD
+            return None
 
     def _send_headers_from_now_on(self, reason: str) -> None:
         """Called under the lock."""

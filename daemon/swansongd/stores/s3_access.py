@@ -68,6 +68,7 @@ CREDENTIALS_HINT = (
 )
 _RIGHTS = "Allow s3:ListBucket, GetObject, PutObject and AbortMultipartUpload on store.url"
 _REGION = "Set store.region to the region of the bucket"
+_UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
 TRAILER_HINT = 'Set store.checksums = "header"'
 _HINTS = {
     "NoSuchBucket": "Make the bucket, or mend store.url",
@@ -82,6 +83,10 @@ _HINTS = {
 
 class TrailerRefused(Permanent):
     """The store refused a body with its checksum behind it; before it, the checksum may be accepted."""
+
+
+class Unsupported(Permanent):
+    """The store does not have this operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +374,8 @@ def _refusal(answer: Answer, code: str) -> StoreError:
         return NotFound(message, hint=hint)
     if status == 412 or code == "PreconditionFailed":
         return Exists(message)
+    if status in (405, 501):
+        return Unsupported(message, hint=_UNSUPPORTED)
     if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
         return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
     return Permanent(message, hint=hint)
