@@ -330,9 +330,9 @@ class S3Access:
             # A new session: an old one keeps the files that it has read, and the roles it has assumed.
             session = botocore.session.Session(profile=self._profile)
             found = session.get_component("credential_provider").load_credentials()
-            if found is None:
-                raise Permanent("there are none", hint=CREDENTIALS_HINT)
-            return found
+        if found is None:
+            raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
+        return found
 
 
 def _identity_of(found: Any) -> Identity:
