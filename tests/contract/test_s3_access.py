@@ -122,7 +122,7 @@ def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
 def test_a_store_that_refuses_trailers(
     open_cloud: Callable[[str], Cloud], status: int, code: str
 ) -> None:
-    """What was refused is accepted by header at once, no trailer is sent any more, one line is logged."""
+    """The same body is sent again at once by header; no trailer follows, and one line is logged."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", refused=status, code=code)
     store = cloud.open()
@@ -172,7 +172,7 @@ def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None
 def test_that_a_store_reads_trailers_is_asked_once(
     open_cloud: Callable[[str], Cloud], states: bool
 ) -> None:
-    """A store that states the checksum is asked nothing, another one once for shards and once for parts."""
+    """A store that returns the checksum is asked nothing; any other once for shards and once for parts."""
     cloud = open_cloud("s3-tls")
     if not states:
         cloud.order(
@@ -192,7 +192,7 @@ def test_that_a_store_reads_trailers_is_asked_once(
 
 
 def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Cloud]) -> None:
-    """What is refused by header as well stays refused, and the store goes on sending trailers."""
+    """A body that is refused by header as well is an error, and later bodies still have trailers."""
     cloud = open_cloud("s3-tls")
     store = cloud.open()
     cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
@@ -328,7 +328,7 @@ def test_rotated_keys_are_read_again(
     monkeypatch: pytest.MonkeyPatch,
     after: tuple[str, str],
 ) -> None:
-    """Refused without others: Permanent, with one reading for eight threads.  With others: it goes on."""
+    """Without new keys: Permanent, after one reading for eight threads.  With new keys the refusals end."""
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
@@ -355,7 +355,7 @@ def test_rotated_keys_are_read_again(
 def test_another_source_of_credentials_is_found(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile names another program than before: its files are read again, not what is in memory."""
+    """The profile names another program than before: the configuration is read from its file again."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     config = tmp_path / "config"
@@ -371,11 +371,12 @@ def test_another_source_of_credentials_is_found(
     write("first")
     store = cloud.open(profile="ours")
     store.check()
-    (tmp_path / "first").write_text("[")  # while it is being replaced
     cloud.order("credentials", access_key="second", secret_key="secret")
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
-    with pytest.raises(Permanent):
-        store.check()
+    for unfinished in ("[", '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": [1]}'):
+        (tmp_path / "first").write_text(unfinished)
+        with pytest.raises(Permanent, match="InvalidAccessKeyId"):
+            store.check()
     write("second")
     retrying(store).put_shard("shard", BytesBody(CONTENT))
     assert stored(store) == CONTENT

@@ -76,7 +76,7 @@ class TokenDesk:
         self._lock = threading.Lock()
         self._handed = 0
         self.asked = 0
-        """How often somebody asked."""
+        """Number of token requests."""
         self.life_s = 3600
         self.revoked: set[str] = set()
         """Ids of keys that are not valid any more."""
@@ -214,7 +214,7 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
 def test_a_rotated_account_key_is_read_again(
     gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
-    """The old key gives no token any more: Permanent, and nobody is hammered; with a new file it goes on."""
+    """Without a new file the refusal is Permanent, after few token requests; with a new file it ends."""
     if found_by == "an expired token":
         desk.life_s = 0
     else:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credentials in use: fetched once for all threads, and read again when they expire or are refused.
 
-Keys are rotated and sessions are revoked under a running daemon.  Each refusal that may come from that sends
-one thread through all sources of credentials again.  A refusal that stays is Permanent, and does not hammer
-the disk, the metadata service or the token endpoint.
+Keys are rotated and sessions are revoked while the daemon runs.  After a refusal that may come from that, one
+thread reads all sources of credentials again.  A refusal that stays is Permanent.  It causes one reading in
+two seconds at the most, so that it does not hammer the disk, the metadata service or the token endpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Credentials(Generic[Value]):
     """What authorises the requests to one store.  Every method may be called from many threads at once.
 
     The SDKs ask the metadata service minutes before credentials expire, during a request, and fail with
-    it.  This class uses them to their end; :meth:`renew` is for the time between requests.
+    it.  This class uses credentials until they expire.  :meth:`renew` renews them between requests.
 
     Args:
         what: names them in log lines.
@@ -94,7 +94,7 @@ class Credentials(Generic[Value]):
                 try:
                     self._read()
                 except StoreError:
-                    pass  # it is kept
+                    pass  # see _failure
             if self._value != refused:
                 _log.info("credentials_replaced", store=self._what)
                 return True

@@ -71,8 +71,8 @@ class S3Store:
         addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
         checksums: ``trailer`` sends the checksum of a shard or part behind the body, which is then read
             once; ``header`` sends it before the body, which is then read twice.  ``auto`` begins with
-            trailers, and goes over to headers for good when the store does not read trailers.  Without
-            TLS the checksum is always in a header.
+            trailers, and switches to headers when the store does not read trailers.  Without TLS the
+            checksum is always in a header.
         connect_timeout_s: limit of making a connection.
         read_timeout_s: limit of one wait for an answer.
     """
@@ -187,7 +187,7 @@ class S3Store:
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         try:
             listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
-        except Unsupported:  # none of them can be known, so all of them are sent again
+        except Unsupported:  # the store cannot confirm any part: all of them are sent again
             return []
         return [
             PartReceipt(
@@ -346,9 +346,9 @@ class S3Store:
         body: Body,
         condition: Mapping[str, str] | None = None,
     ) -> Answer:
-        """PUT the body of a shard or part, by the way that the store knows; see ``checksums``.
+        """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
 
-        Some stores refuse trailers.  Others accept them, and store the framing around the body as well.
+        Some stores refuse a trailer.  Others accept it, and store the framing as part of the object.
         """
         if not (self._sends_trailers and self._access.route().is_tls):
             return self._put(operation, key, parameters, body, condition)
@@ -364,7 +364,7 @@ class S3Store:
         if self._has_read_trailer(operation, key, parameters, body, answer):
             self._expect_same(operation, key, answer)
             return answer
-        # Unconditionally: what is there now is what this call has just stored.
+        # Without the condition: the object is the one that this call has just stored.
         return self._put(operation, key, parameters, body)
 
     def _put(
@@ -416,7 +416,7 @@ class S3Store:
         body: Body,
         answer: Answer,
     ) -> bool:
-        """Whether the store has the body without its framing; asks for the size once for each operation.
+        """Whether the store has removed the framing; asks for the size once for each operation.
 
         Raises:
             Permanent: it does not, and the configuration demands trailers.
@@ -426,7 +426,7 @@ class S3Store:
         with self._learning:
             if operation in self._reads_trailers or not self._sends_trailers:
                 return self._sends_trailers
-            # A store that states the checksum has computed it over the body, without the framing.
+            # A store that returns the checksum has read it from the trailer, or computed it over the body.
             if answer.headers.get(_CHECKSUM) != crc32c_base64(answer.crc32c):
                 size_bytes = self._stored_bytes(key, parameters)
                 if size_bytes != body.size_bytes:
@@ -451,7 +451,7 @@ class S3Store:
             return next((part.size_bytes for part in parts if part.number == number), None)
         except NotFound:
             raise
-        except Permanent:  # it lacks ListParts, or the right to HEAD
+        except Permanent:  # the store lacks ListParts, or the role lacks a right
             return None
 
     def _send_headers_from_now_on(self, reason: str) -> None:

@@ -55,7 +55,7 @@ _CREDENTIALS_CODES = {
 }  # fmt: skip
 _CLOCK_CODE = "RequestTimeTooSkewed"
 # Refusals of a body with a trailer that are about something else: credentials, time, or bytes that
-# changed on their way, which only a store that reads the trailer can see.
+# changed on their way, which only a store that reads the trailer can detect.
 _NOT_OF_THE_TRAILER = (_TRANSIENT_CODES | _CREDENTIALS_CODES | {_CLOCK_CODE}) - {
     "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch", "SignatureDoesNotMatch",
 }  # fmt: skip
@@ -336,10 +336,13 @@ class S3Access:
 
 
 def _identity_of(found: Any) -> Identity:
-    """Who signs, with less than 15 minutes left renewed by botocore's own rule."""
+    """Who signs; botocore renews what has less than 15 minutes left."""
     with _errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
-        return Identity(frozen.access_key, frozen.secret_key, frozen.token)
+        identity = Identity(frozen.access_key, frozen.secret_key, frozen.token)
+        if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
+            raise TypeError("a field is not text")
+        return identity
 
 
 def _has_expired(found: Any) -> bool:
@@ -357,7 +360,7 @@ def _message(answer: Answer, code: str) -> str:
 
 
 def _may_be_of_the_trailer(status: int, code: str) -> bool:
-    """Whether a store that reads no trailers may have meant this refusal."""
+    """Whether a store that reads no trailers refuses a body in this way."""
     is_refusal = 400 <= status < 500 or status == 501
     return (
         is_refusal
@@ -389,9 +392,7 @@ def _errors_of(what: str, hint: str) -> Iterator[None]:
             yield
     except StoreError:
         raise
-    except (
-        Exception
-    ) as error:  # a credential_process may print anything, and botocore checks little
+    except Exception as error:  # botocore does not check what a credential_process prints
         raise _classified(error, what, hint) from error
 
 
