@@ -32,13 +32,19 @@ TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
 # The SDKs read their environment when they are imported, so each store lives in a process of its own.
 CLIENT = """
 import sys
+import threading
+import structlog
 from bodies import BytesBody
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
+from swansongd.stores.retry import Retrying
 from swansongd.threads import parallel
 
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
 store = open_store(url, endpoint=endpoint, region="us-east-1", ca_bundle=ca_bundle)
+# On a loaded machine a connection that is far slower than the others is cut.
+tried = Retrying(store, give_up_mono_s=lambda: None, budget_s=30.0, stop=threading.Event())
 content = b"x" * (5 * 2**20)
 count = 12
 
@@ -48,7 +54,7 @@ def send():
     receipts = {}
 
     def part(number):
-        receipts[number] = store.put_part(upload, number, BytesBody(content))
+        receipts[number] = tried.put_part(upload, number, BytesBody(content))
 
     parallel(range(1, count + 1), part, threads=8)
     store.complete(upload, [receipts[number] for number in sorted(receipts)])
