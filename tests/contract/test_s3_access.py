@@ -109,7 +109,7 @@ def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
     return [method for method, _ in cloud.requests()[before:]]
 
 
-@pytest.mark.fault("O14")
+@pytest.mark.fault("O26")
 @pytest.mark.parametrize(
     ("status", "code"),
     [
@@ -132,7 +132,7 @@ def test_a_store_that_refuses_trailers(
     assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
 
 
-@pytest.mark.fault("O14", "O13")
+@pytest.mark.fault("O26", "O13")
 @pytest.mark.parametrize("first", ["a shard", "a part"])
 def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], first: str) -> None:
     """It accepts a trailer and stores it as well: the size shows that, and headers are used instead."""
@@ -152,7 +152,7 @@ def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], fir
     assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
 
 
-@pytest.mark.fault("O14")
+@pytest.mark.fault("O26")
 def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None:
     """Without ListParts nothing shows that trailers are read: headers are used; no receipt is confirmed."""
     cloud = open_cloud("s3-tls")

@@ -88,7 +88,7 @@ def test_a_reboot_that_keeps_the_disk_goes_on_with_the_same_uploads(
     assert {number for _, number in after} == {"3", "4", "5"}
 
 
-@pytest.mark.fault("H01", "O14")
+@pytest.mark.fault("H01")
 def test_a_store_that_lists_no_checksums_gets_no_part_twice(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
