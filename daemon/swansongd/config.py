@@ -72,8 +72,8 @@ class StoreConfig:
     addressing: Literal["auto", "path", "virtual"] = _key(
         read.one_of("auto", "path", "virtual"), default="auto"
     )
-    checksums: Literal["trailer", "header"] = _key(
-        read.one_of("trailer", "header"), default="trailer"
+    checksums: Literal["auto", "trailer", "header"] = _key(
+        read.one_of("auto", "trailer", "header"), default="auto"
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
     signing_key_file: Path | None = _key(read.path, default=None)

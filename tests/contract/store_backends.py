@@ -55,14 +55,12 @@ LACKS = {
     "moto": {
         "spent names": "moto tells no checksum of an object, so it is sent again over it",
         "ages": "moto says that all uploads began in 2010",
-        "part checksums": "moto tells no checksums of parts",
     },
     "rclone": {
         "create if absent": "rclone ignores If-None-Match",
         "flat keys": "rclone makes files and directories of keys",
         "spent names": "rclone ignores If-None-Match",
         "parts again": "rclone refuses other content for a part that it has",
-        "part checksums": "rclone keeps no checksums",
     },
 }  # fmt: skip
 

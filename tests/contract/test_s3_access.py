@@ -15,8 +15,11 @@ import pytest
 from bodies import BytesBody, BytesSink
 from botocore.credentials import CredentialResolver
 from contract.raw_server import Peer, RawServer
-from contract.store_backends import PART, Cloud, in_threads
+from contract.store_backends import PART, Cloud, in_threads, retrying, send_parts
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
+from swansongd.stores import credentials
 from swansongd.stores.s3 import S3Store
 
 CONTENT = os.urandom(2 * 2**20 + 777)
@@ -84,6 +87,140 @@ def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
     assert store.head("big") is not None
 
 
+# ---------------------------------------------------------------- stores that read no trailers
+
+
+def sent_by_many(store: S3Store) -> list[EventDict]:
+    """Eight threads store a shard each, and an upload is completed; returns what was logged."""
+    with capture_logs() as lines:
+        in_threads(8, lambda number: store.put_shard(f"shard{number}", BytesBody(CONTENT)) and None)
+        upload = store.begin("big", PART + 3, PART)
+        store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
+    for number in range(8):
+        assert stored(store, f"shard{number}") == CONTENT
+    assert store.get("big") == bytes(PART) + b"end"
+    return [line for line in lines if line["event"] == "store_reads_no_trailers"]
+
+
+def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
+    """Methods of the requests that the call made."""
+    before = len(cloud.requests())
+    call()
+    return [method for method, _ in cloud.requests()[before:]]
+
+
+@pytest.mark.fault("O26")
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "XAmzContentSHA256Mismatch"),
+        (400, "MalformedTrailerError"),
+        (403, "SignatureDoesNotMatch"),
+        (501, "NotImplemented"),
+    ],
+)
+def test_a_store_that_refuses_trailers(
+    open_cloud: Callable[[str], Cloud], status: int, code: str
+) -> None:
+    """The same body is sent again at once by header; no trailer follows, and one line is logged."""
+    cloud = open_cloud("s3-tls")
+    cloud.order("trailers", refused=status, code=code)
+    store = cloud.open()
+    (line,) = sent_by_many(store)
+    assert 'store.checksums = "header"' in line["hint"]
+    assert code in line["reason"]
+    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+
+
+@pytest.mark.fault("O26", "O13")
+@pytest.mark.parametrize("first", ["a shard", "a part"])
+def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], first: str) -> None:
+    """It accepts a trailer and stores it as well: the size shows that, and headers are used instead."""
+    cloud = open_cloud("s3-tls")
+    cloud.order("trailers", stored=1)
+    store = cloud.open()
+    if first == "a part":
+        upload = store.begin("first", PART + 3, PART)
+        with capture_logs() as lines:
+            store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
+        assert store.get("first") == bytes(PART) + b"end"
+        assert [line["event"] for line in lines] == ["store_reads_no_trailers"]
+        assert sent_by_many(store) == []
+    else:
+        (line,) = sent_by_many(store)
+        assert 'store.checksums = "header"' in line["hint"]
+    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+
+
+@pytest.mark.fault("O26")
+def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None:
+    """Without ListParts nothing shows that trailers are read: headers are used; no receipt is confirmed."""
+    cloud = open_cloud("s3-tls")
+    cloud.order("trailers", stored=1)
+    cloud.order(
+        "answer", status=405, code="MethodNotAllowed", method="GET", match="uploadId", times=99
+    )
+    store = cloud.open()
+    upload = store.begin("big", PART + 3, PART)
+    receipts = send_parts(store, upload, bytes(PART) + b"end")
+    assert list(store.parts(upload)) == []
+    store.complete(upload, receipts)
+    assert store.get("big") == bytes(PART) + b"end"
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_that_a_store_reads_trailers_is_asked_once(
+    open_cloud: Callable[[str], Cloud], states: bool
+) -> None:
+    """A store that returns the checksum is asked nothing; any other once for shards and once for parts."""
+    cloud = open_cloud("s3-tls")
+    if not states:
+        cloud.order(
+            "spoil", how="without", field="x-amz-checksum-crc32c", method="PUT", times=1_000_000
+        )
+    store = cloud.open()
+    once = 0 if states else 1
+    methods = requests_of(cloud, lambda: sent_by_many(store))
+    assert methods.count("HEAD") == once
+    listings = [
+        target for method, target in cloud.requests() if "uploadId=" in target and method == "GET"
+    ]
+    assert len(listings) == once
+    body = BytesBody(CONTENT)
+    assert requests_of(cloud, lambda: store.put_shard("last", body)) == ["PUT"]
+    assert body.passes == 1
+
+
+def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Cloud]) -> None:
+    """A body that is refused by header as well is an error, and later bodies still have trailers."""
+    cloud = open_cloud("s3-tls")
+    store = cloud.open()
+    cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
+    with pytest.raises(Permanent, match="InvalidRequest"):
+        store.put_shard("shard", BytesBody(CONTENT))
+    cloud.order("answer", status=400, code="BadDigest", method="PUT", times=1)
+    with pytest.raises(Transient, match="BadDigest"):
+        store.put_shard("shard", BytesBody(CONTENT))
+    body = BytesBody(CONTENT)
+    store.put_shard("shard", body)
+    assert body.passes == 1
+
+
+@pytest.mark.parametrize("order", [{"refused": 501, "code": "NotImplemented"}, {"stored": 1}])
+def test_trailers_that_are_demanded(
+    open_cloud: Callable[[str], Cloud], order: dict[str, object]
+) -> None:
+    """With ``store.checksums = "trailer"`` a store that reads none is an error that names the setting."""
+    cloud = open_cloud("s3-tls")
+    cloud.order("trailers", **order)
+    with pytest.raises(Permanent) as caught:
+        cloud.open(checksums="trailer").put_shard("shard", BytesBody(CONTENT))
+    assert "store.checksums" in caught.value.hint
+
+
+# ---------------------------------------------------------------- credentials
+
+
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When botocore was asked to look for credentials."""
@@ -130,9 +267,13 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
 
 @pytest.mark.fault("O05")
 def test_expired_and_no_others(
-    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+    cloud: Cloud,
+    profile: Callable[..., None],
+    loads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Expired for eight threads at once, with no others there: asked for once, and it is said what to do."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
@@ -149,9 +290,13 @@ def test_expired_and_no_others(
 
 @pytest.mark.fault("O05")
 def test_expired_and_new_ones_there(
-    cloud: Cloud, profile: Callable[..., None], loads: list[float]
+    cloud: Cloud,
+    profile: Callable[..., None],
+    loads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight refused requests are Transient, new ones are fetched once, and the repetitions are good."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
@@ -170,6 +315,102 @@ def test_expired_and_new_ones_there(
     cloud.order("credentials", access_key="third", secret_key="more", session_token="newer")
     store.check()
     assert stored(store) == CONTENT
+
+
+@pytest.mark.fault("O05")
+@pytest.mark.parametrize(
+    "after", [("second", "other"), ("first", "other")], ids=["new key", "new secret"]
+)
+def test_rotated_keys_are_read_again(
+    cloud: Cloud,
+    profile: Callable[..., None],
+    loads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    after: tuple[str, str],
+) -> None:
+    """Without new keys: Permanent, after one reading for eight threads.  With new keys the refusals end."""
+    profile("first", "secret", "")
+    cloud.order("credentials", access_key="first", secret_key="secret")
+    store = cloud.open(profile="ours")
+    store.put_shard("shard", BytesBody(CONTENT))
+    cloud.order("credentials", access_key=after[0], secret_key=after[1])
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
+    errors = eight_refused(cloud, store)
+    assert [type(error) for error in errors] == [Permanent] * 8
+    assert all("instance role" in error.hint for error in errors)
+    assert len(loads) == 2
+    profile(*after, "")
+    with pytest.raises(Permanent):
+        store.check()
+    assert len(loads) == 2, "no storm on the file"
+    monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
+    with pytest.raises(Transient):
+        store.head("shard")  # whose refusal has no body
+    store.check()
+    assert stored(store) == CONTENT
+    assert len(loads) == 3
+
+
+@pytest.mark.fault("O05")
+def test_another_source_of_credentials_is_found(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile names another program than before: the configuration is read from its file again."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    config = tmp_path / "config"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+    def write(name: str) -> None:
+        (tmp_path / name).write_text(
+            f'{{"Version": 1, "AccessKeyId": "{name}", "SecretAccessKey": "secret"}}'
+        )
+        config.write_text(f"[profile ours]\ncredential_process = cat {tmp_path}/{name}\n")
+        cloud.order("credentials", access_key=name, secret_key="secret")
+
+    write("first")
+    store = cloud.open(profile="ours")
+    store.check()
+    cloud.order("credentials", access_key="second", secret_key="secret")
+    monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
+    for unfinished in ("[", '{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": [1]}'):
+        (tmp_path / "first").write_text(unfinished)
+        with pytest.raises(Permanent, match="InvalidAccessKeyId"):
+            store.check()
+    write("second")
+    retrying(store).put_shard("shard", BytesBody(CONTENT))
+    assert stored(store) == CONTENT
+
+
+@pytest.mark.fault("O05")
+def test_a_right_that_is_lacking_asks_for_credentials_once(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program hands out other credentials at each call: AccessDenied is Permanent, and does not loop."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    runs = tmp_path / "runs"
+    answer = '{"Version": 1, "AccessKeyId": "test", "SecretAccessKey": "test", "SessionToken": "'
+    (tmp_path / "program").write_text(
+        f"echo run >> {runs}; printf '%s%s\"}}' '{answer}' $(grep -c run {runs})\n"
+    )
+    config = tmp_path / "config"
+    config.write_text(f"[profile ours]\ncredential_process = sh {tmp_path}/program\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
+    cloud.order("credentials", session_token="1")
+    store = cloud.open(profile="ours")
+    store.check()
+    cloud.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
+    cloud.order("credentials", session_token="2")
+    with pytest.raises(Transient):  # the session may have been revoked
+        store.put("key", b"x")
+    for _ in range(3):
+        with pytest.raises(Permanent) as caught:
+            store.put("key", b"x")
+        assert "Allow s3:" in caught.value.hint
+        store.check()
+    assert len(runs.read_text().splitlines()) == 2
 
 
 def test_a_profile_that_is_not_there(cloud: Cloud) -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from bodies import BytesBody, BytesSink
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulators.process import EmulatorProcess
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, Transient
+from swansongd.stores import credentials
 from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs import GcsStore
@@ -28,12 +31,12 @@ LARGE = 2 * MIB + 17
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, handle: Callable[[BaseHTTPRequestHandler], None]) -> None:
+    def __init__(self, handle: Callable[[Any], None]) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def _serve(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 handle(self)
 
             do_GET = do_PUT = do_POST = _serve  # noqa: N815
@@ -49,8 +52,10 @@ class _Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-def answer(to: BaseHTTPRequestHandler, body: bytes = b"", **headers: str) -> None:
-    to.send_response(200)
+def answer(
+    to: BaseHTTPRequestHandler, body: bytes = b"", *, status: int = 200, **headers: str
+) -> None:
+    to.send_response(status)
     for name, value in {**headers, "Content-Length": str(len(body))}.items():
         to.send_header(name, value)
     to.end_headers()
@@ -58,18 +63,49 @@ def answer(to: BaseHTTPRequestHandler, body: bytes = b"", **headers: str) -> Non
 
 
 class TokenDesk:
-    """Where a service account gets its tokens: t1, t2, ...  ``asked`` counts them."""
+    """Where a service account gets its tokens: t1, t2, ...
 
-    def __init__(self) -> None:
+    Args:
+        path: of the file with the key of the account.
+        key: of the account.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path = path
+        self._key = key
         self._lock = threading.Lock()
+        self._handed = 0
         self.asked = 0
+        """Number of token requests."""
+        self.life_s = 3600
+        self.revoked: set[str] = set()
+        """Ids of keys that are not valid any more."""
         self.server = _Server(self._hand_out)
+        self.rotate("1")
 
-    def _hand_out(self, to: BaseHTTPRequestHandler) -> None:
+    def rotate(self, key_id: str) -> None:
+        """The file is replaced by one with another id of the key."""
+        account = {
+            "type": "service_account",
+            "project_id": "project",
+            "client_email": "trainer@project.iam.gserviceaccount.com",
+            "private_key": self._key,
+            "private_key_id": key_id,
+            "token_uri": f"{self.server.url}/token",
+        }
+        self._path.write_text(json.dumps(account))
+
+    def _hand_out(self, to: Any) -> None:
+        head = parse_qs(to.content.decode())["assertion"][0].partition(".")[0]
+        key_id = json.loads(base64.urlsafe_b64decode(head + "=" * (-len(head) % 4)))["kid"]
         with self._lock:
             self.asked += 1
-            token = {"access_token": f"t{self.asked}", "expires_in": 3600, "token_type": "Bearer"}
-        answer(to, json.dumps(token).encode())
+            if key_id in self.revoked:
+                answer(to, b'{"error": "invalid_grant"}', status=400)
+                return
+            self._handed += 1
+            token = {"access_token": f"t{self._handed}", "token_type": "Bearer"}
+        answer(to, json.dumps({**token, "expires_in": self.life_s}).encode())
 
     def close(self) -> None:
         self.server.shutdown()
@@ -87,16 +123,7 @@ def desk(
     account_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cloud_environment: None
 ) -> Iterator[TokenDesk]:
     """Default credentials are those of a service account's file."""
-    desk = TokenDesk()
-    account = {
-        "type": "service_account",
-        "project_id": "project",
-        "client_email": "trainer@project.iam.gserviceaccount.com",
-        "private_key_id": "1",
-        "private_key": account_key,
-        "token_uri": f"{desk.server.url}/token",
-    }
-    (tmp_path / "account.json").write_text(json.dumps(account))
+    desk = TokenDesk(tmp_path / "account.json", account_key)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
     yield desk
     desk.close()
@@ -149,8 +176,11 @@ def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> Non
 
 
 @pytest.mark.fault("O05")
-def test_a_token_refused_for_good(gcs_tls: Cloud, desk: TokenDesk) -> None:
+def test_a_token_refused_for_good(
+    gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the new token is refused as well, that is Permanent, says the way out, and asks no more."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     gcs_tls.order("token", valid="none of these")
     store = gcs_tls.open()
     with pytest.raises(Transient):
@@ -177,6 +207,53 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
     desk.close()
     with pytest.raises(Transient):
         store.put_shard("shard", BytesBody(b"1"))
+
+
+@pytest.mark.fault("O05")
+@pytest.mark.parametrize("found_by", ["a refused token", "an expired token"])
+def test_a_rotated_account_key_is_read_again(
+    gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    """Without a new file the refusal is Permanent, after few token requests; with a new file it ends."""
+    if found_by == "an expired token":
+        desk.life_s = 0
+    else:
+        gcs_tls.order("token", valid="t1")
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
+    store = gcs_tls.open()
+    store.put_shard("first", BytesBody(b"1"))
+    desk.revoked = {"1"}
+    before = desk.asked
+    if found_by == "a refused token":
+        gcs_tls.order("token", valid="t2")
+    for _ in range(5):
+        with pytest.raises(Permanent) as caught:
+            store.put_shard("second", BytesBody(b"2"))
+        assert "service account" in caught.value.hint
+    assert desk.asked <= before + 2
+    desk.rotate("2")
+    monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
+    retrying(store).put_shard("second", BytesBody(b"2"))
+    assert store.get("second") == b"2"
+
+
+@pytest.mark.fault("O05")
+def test_an_account_that_lacks_a_right_may_have_been_replaced(
+    gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """403 has the file read again, once: another account may be in it.  If not, it is the right."""
+    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
+    store = gcs_tls.open()
+    store.check()
+    gcs_tls.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
+    with pytest.raises(Transient):
+        store.put_shard("shard", BytesBody(b"1"))
+    for _ in range(3):
+        with pytest.raises(Permanent) as caught:
+            store.put_shard("shard", BytesBody(b"1"))
+        assert "gcp-vm.yaml" in caught.value.hint
+        store.check()
+    assert desk.asked == 2
 
 
 def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
@@ -207,8 +284,11 @@ def test_the_service_account_of_the_vm(
         monkeypatch.setenv("GCE_METADATA_HOST", host)
         monkeypatch.setenv("GCE_METADATA_IP", host)
         gcs_tls.order("token", valid="none that it has")
-        with pytest.raises(Transient, match="renewed"):
-            gcs_tls.open().put_shard("shard", BytesBody(b"1"))
+        store = gcs_tls.open()
+        with pytest.raises(Permanent):  # it has only the one that was refused
+            store.put_shard("shard", BytesBody(b"1"))
+        gcs_tls.order("token", valid="emulated-token-1")
+        store.put_shard("shard", BytesBody(b"1"))
 
 
 # ---------------------------------------------------------------- checksums

@@ -45,7 +45,7 @@ COMMON = [
     (403, "AccessDenied", Permanent, ""),
     (400, "InvalidArgument", Permanent, ""),
     (411, "MissingContentLength", Permanent, ""),
-    (501, "NotImplemented", Transient, ""),
+    (501, "NotImplemented", Permanent, ""),
 ]
 S3_ONLY = [
     pytest.param(400, "BadDigest", Transient, "", marks=pytest.mark.fault("O13")),

@@ -6,18 +6,25 @@ checksums in headers and trailers, preconditions, the rules of parts.  What it d
 with 501 instead of guessing.  Control: see :mod:`emulators.store_control`, and of its own::
 
     credentials?access_key=test&secret_key=test&session_token=
-                                the only ones that are valid; those before them have expired
+                                the only ones that are valid; those before them have expired, or do not
+                                exist any more if they had no token
     expire                      these have expired, too
     clock?ahead_s=3600          how far the store's clock is ahead
     region?name=eu-west-1       where all buckets are: signatures for another region are redirected
+    trailers?refused=400&code=XAmzContentSHA256Mismatch
+                                bodies with a trailer are refused, as some stores do
+    trailers?stored=1           they are accepted, and stored with their framing, by a store that knows no
+                                checksums, as other stores do
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree as ET
 
@@ -68,6 +75,8 @@ class S3:
         self._page = _PAGE
         self._listing = ListingMode()
         self._honour = True
+        self._trailer_refusal: tuple[int, str] | None = None
+        self._stores_framing = False
 
     # ------------------------------------------------------------ control
 
@@ -78,11 +87,12 @@ class S3:
                     self._reset()
                 case "credentials":
                     access_key = call.parameter("access_key") or "test"
+                    was_session = {self.account.access_key} if self.account.session_token else set()
                     self.account = Account(
                         access_key,
                         call.parameter("secret_key") or "test",
                         call.parameter("session_token") or "",
-                        former=(self.account.former | {self.account.access_key}) - {access_key},
+                        former=(self.account.former | was_session) - {access_key},
                     )
                 case "expire":
                     self.account.is_expired = True
@@ -90,6 +100,11 @@ class S3:
                     self.account.clock_ahead_s = float(call.parameter("ahead_s") or 0)
                 case "region":
                     self._region = call.parameter("name") or "us-east-1"
+                case "trailers":
+                    status = int(call.parameter("refused") or 0)
+                    refusal = (status, call.parameter("code") or "")
+                    self._trailer_refusal = refusal if status else None
+                    self._stores_framing = call.parameter("stored") == "1"
                 case "preconditions":
                     self._honour = call.parameter("honour") != "0"
                 case "page":
@@ -112,6 +127,10 @@ class S3:
         try:
             # Hashing megabytes needs no lock: only what takes effect does.
             region = self.account.verify(call)
+            if "x-amz-trailer" in call.headers and self._trailer_refusal is not None:
+                raise Refused(*self._trailer_refusal)
+            if self._stores_framing:
+                call = _without_checksums(call)
             payload = payload_of(call)
             with self._lock:
                 answer = self._routed(call, payload, region)
@@ -349,6 +368,20 @@ class S3:
             if part.checksum and upload.algorithm:
                 items[-1].append((part.checksum.tag, part.checksum.value))
         return _document("ListPartsResult", facts, "Part", items)
+
+
+def _without_checksums(call: Call) -> Call:
+    """The request as a store reads it that knows neither checksums nor aws-chunked bodies."""
+    headers = {
+        name: value
+        for name, value in call.headers.items()
+        if not name.startswith("x-amz-checksum-")
+    }
+    headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
+    body = call.body
+    if call.method == "POST":
+        body = re.sub(rb"<ChecksumCRC32C>[^<]*</ChecksumCRC32C>", b"", body)
+    return replace(call, headers=headers, body=body)
 
 
 def _address(call: Call) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 from bodies import BytesBody, BytesSink
+from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
@@ -325,24 +326,18 @@ class FakeWire:
         pass
 
 
-class Keys:
-    """Credentials that need no look-up."""
-
-    access_key, secret_key, token = "a", "b", None
-
-    def get_frozen_credentials(self) -> Keys:
-        return self
-
-    def replace(self, _: object) -> bool:
-        return False
-
-
-def s3(wire: Any) -> S3Store:
-    store: Any = S3Store("s3://bucket/prefix", "http://store", "us-east-1")
-    store._access._credentials = Keys()
-    store._access._found_route = lambda: Route(wire, "http://store", "/bucket", "us-east-1")
+def s3(wire: Any, scheme: str = "http") -> S3Store:
+    store: Any = S3Store("s3://bucket/prefix", f"{scheme}://store", "us-east-1")
+    found = Credentials("a", "b")
+    store._access._credentials._load = lambda: found
+    store._access._found_route = lambda: Route(wire, f"{scheme}://store", "/bucket", "us-east-1")
     made: S3Store = store
     return made
+
+
+def s3_tls(wire: Any) -> S3Store:
+    """Where bodies have trailers."""
+    return s3(wire, "https")
 
 
 def gcs(wire: Any) -> GcsStore:
@@ -372,7 +367,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 
 
 @given(
-    st.sampled_from([s3, gcs]),
+    st.sampled_from([s3, s3_tls, gcs]),
     st.sampled_from(sorted(CALLS)),
     st.lists(said, min_size=1, max_size=4),
 )

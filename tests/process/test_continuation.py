@@ -88,6 +88,25 @@ def test_a_reboot_that_keeps_the_disk_goes_on_with_the_same_uploads(
     assert {number for _, number in after} == {"3", "4", "5"}
 
 
+@pytest.mark.fault("H01")
+def test_a_store_that_lists_no_checksums_gets_no_part_twice(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Foreign stores list the number, the ETag and the size of a part: that is enough after a restart."""
+    content, vm = _cut_off(strict_bucket, new_vm)
+    before = strict_bucket.parts_sent()
+    strict_bucket.order("clear")
+    strict_bucket.order(
+        "spoil", how="without", field="ChecksumCRC32C", method="GET", match="uploadId", times=1000
+    )
+    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
+
+    assert strict_bucket.restored(tmp_path / "restored") == content
+    after = strict_bucket.parts_sent()
+    assert {upload for upload, _ in after} == {upload for upload, _ in before}
+    assert {number for _, number in after} == {"3", "4", "5"}
+
+
 def test_a_store_that_forgets_uploads_gets_them_afresh(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:

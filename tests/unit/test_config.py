@@ -65,7 +65,7 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert (got.flush.connections, got.flush.part_size_bytes) == (32, 16 * 2**20)
     assert got.flush.background_bytes_per_s is None
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
-    assert (got.store.addressing, got.store.checksums) == ("auto", "trailer")
+    assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
     assert got.store.abort_uploads_after_s == 86_400
     assert (got.log.format, got.log.level) == ("json", "info")
     assert [problem.partition(" (")[0] for problem in problems_of({})] == [

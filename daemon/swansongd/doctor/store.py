@@ -220,7 +220,7 @@ class _Probe:
                 raise
             return of_error(error, self._send_headers)
         # The store learns this from its first refusal, in each life of the daemon.
-        if not getattr(self._backend, "sends_trailers", True) and self._may_send_trailers:
+        if self._may_send_trailers and self._has_learned_headers:
             return warning(
                 "the store refuses checksum trailers; the daemon sends them in headers",
                 self._send_headers,
@@ -233,6 +233,10 @@ class _Probe:
         is_tls = store_fixes.address(self._config).startswith("https:")
         is_s3 = isinstance(self._backend, S3Store)
         return is_s3 and is_tls and self._config.store.checksums != "header"
+
+    @property
+    def _has_learned_headers(self) -> bool:
+        return isinstance(self._backend, S3Store) and not self._backend.sends_trailers
 
     @property
     def _send_headers(self) -> str:

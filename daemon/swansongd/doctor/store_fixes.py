@@ -18,7 +18,7 @@ from swansongd.doctor.configuration import set_key
 from swansongd.errors import NotFound, StoreError
 from swansongd.stores.base import bucket_and_prefix, is_certificate_problem
 from swansongd.stores.gcs_access import Forbidden
-from swansongd.stores.s3_access import CREDENTIALS_HINT
+from swansongd.stores.s3_access import CREDENTIALS_HINT, Unsupported
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
@@ -85,6 +85,8 @@ def of_refusal(
             if is_own
             else f"# at {address(config)}, make the bucket {bucket}, or change store.url"
         )
+    if isinstance(error, Unsupported):
+        return f"# {address(config)} lacks a request that Swansong needs: set store.url to another store"
     if error.retryable:
         return ask_by_hand(config)
     is_unknown_to_google = is_own and not _is_s3(config) and not isinstance(error, Forbidden)
@@ -93,8 +95,7 @@ def of_refusal(
     if not is_own:
         return (
             f"# at {address(config)}, let the daemon's credentials list the bucket {bucket}, and read "
-            f"objects, create objects and abort uploads below {prefix or 'its root'}; a store that "
-            "answers 405 or 501 lacks a request that Swansong needs"
+            f"objects, create objects and abort uploads below {prefix or 'its root'}"
         )
     if _is_s3(config):
         return (

@@ -199,7 +199,7 @@ class ObjectStore(Protocol):
         """The parts that the store has, by number: a receipt kept from earlier holds if it is among them.
 
         Raises NotFound when the upload is unknown.  The checksum is that which the store knows, or
-        CRC32C_UNTOLD (GCS); so hand the receipts that were kept to ``complete``, not these.  A part of
+        CRC32C_UNTOLD; so hand the receipts that were kept to ``complete``, not these.  A part of
         the wrong length is left out.
         """
 
@@ -307,7 +307,12 @@ def expect_part(upload: Upload, number: int, body: Body) -> None:
 
 
 def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
-    """Raises Permanent unless ``parts`` are all of them, in order: stores accept gaps in silence."""
+    """Raises Permanent unless ``parts`` are the receipts of all of them, in order.
+
+    Stores accept gaps in silence.  What a listing returned may lack the checksum.
+    """
+    if any(part.crc32c == CRC32C_UNTOLD for part in parts):
+        raise Permanent(f"{upload.key}: its completion wants the receipts of put_part")
     count = part_count(upload.size_bytes, upload.part_size_bytes)
     if [part.number for part in parts] != list(range(1, count + 1)):
         raise Permanent(f"{upload.key} wants its {count} parts in order, got {len(parts)} others")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from swansongd.stores.base import (
     is_certificate_problem,
     named,
 )
+from swansongd.stores.credentials import Credentials
 from swansongd.stores.wire import REFUSAL_BYTES_MAX, Answer, Wire
 
 _PUBLIC_ENDPOINT = "https://storage.googleapis.com"
@@ -51,6 +51,10 @@ _HINTS = {
 
 class Forbidden(Permanent):
     """403: these credentials lack a right."""
+
+
+class _NoCredentials(Permanent):
+    """There are no application default credentials."""
 
 
 class GcsAccess:
@@ -86,8 +90,12 @@ class GcsAccess:
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._ca_bundle = ca_bundle or trusted
         self._read_timeout_s = read_timeout_s
-        self._lock = threading.Lock()
-        self._made_credentials: _Held | None = None
+        self._credentials = Credentials(
+            "GCS",
+            load=self._load_credentials,
+            fetch=self._fetch_token,
+            is_over=lambda found: _left_s(found) <= 0,
+        )
         self._transport = _Transport(trusted, read_timeout_s)
         self._wire = Wire(
             self._endpoint,
@@ -100,10 +108,8 @@ class GcsAccess:
 
     def renew_credentials(self) -> None:
         """Have a token that lasts for a while; raises Permanent where there are no credentials."""
-        with _errors_of_credentials():
-            credentials = self._credentials()
-            if credentials is not None and credentials.left_s() < RENEW_BELOW_S:
-                credentials.renew(credentials.token)
+        if self._identity():
+            self._credentials.renew()
 
     def exchange(
         self,
@@ -116,21 +122,20 @@ class GcsAccess:
     ) -> Answer:
         """One request to either interface; the answer is a success.  A redirect is an error.
 
-        A token that the store refuses is renewed, by one thread for all, and the request is Transient;
-        when it refuses the new one as well that is Permanent.
+        When the store refuses a token, the credentials are read again, by one thread for all.  The request is
+        Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
         """
-        with _errors_of_credentials():
-            credentials = self._credentials()
-            token, identity = credentials.header() if credentials is not None else ("", {})
+        identity = self._identity()
         answer = self._wire.request(method, target, {**headers, **identity}, body=body, sink=sink)
-        if answer.status == 401 and credentials is not None:
-            with _errors_of_credentials():
-                if credentials.is_refused(token):
-                    raise Transient("401: the token was not valid any more, and has been renewed")
+        # With 403 it may be a right that is lacking, or another account that has come with a new file.
+        is_of_credentials = bool(identity) and answer.status in (401, 403)
+        if is_of_credentials and self._credentials.replace(
+            identity, is_certain=answer.status == 401
+        ):
+            raise Transient(f"{_message(answer)}; the credentials have been renewed")
         if answer.status >= 300:
             raise _refusal(answer)
-        if credentials is not None:
-            credentials.is_accepted(token)
+        self._credentials.accept(identity)
         return answer
 
     def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
@@ -145,12 +150,11 @@ class GcsAccess:
         from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
         from google.auth.transport.requests import AuthorizedSession  # noqa: PLC0415
         from google.cloud.storage import Client  # noqa: PLC0415
-        from google.oauth2.credentials import Credentials  # noqa: PLC0415
+        from google.oauth2.credentials import Credentials as TokenCredentials  # noqa: PLC0415
         from requests.exceptions import RequestException  # noqa: PLC0415
 
-        with _errors_of_credentials():
-            held = self._credentials()
-            known = Credentials(held.header()[0]) if held is not None else AnonymousCredentials()
+        token = self._identity().get("authorization", "").removeprefix("Bearer ")
+        known = TokenCredentials(token) if token else AnonymousCredentials()
         session = AuthorizedSession(known)
         session.max_redirects = 0  # a redirect would carry the token elsewhere
         session.verify = self._ca_bundle or True
@@ -170,26 +174,48 @@ class GcsAccess:
         finally:
             session.close()
 
-    def _credentials(self) -> _Held | None:
-        """The credentials; None where requests are anonymous."""
+    def _identity(self) -> Mapping[str, str]:
+        """The headers that say who asks; none where requests are anonymous."""
         if self._endpoint.startswith("http:"):
-            return None
+            return {}
+        try:
+            return self._credentials.get()
+        except _NoCredentials:
+            if self._is_custom:
+                return {}
+            raise
+
+    def _load_credentials(self) -> Any:
+        """Google's default credentials, from the first source that has some."""
         # The metadata server is asked over plain http, as the sources ask it.
         os.environ.setdefault("GCE_METADATA_MTLS_MODE", "none")
         import google.auth  # noqa: PLC0415 - a VM on another cloud need not load it
         from google.auth.exceptions import DefaultCredentialsError  # noqa: PLC0415
 
-        with self._lock:
-            if self._made_credentials is None:
-                try:
-                    found = google.auth.default(scopes=[_SCOPE], request=self._transport)[0]
-                except DefaultCredentialsError as error:
-                    if self._is_custom:
-                        return None
-                    # Not kept: the metadata service may answer the next time.
-                    raise Permanent("there are none", hint=_CREDENTIALS) from error
-                self._made_credentials = _Held(found, self._transport)
-            return self._made_credentials
+        with _errors_of_credentials():
+            try:
+                return google.auth.default(scopes=[_SCOPE], request=self._transport)[0]
+            except DefaultCredentialsError as error:
+                raise _NoCredentials("there are none", hint=_CREDENTIALS) from error
+
+    def _fetch_token(self, found: Any) -> Mapping[str, str]:
+        """Headers with a token that lasts for a while."""
+        with _errors_of_credentials():
+            if _left_s(found) < RENEW_BELOW_S:
+                found.refresh(self._transport)
+            headers: dict[str, str] = {}
+            found.apply(headers, found.token)
+            return headers
+
+
+def _left_s(found: Any) -> float:
+    """Life that the token has left; nothing where there is none yet."""
+    if found.token is None:
+        return 0.0
+    if found.expiry is None:
+        return math.inf
+    expiry: datetime = found.expiry
+    return (expiry.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds()
 
 
 def _emulator() -> str | None:
@@ -255,86 +281,38 @@ class _Transport:
         return _TokenAnswer(answer.status, answer.headers, answer.body)
 
 
-class _Held:
-    """Google's credentials, that keep a token until it has expired or was refused.
-
-    Google's own ask the metadata server minutes before that, in the middle of a request, and fail with
-    it; but it may be dead by then, and the token is good.  Renewing in time is what ``warm()`` is for.
-    """
-
-    def __init__(self, inner: Any, transport: _Transport) -> None:
-        self.token: str | None = None
-        self.expiry: datetime | None = None
-        self._inner = inner
-        self._transport = transport
-        self._renewing = threading.Lock()
-        self._on_trial: str | None = None
-
-    def left_s(self) -> float:
-        """Life that the token has left; nothing where there is none yet."""
-        if self.token is None:
-            return 0.0
-        if self.expiry is None:
-            return math.inf
-        return (self.expiry.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds()
-
-    def header(self) -> tuple[str, dict[str, str]]:
-        """The token, renewed if it has expired, and the headers that carry it."""
-        if self.left_s() <= 0:
-            self.renew(self.token)
-        token = self.token
-        headers: dict[str, str] = {}
-        self._inner.apply(headers, token)
-        return token or "", headers
-
-    def renew(self, known: str | None) -> None:
-        """Have another token than ``known``; one thread fetches it, the others wait for that."""
-        with self._renewing:
-            if self.token == known:
-                self._inner.refresh(self._transport)
-                self.token, self.expiry = self._inner.token, self._inner.expiry
-
-    def is_refused(self, token: str) -> bool:
-        """The store refused ``token``.  True: there is a new one that it has not refused yet."""
-        if token == self._on_trial:
-            return False
-        self.renew(token)
-        self._on_trial = self.token
-        return True
-
-    def is_accepted(self, token: str) -> None:
-        """The store took ``token``: if it is refused later, that is because its time is over."""
-        if token == self._on_trial:
-            self._on_trial = None
-
-
 # ---------------------------------------------------------------- errors
 
 
 @contextmanager
 def _errors_of_credentials() -> Iterator[None]:
     """Turns what Google's credentials raise into an error of the contract."""
-    from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415
-
     what = "credentials for GCS"
     try:
         with named(what):
             yield
-    except (GoogleAuthError, OSError) as error:
+    except StoreError:
+        raise
+    except Exception as error:  # files of credentials may contain anything
         raise _classified(error, f"{what}: {error!s:.300}") from error
+
+
+def _message(answer: Answer) -> str:
+    code = one_line(xml_text(answer.body, "Code"), 80)
+    reason = one_line(_reason(answer.body), 300)
+    return " ".join(filter(None, (str(answer.status), code, reason)))
 
 
 def _refusal(answer: Answer) -> StoreError:
     """The error of the contract for an answer that was no success."""
-    status, code = answer.status, xml_text(answer.body, "Code")
-    reason = one_line(_reason(answer.body), 300)
-    message = " ".join(filter(None, (str(status), one_line(code, 80), reason)))
+    status, code, message = answer.status, xml_text(answer.body, "Code"), _message(answer)
     hint = _HINTS.get(status, "")
     if status == 404:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
     if status == 412:
         return Exists(message)
-    if status in (408, 409, 429) or status >= 500 or code in ("BadDigest", "IncompleteBody"):
+    is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
+    if is_over_soon or code in ("BadDigest", "IncompleteBody"):
         return Transient(message, retry_after_s=retry_after_s(answer.headers))
     return (Forbidden if status == 403 else Permanent)(message, hint=hint)
 
@@ -365,4 +343,6 @@ def _classified(error: Exception, message: str) -> StoreError:
         return (
             Transient(message) if lost or error.retryable else Permanent(message, hint=_CREDENTIALS)
         )
-    return Transient(message)
+    if isinstance(error, OSError):
+        return Transient(message)
+    return Permanent(message, hint=_CREDENTIALS)

@@ -20,7 +20,7 @@ def open_store(
     profile: str | None = None,
     ca_bundle: str | None = None,
     addressing: Addressing = "auto",
-    checksums: Checksums = "trailer",
+    checksums: Checksums = "auto",
 ) -> ObjectStore:
     """The backend for ``file://``, ``s3://`` or ``gs://``.  Asks nothing of it yet: see ``check()``.
 

@@ -8,14 +8,18 @@ whole object.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 from xml.etree import ElementTree as ET
 
+import structlog
+
 from swansongd.errors import Exists, NotFound, Permanent, Transient
 from swansongd.stores import answers
 from swansongd.stores.base import (
+    CRC32C_UNTOLD,
     GET_BYTES_MAX,
     Body,
     BytesBody,
@@ -35,15 +39,23 @@ from swansongd.stores.base import (
     read_through,
 )
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
-from swansongd.stores.s3_access import Addressing, S3Access
+from swansongd.stores.s3_access import (
+    TRAILER_HINT,
+    Addressing,
+    S3Access,
+    TrailerRefused,
+    Unsupported,
+)
 from swansongd.stores.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
 from swansongd.stores.wire import Answer
 
-Checksums = Literal["trailer", "header"]
+Checksums = Literal["auto", "trailer", "header"]
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
 _ABSENT = {"if-none-match": "*"}
+
+_log = structlog.get_logger(__name__)
 
 
 class S3Store:
@@ -57,8 +69,10 @@ class S3Store:
         profile: of the AWS configuration files; without it the default chain decides.
         ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
         addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
-        checksums: ``trailer`` sends the checksum of shards behind the body, which is then read once;
-            ``header`` before it, for stores that know no trailers, and always without TLS.
+        checksums: ``trailer`` sends the checksum of a shard or part behind the body, which is then read
+            once; ``header`` sends it before the body, which is then read twice.  ``auto`` begins with
+            trailers, and switches to headers when the store does not read trailers.  Without TLS the
+            checksum is always in a header.
         connect_timeout_s: limit of making a connection.
         read_timeout_s: limit of one wait for an answer.
     """
@@ -75,13 +89,18 @@ class S3Store:
         profile: str | None = None,
         ca_bundle: str | None = None,
         addressing: Addressing = "auto",
-        checksums: Checksums = "trailer",
+        checksums: Checksums = "auto",
         connect_timeout_s: float = 3.0,
         read_timeout_s: float = 8.0,
     ) -> None:
         self.url = url
         bucket, self._prefix = bucket_and_prefix(url)
         self._checksums = checksums
+        self.sends_trailers = checksums != "header"
+        """Whether shards go out with checksum trailers over TLS; False once the store proved to read none."""
+        self._reads_trailers: set[str] = set()
+        """Operations of which the store has shown that it reads the trailer."""
+        self._learning = threading.Lock()
         self._access = S3Access(
             bucket,
             endpoint=endpoint,
@@ -98,7 +117,7 @@ class S3Store:
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         condition = _ABSENT if if_absent else {}
-        self._send("PutObject", key, {}, BytesBody(data), condition=condition, checksums="header")
+        self._put("PutObject", key, {}, BytesBody(data), condition)
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
@@ -132,7 +151,7 @@ class S3Store:
 
     def put_shard(self, key: str, body: Body) -> int:
         try:
-            return self._send("PutObject", key, {}, body, condition=_ABSENT).crc32c
+            return self._send("PutObject", key, {}, body, _ABSENT).crc32c
         except Exists:
             # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
             value, _ = read_through(body)
@@ -167,19 +186,18 @@ class S3Store:
         return PartReceipt(number, answers.quoted(answer.headers["etag"]), answer.crc32c)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        def page(
-            markers: answers.Markers | None,
-        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
-            parameters = {"uploadId": upload.upload_id, **dict(markers or ())}
-            answer = self._call("ListParts", "GET", upload.key, parameters)
-            with answers.complete(f"ListParts {upload.key}"):
-                return answers.parts(answer)
-
+        try:
+            listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
+        except Unsupported:  # the store cannot confirm any part: all of them are sent again
+            return []
         return [
-            PartReceipt(part.number, answers.quoted(part.etag), part.crc32c)
-            for part in all_pages(f"ListParts {upload.key}", page)
-            if part.crc32c is not None
-            and part.size_bytes in (None, upload.part_length_bytes(part.number))
+            PartReceipt(
+                part.number,
+                answers.quoted(part.etag),
+                CRC32C_UNTOLD if part.crc32c is None else part.crc32c,
+            )
+            for part in listed_parts
+            if part.size_bytes == upload.part_length_bytes(part.number)
         ]
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
@@ -306,19 +324,63 @@ class S3Store:
         told = answer.headers.get(_CHECKSUM, "-")  # one with a dash is made of those of the parts
         return None if "-" in told else told == crc32c_base64(value)
 
+    def _listed_parts(self, key: str, upload_id: str) -> Iterator[answers.ListedPart]:
+        what = f"ListParts {key}"
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            parameters = {"uploadId": upload_id, **dict(markers or ())}
+            answer = self._call("ListParts", "GET", key, parameters)
+            with answers.complete(what):
+                return answers.parts(answer)
+
+        return all_pages(what, page)
+
+    # ------------------------------------------------------------ bodies and their checksums
+
     def _send(
         self,
         operation: str,
         key: str,
         parameters: Mapping[str, str],
         body: Body,
-        *,
         condition: Mapping[str, str] | None = None,
-        checksums: Checksums | None = None,
     ) -> Answer:
-        """PUT ``body``, with a checksum that the store verifies, and look at what it says it got."""
+        """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
+
+        Some stores refuse a trailer.  Others accept it, and store the framing as part of the object.
+        """
+        if not (self.sends_trailers and self._access.route().is_tls):
+            return self._put(operation, key, parameters, body, condition)
+        try:
+            answer = self._put(operation, key, parameters, body, condition, has_trailer=True)
+        except TrailerRefused as refused:
+            if self._checksums != "auto":
+                raise
+            answer = self._put(operation, key, parameters, body, condition)
+            with self._learning:
+                self._send_headers_from_now_on(str(refused))
+            return answer
+        if self._has_read_trailer(operation, key, parameters, body, answer):
+            self._expect_same(operation, key, answer)
+            return answer
+        # Without the condition: the object is the one that this call has just stored.
+        return self._put(operation, key, parameters, body)
+
+    def _put(
+        self,
+        operation: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        condition: Mapping[str, str] | None = None,
+        *,
+        has_trailer: bool = False,
+    ) -> Answer:
+        """PUT ``body`` with a checksum that the store verifies."""
         is_tls = self._access.route().is_tls
-        if is_tls and (checksums or self._checksums) == "trailer":
+        if has_trailer:
             headers = {
                 "content-encoding": "aws-chunked",
                 "x-amz-decoded-content-length": str(body.size_bytes),
@@ -333,12 +395,76 @@ class S3Store:
         answer = self._call(
             operation, "PUT", key, parameters, headers, payload=payload, body=body, trailer=trailer
         )
-        what = f"{operation} {key} in {self.url}"
-        with answers.complete(what):
+        with answers.complete(f"{operation} {key} in {self.url}"):
             answers.etag_of(answer.headers)
-        if answer.headers.get(_CHECKSUM, sent := crc32c_base64(answer.crc32c)) != sent:
-            raise Transient(f"{what}: the store has other bytes than were sent")
+        if not has_trailer:
+            self._expect_same(operation, key, answer)
         return answer
+
+    def _expect_same(self, operation: str, key: str, answer: Answer) -> None:
+        """Raises Transient when the store states the checksum of other bytes than were sent."""
+        sent = crc32c_base64(answer.crc32c)
+        if answer.headers.get(_CHECKSUM, sent) != sent:
+            raise Transient(
+                f"{operation} {key} in {self.url}: the store has other bytes than were sent"
+            )
+
+    def _has_read_trailer(
+        self,
+        operation: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        answer: Answer,
+    ) -> bool:
+        """Whether the store has removed the framing; asks for the size once for each operation.
+
+        Raises:
+            Permanent: it does not, and the configuration demands trailers.
+        """
+        if operation in self._reads_trailers:
+            return True
+        with self._learning:
+            if operation in self._reads_trailers or not self.sends_trailers:
+                return self.sends_trailers
+            # A store that returns the checksum has read it from the trailer, or computed it over the body.
+            if answer.headers.get(_CHECKSUM) != crc32c_base64(answer.crc32c):
+                size_bytes = self._stored_bytes(key, parameters)
+                if size_bytes != body.size_bytes:
+                    found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
+                    reason = f"{operation} {key}: stored size {found}, sent {body.size_bytes} bytes"
+                    if self._checksums == "auto":
+                        self._send_headers_from_now_on(reason)
+                        return False
+                    if size_bytes is not None:
+                        raise Permanent(reason, hint=TRAILER_HINT)
+            self._reads_trailers.add(operation)
+            return True
+
+    def _stored_bytes(self, key: str, parameters: Mapping[str, str]) -> int | None:
+        """Size of the object, or of the part, that was just sent; None where the store does not return it."""
+        try:
+            if "uploadId" not in parameters:
+                info = self.head(key)
+                return None if info is None else info.size_bytes
+            number = int(parameters["partNumber"])
+            parts = self._listed_parts(key, parameters["uploadId"])
+            return next((part.size_bytes for part in parts if part.number == number), None)
+        except NotFound:
+            raise
+        except Permanent:  # the store lacks ListParts, or the role lacks a right
+            return None
+
+    def _send_headers_from_now_on(self, reason: str) -> None:
+        """Called under the lock."""
+        if self.sends_trailers:
+            self.sends_trailers = False
+            _log.warning(
+                "store_reads_no_trailers",
+                url=self.url,
+                reason=reason,
+                hint=f"{TRAILER_HINT}: that saves this attempt at each start",
+            )
 
     def _call(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from urllib3.exceptions import HTTPError
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.http1 import retry_after_s
 from swansongd.stores.answers import one_line, xml_text
-from swansongd.stores.base import Body, Sink, is_certificate_problem
+from swansongd.stores.base import Body, Sink, is_certificate_problem, named
+from swansongd.stores.credentials import Credentials
 from swansongd.stores.sigv4 import (
     EMPTY_PAYLOAD,
     Identity,
@@ -39,14 +40,25 @@ _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
 _ERROR = re.compile(rb"\s*(?:<\?[^>]{0,100}\?>\s*)?<Error[\s>]")
 _STALL_S = 3.0
-_HOPELESS_S = 5.0
+_NOBODY = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nobody"}
+"""Signs nothing that is sent."""
 
 # Refusals with a status of 400 that are about this one attempt, not about what was asked.
 _TRANSIENT_CODES = {
     "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch", "SlowDown", "Throttling", "ThrottlingException", "InternalError",
 }  # fmt: skip
-_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+# Refusals that are about who asks.  Rotated keys, ended and revoked sessions: others may be there by now.
+_CREDENTIALS_CODES = {
+    "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidAccessKeyId", "InvalidToken",
+    "SignatureDoesNotMatch",
+}  # fmt: skip
+_CLOCK_CODE = "RequestTimeTooSkewed"
+# Refusals of a body with a trailer that are about something else: credentials, time, or bytes that
+# changed on their way, which only a store that reads the trailer can detect.
+_NOT_OF_THE_TRAILER = (_TRANSIENT_CODES | _CREDENTIALS_CODES | {_CLOCK_CODE}) - {
+    "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch", "SignatureDoesNotMatch",
+}  # fmt: skip
 _ELSEWHERE_CODES = {
     "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
@@ -56,19 +68,25 @@ CREDENTIALS_HINT = (
 )
 _RIGHTS = "Allow s3:ListBucket, GetObject, PutObject and AbortMultipartUpload on store.url"
 _REGION = "Set store.region to the region of the bucket"
+_UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
+TRAILER_HINT = 'Set store.checksums = "header"'
 _HINTS = {
     "NoSuchBucket": "Make the bucket, or mend store.url",
-    "RequestTimeTooSkewed": "The clock of this VM is wrong: mend time synchronisation",
+    _CLOCK_CODE: "The clock of this VM is wrong: mend time synchronisation",
     "AccessDenied": _RIGHTS,
     "403": _RIGHTS,
-    "InvalidAccessKeyId": CREDENTIALS_HINT,
-    "SignatureDoesNotMatch": CREDENTIALS_HINT,
-    "InvalidToken": CREDENTIALS_HINT,
-    **dict.fromkeys(_EXPIRED_CODES, CREDENTIALS_HINT),
     **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
     "301": _REGION,
     "307": _REGION,
 }
+
+
+class TrailerRefused(Permanent):
+    """The store refused a body with its checksum behind it; before it, the checksum may be accepted."""
+
+
+class Unsupported(Permanent):
+    """The store does not have this operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +147,9 @@ class S3Access:
         self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
         self._made_client: Any = None
-        self._credentials: Any = None
+        self._credentials = Credentials(
+            "S3", load=self._load_credentials, fetch=_identity_of, is_over=_has_expired
+        )
         self._trusted = ca_bundle
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
@@ -154,7 +174,7 @@ class S3Access:
             path: of the object below the bucket, with its ``/``, or empty for the bucket itself.
             payload: see :func:`swansongd.stores.sigv4.signed_headers`.
         """
-        route, identity = self.route(), self._identity()
+        route, identity = self.route(), self._credentials.get()
         answer = self._sent(
             route,
             identity,
@@ -168,28 +188,28 @@ class S3Access:
             sink=sink,
         )
         if 200 <= answer.status < 300:
+            self._credentials.accept(identity)
             return answer
         code = xml_text(answer.body, "Code") or str(answer.status)
-        if method == "HEAD" and answer.status == 400:
-            code = "ExpiredToken"  # the only reason for a refusal of so simple a request
-        if 300 <= answer.status < 400 or code in _ELSEWHERE_CODES:
+        region = answer.headers.get("x-amz-bucket-region", route.region)
+        is_elsewhere = 300 <= answer.status < 400 or code in _ELSEWHERE_CODES
+        if is_elsewhere or (method == "HEAD" and answer.status == 400 and region != route.region):
             raise self._moved(answer, code, route, identity)
-        raise self._refusal(answer, code, identity)
+        is_of_credentials = self._expect_no_others(answer, code, identity, method)
+        if trailer is not None and _may_be_of_the_trailer(answer.status, code):
+            raise TrailerRefused(_message(answer, code), hint=TRAILER_HINT)
+        if is_of_credentials:
+            raise Permanent(_message(answer, code), hint=CREDENTIALS_HINT)
+        raise _refusal(answer, code)
 
     def expect_no_error(self, answer: Answer) -> None:
         """Raises the error that came under a status of success, as it may when it came up late."""
         if _ERROR.match(answer.body):
-            raise self._refusal(answer, xml_text(answer.body, "Code"), self._identity())
+            raise _refusal(answer, xml_text(answer.body, "Code"))
 
     def renew_credentials(self) -> None:
         """Have credentials that last for a while; raises Permanent where there are none."""
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-
-        try:
-            self._client()
-            self._credentials.renew()
-        except (BotoCoreError, OSError, RuntimeError) as error:
-            raise classified(error, "credentials for S3") from error
+        self._credentials.renew()
 
     def route(self) -> Route:
         """Where to send; asks nobody once it is known."""
@@ -197,18 +217,6 @@ class S3Access:
             if self._known_route is None:
                 self._known_route = self._found_route()
             return self._known_route
-
-    def _identity(self) -> Identity:
-        """Who signs now; asks nobody unless the credentials have expired."""
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-
-        try:
-            if self._credentials is None:
-                self._client()
-            frozen = self._credentials.get_frozen_credentials()
-        except (BotoCoreError, OSError, RuntimeError) as error:
-            raise classified(error, "credentials for S3") from error
-        return Identity(frozen.access_key, frozen.secret_key, frozen.token)
 
     def _sent(
         self,
@@ -258,15 +266,27 @@ class S3Access:
                     self._region, self._made_client = region, None
         return Transient(f"{message} but in {region}")
 
-    def _found_route(self) -> Route:
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+    def _expect_no_others(self, answer: Answer, code: str, used: Identity, method: str) -> bool:
+        """Whether a refusal is about ``used``; Transient is raised when there are other credentials now.
 
-        try:
+        A HEAD has no body that could name a code.  A refusal with 403 may be about a right that is
+        lacking, or about a session that was revoked: other credentials are looked for, too.
+        """
+        is_certain = (
+            code in _CREDENTIALS_CODES
+            or answer.status == 401
+            or (method == "HEAD" and answer.status == 400)
+        )
+        is_possible = answer.status == 403 and code != _CLOCK_CODE
+        if (is_certain or is_possible) and self._credentials.replace(used, is_certain=is_certain):
+            raise Transient(f"{_message(answer, code)}; other credentials were found")
+        return is_certain
+
+    def _found_route(self) -> Route:
+        with _errors_of("the address of the bucket", "Check table [store] of the configuration"):
             url = self._client().generate_presigned_url(
                 "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
             )
-        except (BotoCoreError, OSError, RuntimeError) as error:
-            raise classified(error, "the address of the bucket") from error
         parts = urlsplit(url)
         endpoint = f"{parts.scheme}://{parts.netloc}"
         wire = Wire(
@@ -280,9 +300,10 @@ class S3Access:
         region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
         return Route(wire, endpoint, parts.path.removesuffix(f"/{_SAMPLE_KEY}"), region)
 
-    # ------------------------------------------------------------ the client
+    # ------------------------------------------------------------ botocore
 
     def _client(self) -> Any:
+        """A client that is asked for addresses only."""
         import boto3  # noqa: PLC0415 - a VM on another cloud need not load it
         import botocore.session  # noqa: PLC0415
         from botocore.config import Config  # noqa: PLC0415
@@ -291,42 +312,91 @@ class S3Access:
             if self._made_client is None:
                 base = botocore.session.Session(profile=self._profile)
                 self._trusted = self._ca_bundle or base.get_config_variable("ca_bundle")
-                if self._credentials is None:
-                    chain = base.get_component("credential_provider")
-                    found = chain.load_credentials()
-                    if found is None:
-                        # Not kept: the metadata service may answer the next time.
-                        raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
-                    self._credentials = held(found, chain.load_credentials)
-                base.register_component("credential_provider", _Holder(self._credentials))
                 session = boto3.Session(botocore_session=base, region_name=self._region)
                 addressing: Any = {"addressing_style": self._addressing}
                 self._made_client = session.client(
                     "s3",
                     endpoint_url=self._endpoint,
                     config=Config(signature_version="s3v4", s3=addressing),
+                    **_NOBODY,
                 )
             return self._made_client
 
-    def _refusal(self, answer: Answer, code: str, used: Identity) -> StoreError:
-        """The error of the contract for an answer that was no success."""
-        status = answer.status
-        reason = one_line(xml_text(answer.body, "Message"), 200)
-        message = f"{status} {one_line(code, 80)}: {reason}"
-        hint = _HINTS.get(code, "")
-        if code in _EXPIRED_CODES:
-            is_new = self._credentials.replace((used.access_key, used.secret_key, used.token))
-            return Transient(message) if is_new else Permanent(message, hint=hint)
-        if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
-            return NotFound(message, hint=hint)
-        if status == 412 or code == "PreconditionFailed":
-            return Exists(message)
-        if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
-            return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
-        return Permanent(message, hint=hint)
+    def _load_credentials(self) -> Any:
+        """botocore's credentials, from the first source that has some."""
+        import botocore.session  # noqa: PLC0415
+
+        with _errors_of("credentials for S3", CREDENTIALS_HINT):
+            # A new session: an old one keeps the files that it has read, and the roles it has assumed.
+            session = botocore.session.Session(profile=self._profile)
+            found = session.get_component("credential_provider").load_credentials()
+        if found is None:
+            raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
+        return found
 
 
-def classified(error: Exception, what: str) -> StoreError:
+def _identity_of(found: Any) -> Identity:
+    """Who signs; botocore renews what has less than 15 minutes left."""
+    with _errors_of("credentials for S3", CREDENTIALS_HINT):
+        frozen = found.get_frozen_credentials()
+        identity = Identity(frozen.access_key, frozen.secret_key, frozen.token)
+        if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
+            raise TypeError("a field is not text")
+        return identity
+
+
+def _has_expired(found: Any) -> bool:
+    refresh_needed = getattr(found, "refresh_needed", None)
+    return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _message(answer: Answer, code: str) -> str:
+    status = str(answer.status)
+    refusal = status if code == status else f"{status} {one_line(code, 80)}"
+    return ": ".join(filter(None, (refusal, one_line(xml_text(answer.body, "Message"), 200))))
+
+
+def _may_be_of_the_trailer(status: int, code: str) -> bool:
+    """Whether a store that reads no trailers refuses a body in this way."""
+    is_refusal = 400 <= status < 500 or status == 501
+    return (
+        is_refusal
+        and status not in (401, 404, 408, 409, 412, 429)
+        and code not in _NOT_OF_THE_TRAILER
+    )
+
+
+def _refusal(answer: Answer, code: str) -> StoreError:
+    """The error of the contract for an answer that was no success."""
+    status = answer.status
+    message, hint = _message(answer, code), _HINTS.get(code, "")
+    if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
+        return NotFound(message, hint=hint)
+    if status == 412 or code == "PreconditionFailed":
+        return Exists(message)
+    if status in (405, 501):
+        return Unsupported(message, hint=_UNSUPPORTED)
+    if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
+        return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
+    return Permanent(message, hint=hint)
+
+
+@contextmanager
+def _errors_of(what: str, hint: str) -> Iterator[None]:
+    """Turns what botocore and its plug-ins raise into an error of the contract."""
+    try:
+        with named(what):
+            yield
+    except StoreError:
+        raise
+    except Exception as error:  # botocore does not check what a credential_process prints
+        raise _classified(error, what, hint) from error
+
+
+def _classified(error: Exception, what: str, hint: str) -> StoreError:
     """The error of the contract for one of botocore's, urllib3's or the system's, by its type."""
     from botocore import exceptions as of  # noqa: PLC0415
     from botocore.parsers import ResponseParserError  # noqa: PLC0415
@@ -342,74 +412,4 @@ def classified(error: Exception, what: str) -> StoreError:
         return Transient(message)
     if isinstance(error, of.ProfileNotFound):
         return Permanent(message, hint="Mend store.profile")
-    if isinstance(
-        error, (of.NoCredentialsError, of.PartialCredentialsError, of.CredentialRetrievalError)
-    ):
-        return Permanent(message, hint=CREDENTIALS_HINT)
-    return Permanent(message)
-
-
-def held(first: Any, load: Callable[[], Any] = lambda: None) -> Any:
-    """botocore's credentials, asked for anew only when told to or once they have expired.
-
-    botocore's own ask the metadata service a quarter of an hour before that, in the middle of a
-    request, and fail with it; but it may be dead by then, and the credentials are good.
-
-    Args:
-        first: what to begin with.
-        load: goes through the sources of credentials again.
-    """
-    from botocore.credentials import Credentials  # noqa: PLC0415
-    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-
-    class Held(Credentials):  # type: ignore[misc,unused-ignore]
-        def __init__(self) -> None:
-            super().__init__("", "")
-            self._inner = first
-            self._frozen: Any = None
-            self._renewing = threading.Lock()
-            self._hopeless_until_mono_s = 0.0
-
-        def renew(self) -> None:
-            """Fetch new ones where less than 15 minutes are left: that is botocore's own rule."""
-            with self._renewing:
-                self._frozen = self._inner.get_frozen_credentials()
-
-        def replace(self, refused: tuple[str, str, str | None]) -> bool:
-            """Whether there are others than ``refused``: of many who ask at once, one goes for them."""
-            with self._renewing:
-                if tuple(self._frozen[:3]) != refused:
-                    return True
-                if time.monotonic() < self._hopeless_until_mono_s:
-                    return False
-                try:
-                    fresh = load()
-                    frozen = fresh and fresh.get_frozen_credentials()
-                except (BotoCoreError, OSError, RuntimeError):
-                    frozen = None
-                if not frozen or tuple(frozen[:3]) == refused:
-                    self._hopeless_until_mono_s = time.monotonic() + _HOPELESS_S
-                    return False
-                self._inner, self._frozen = fresh, frozen
-                return True
-
-        def get_frozen_credentials(self) -> Any:
-            if self._frozen is None or self._has_expired():
-                self.renew()
-            return self._frozen
-
-        def _has_expired(self) -> bool:
-            refresh_needed = getattr(self._inner, "refresh_needed", None)
-            return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
-
-    return Held()
-
-
-class _Holder:
-    """Hands botocore the credentials that are to be used."""
-
-    def __init__(self, credentials: Any) -> None:
-        self._credentials = credentials
-
-    def load_credentials(self) -> Any:
-        return self._credentials
+    return Permanent(message, hint=hint)
