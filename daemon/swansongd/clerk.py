@@ -77,6 +77,8 @@ class ClaimRecord:
     """Of a claim that was ordered, and that may have been made; empty for none."""
     abandoned: tuple[CheckpointId, ...] = ()
     """Sets in staging that are not of the line of states, see :mod:`swansongd.core.lineage`."""
+    store_id: str = ""
+    """Of a store of files: the id in its marker, see :mod:`swansongd.stores.tree`."""
 
     def save(self, own_directory: Path) -> None:
         """Replace the record.
@@ -93,9 +95,13 @@ class ClaimRecord:
             os.close(own_fd)
 
     @classmethod
-    def load(cls, own_directory: Path) -> ClaimRecord | None:
-        """None when this user wrote no record, or a field of the record is out of bounds."""
-        owners = {os.geteuid()}
+    def load(cls, own_directory: Path, *, is_of_any: bool = False) -> ClaimRecord | None:
+        """None when this user wrote no record, or a field of the record is out of bounds.
+
+        Args:
+            is_of_any: the record may be another user's: root reads that of the daemon.
+        """
+        owners = None if is_of_any else {os.geteuid()}
         try:
             own_fd = openat.open_directory(own_directory, owners=owners)
             try:
@@ -123,6 +129,7 @@ class ClaimRecord:
                     _checkpoint_id(each)
                     for each in bounds.items(body.get("abandoned", []), "abandoned", _ABANDONED_MAX)
                 ),
+                store_id=bounds.identifier(body.get("store_id", ""), "store_id"),
             )
         except (OSError, BoundsError):
             return None
@@ -139,9 +146,11 @@ class ClaimRecord:
         return claim.nonce == self.nonce or is_shared
 
 
-def read_record(own_directory: Path, run: str, store_url: str) -> ClaimRecord:
+def read_record(
+    own_directory: Path, run: str, store_url: str, *, is_of_any: bool = False
+) -> ClaimRecord:
     """The record of this run and store; without one, an empty record."""
-    record = ClaimRecord.load(own_directory)
+    record = ClaimRecord.load(own_directory, is_of_any=is_of_any)
     if record is None or not record.is_of(run, store_url):
         return ClaimRecord(run, store_url, "", 0, "")
     return record
@@ -172,6 +181,7 @@ class Clerk:
         wall: wall clock in UTC, as text; informational.
         health: told of what worked and what failed.
         several_vms: whether the generation is that of an incarnation of the job, see :meth:`join`.
+        store_id: reads the id of a store of files; recorded with the claim.
     """
 
     def __init__(
@@ -186,6 +196,7 @@ class Clerk:
         wall: Callable[[], str],
         health: HealthTracker,
         several_vms: bool = False,
+        store_id: Callable[[], str] = lambda: "",
     ) -> None:
         self._store = store
         self._keys = keys
@@ -196,6 +207,7 @@ class Clerk:
         self._wall = wall
         self._health = health
         self._several_vms = several_vms
+        self._store_id = store_id
         record = read_record(own_directory, keys.run, store.url)
         self.sealed_under = record.generation or None
         """Generation of the sets that earlier lives left in staging; None if unknown."""
@@ -294,6 +306,7 @@ class Clerk:
         while not self._stop.is_set() and incarnation == self.incarnation:
             try:
                 self._store.check()
+                self._note_store()
                 # Before the claim: a failure after the claim would take another number at each retry.
                 newest = commit.newest_whole_commit(self._store, self._keys)
                 generation = find()
@@ -372,6 +385,11 @@ class Clerk:
                 abandoned=abandoned[-_ABANDONED_MAX:],
             )
         )
+
+    def _note_store(self) -> None:
+        """Record which store this is, before the first claim in it."""
+        if self._record.store_id != self._store_id():
+            self._save(replace(self._record, store_id=self._store_id()))
 
     def _save(self, record: ClaimRecord) -> None:
         self._record = record

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import structlog
 
 from swansongd import signing
-from swansongd.clerk import Clerk
+from swansongd.clerk import Clerk, read_record
 from swansongd.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
@@ -25,6 +25,7 @@ from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores import addresses
 from swansongd.stores.configured import open_configured
+from swansongd.stores.files import FileStore
 from swansongd.stores.retry import Retrying
 from swansongd.stores.throttle import Throttled
 from swansongd.stores.warm import Warmer
@@ -77,6 +78,9 @@ class Storage:
         self.backend = open_configured(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
+        if isinstance(self.backend, FileStore):
+            record = read_record(staging.own, config.run.name, self.backend.url)
+            self.backend.expect(record.store_id)
         addresses.remember()
         self.warmer = Warmer(self.backend, stop=stop)
         throttled = Throttled(self.backend, self._rate_bytes_per_s)
@@ -112,6 +116,7 @@ class Storage:
             wall=utc_now,
             health=self._health,
             several_vms=config.run.several_vms,
+            store_id=self._store_id,
         )
         self._sweeper = Sweeper(
             small_store,
@@ -132,6 +137,9 @@ class Storage:
         """A notice has come."""
         self.clerk.hurry()
         self.warmer.now()
+
+    def _store_id(self) -> str:
+        return self.backend.store_id if isinstance(self.backend, FileStore) else ""
 
     def _is_urgent(self) -> bool:
         return self._state().evacuation is not None

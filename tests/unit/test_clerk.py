@@ -342,11 +342,14 @@ def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None
     assert desk.claimed() == 2
 
 
-def test_the_claim_makes_the_directory_of_a_store_that_is_not_there_yet(
-    desk: Desk, tmp_path: Path
-) -> None:
-    """The very first daemon of a ``file://`` store."""
-    assert desk.claimed(store=FileStore(f"file://{tmp_path}/new")) == 1
+def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path) -> None:
+    """The store does not make it: its file system may not be mounted yet."""
+    with desk.clerk(store=FileStore(f"file://{tmp_path}/new")) as clerk:
+        until(lambda: "does not exist" in desk.reason, what="the first failure")
+        assert not (tmp_path / "new").exists()
+        (tmp_path / "new").mkdir()
+        clerk.hurry()
+        assert desk.next() == GenerationClaimed(1, None)
 
 
 def test_the_claim_waits_for_the_store(desk: Desk) -> None:

@@ -73,8 +73,7 @@ def retrying(store: FileStore) -> Retrying:
 
 
 def lossy(tmp_path: Path, *, lose: int) -> Retrying:
-    store = Lossy(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Lossy)
     store.lose = lose
     return retrying(store)
 
@@ -154,8 +153,7 @@ def test_a_newer_generation_fences(tmp_path: Path) -> None:
 @pytest.mark.fault("O14")
 def test_a_store_that_ignores_preconditions_is_recognised(tmp_path: Path) -> None:
     """The claim says whether its second creation was refused, as it must be."""
-    careless = Careless(f"file://{tmp_path}/store")
-    careless.check()
+    careless = file_store(tmp_path / "store", Careless)
     assert not claim(careless, "me").honours_if_absent
     assert claim(file_store(tmp_path / "good"), "me").honours_if_absent
 
@@ -234,8 +232,7 @@ class Blind(FileStore):
 @pytest.mark.fault("G08")
 def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path) -> None:
     """Readers go by the listing.  Trying again is safe, and works once it shows the manifest."""
-    store = Blind(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Blind)
     store.hidden_from_list = True
     for _ in range(2):
         with pytest.raises(StoreError, match="listing of the store does not contain it"):
@@ -246,8 +243,7 @@ def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path)
 
 def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
     """A store that answers 404 to each GET, or returns something else, has no commit."""
-    store = Blind(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Blind)
     store.hidden_from_get = True
     with pytest.raises(CorruptError, match="gone"):
         commit.commit(store, KEYS, a_manifest(), reads_back=True)
@@ -275,8 +271,7 @@ def test_a_commit_costs_one_small_listing_more(tmp_path: Path) -> None:
             prefixes.append(prefix)
             return super().list(prefix)
 
-    store = Counting(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Counting)
     commit.commit(store, KEYS, a_manifest())
     assert prefixes == [KEYS.generations, KEYS.parts(CommitRef(1, 10))]
 
@@ -379,8 +374,7 @@ def test_a_store_that_fails_is_no_answer(tmp_path: Path) -> None:
         def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
             raise Permanent("403")
 
-    store = Down(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Down)
     with pytest.raises(Permanent):
         claim(store, "me")
     with pytest.raises(Permanent):

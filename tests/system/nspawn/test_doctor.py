@@ -235,8 +235,9 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
     vm.power_on()
     vm.wait_active()
     vm.run("systemctl", "stop", TRAINER)
-    vm.run("bash", "-c", f"systemctl stop {DAEMON}; rm -r {STATE}/store; systemctl start {DAEMON}")
-    vm.run("install", "-d", "-m", "0700", "-o", "swansong", f"{STATE}/store")
+    away = f"mv {STATE}/store {STATE}/away"
+    vm.run("bash", "-c", f"systemctl stop {DAEMON}; {away}; systemctl start {DAEMON}")
+    vm.run("mv", f"{STATE}/away", f"{STATE}/store")
 
     (finding,) = failures(doctor(vm, "--trial"))
 
