@@ -45,6 +45,7 @@ from swansongd.manifest import Manifest
 from swansongd.model import CheckpointId, CommitRef
 from swansongd.sources.base import HealthTracker
 from swansongd.stores.base import ObjectStore
+from swansongd.stores.files import FileStore
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
@@ -154,6 +155,16 @@ def read_record(
     if record is None or not record.is_of(run, store_url):
         return ClaimRecord(run, store_url, "", 0, "")
     return record
+
+
+def expect_recorded_store(store: ObjectStore, own_directory: Path, run: str) -> None:
+    """Have a store of files compare its id with the one that the daemon of this VM recorded, if any.
+
+    Root reads the record of the daemon; other users can read only their own.
+    """
+    if isinstance(store, FileStore):
+        record = read_record(own_directory, run, store.url, is_of_any=os.geteuid() == 0)
+        store.expect(record.store_id)
 
 
 def _checkpoint_id(value: object) -> CheckpointId:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import structlog
 
 from swansongd import signing
-from swansongd.clerk import Clerk, read_record
+from swansongd.clerk import Clerk, expect_recorded_store
 from swansongd.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
@@ -78,9 +78,7 @@ class Storage:
         self.backend = open_configured(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
-        if isinstance(self.backend, FileStore):
-            record = read_record(staging.own, config.run.name, self.backend.url)
-            self.backend.expect(record.store_id)
+        expect_recorded_store(self.backend, staging.own, config.run.name)
         addresses.remember()
         self.warmer = Warmer(self.backend, stop=stop)
         throttled = Throttled(self.backend, self._rate_bytes_per_s)

@@ -19,6 +19,10 @@ from committed import file_store, tree
 from swansongd.clerk import ClaimRecord
 from swansongd.cli.common import opened
 from swansongd.cli.main import parser
+from swansongd.config import load
+from swansongd.doctor.accounts import daemon_account
+from swansongd.doctor.findings import Judgement, Level
+from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
 from swansongd.stores import mounts
 from swansongd.stores.base import PartReceipt, Upload
@@ -117,6 +121,10 @@ def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path
 
 SWAPPED = """
 import os, subprocess, sys
+from swansongd.config import load
+from swansongd.doctor.accounts import daemon_account
+from swansongd.doctor.findings import Judgement, Level
+from swansongd.doctor.store import checks
 from swansongd.errors import Permanent
 from swansongd.stores.files import FileStore
 def mount():
@@ -326,24 +334,54 @@ def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path)
     assert files.get("run/one") == b"1"
 
 
-@pytest.mark.fault("O24")
-def test_the_commands_of_a_vm_know_the_store_of_its_daemon(root: Path, tmp_path: Path) -> None:
-    """Restore, ls and verify compare the id that the daemon recorded: an empty directory is an error."""
+@pytest.fixture
+def config(root: Path, tmp_path: Path) -> Path:
+    """Of a VM with this store, whose daemon has recorded the id ``known``."""
     root.mkdir()
-    config = tmp_path / "swansong.toml"
-    config.write_text(
+    path = tmp_path / "swansong.toml"
+    path.write_text(
         f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n[store]\nurl = "{root.as_uri()}"\n'
     )
     own = tmp_path / "staging" / "r" / ".swansongd"
     own.mkdir(parents=True)
     ClaimRecord("r", root.as_uri(), "boot", 1, "n", store_id="known").save(own)
+    return path
+
+
+@pytest.mark.fault("O24")
+def test_the_commands_of_a_vm_know_the_store_of_its_daemon(
+    config: Path, root: Path, tmp_path: Path
+) -> None:
+    """Restore, ls and verify compare the id that the daemon recorded: an empty directory is an error."""
     arguments = parser().parse_args(["--config", str(config), "ls"])
     with opened(arguments) as here, pytest.raises(Permanent, match="not mounted"):
         list(here.store.list(""))
-    (own / "claim.json").unlink()
+    (tmp_path / "staging" / "r" / ".swansongd" / "claim.json").unlink()
     with opened(arguments) as here:
         assert list(here.store.list("")) == []
     assert os.listdir(root) == []
+
+
+@pytest.mark.fault("O24")
+def test_doctor_leaves_a_bare_mount_point_bare(
+    config: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails with the command that mounts; it makes neither a marker nor a directory."""
+
+    def bucket() -> Judgement:
+        account = daemon_account()
+        found = checks(load(config), config, account, grace_s=30.0, speed=False, trial=True)
+        judgement = next(check for check in found if check.name == "bucket").ask()
+        assert judgement.level is Level.FAILURE
+        assert os.listdir(root) == []
+        return judgement
+
+    assert "not mounted" in bucket().found
+    (tmp_path / "staging" / "r" / ".swansongd" / "claim.json").unlink()
+    fstab(monkeypatch, tmp_path, f"nfs:/x {root} nfs4 _netdev 0 0")
+    assert bucket().mend.endswith(f"mount {root}")
+    config.write_text(config.read_text().replace(root.as_uri(), f"{root.as_uri()}/below"))
+    assert bucket().mend.endswith(f"mount {root}")
 
 
 @pytest.mark.parametrize("name", ["ENOTCONN", "ENODEV", "ESTALE"])

@@ -29,14 +29,13 @@ from rich.progress import (
 from swansong import bounds
 
 from swansongd import signing
-from swansongd.clerk import read_record
+from swansongd.clerk import expect_recorded_store
 from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.configured import open_configured
-from swansongd.stores.files import FileStore
 from swansongd.stores.retry import Retrying
 from swansongd.telemetry.log import printable
 
@@ -64,11 +63,8 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """
     config = load(args.config)
     store = open_configured(config.store)
-    if isinstance(store, FileStore):
-        # The daemon of this VM knows which store it is, where this user may ask.
-        own = config.staging.path / config.run.name / OWN_DIRECTORY
-        record = read_record(own, config.run.name, store.url, is_of_any=os.geteuid() == 0)
-        store.expect(record.store_id)
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file
     # The key belongs to the daemon's user, and root restores, too.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import requests
 
 from swansongd import signing
+from swansongd.clerk import expect_recorded_store
 from swansongd.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, Account, account
@@ -34,6 +35,8 @@ from swansongd.doctor.findings import (
 )
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
 from swansongd.keys import RunKeys
+from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.stores import mounts
 from swansongd.stores.base import ObjectStore, bucket_and_prefix
 from swansongd.stores.configured import open_configured
 from swansongd.stores.files import FileStore
@@ -95,6 +98,8 @@ def checks(
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
         return
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(where, own, config.run.name)
     probe = _Probe(where, config, path, operator_file)
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check(
@@ -172,12 +177,11 @@ class _Probe:
 
     def reach(self) -> Judgement:
         if isinstance(self._store, FileStore) and not directory_of(self._config).is_dir():
-            # The store would make it, here and now, and hide that nothing is mounted.
             root = directory_of(self._config)
             _expect_way(root)
             return failure(
                 f"the directory {root} of store.url does not exist: not made, or not mounted",
-                fixes.then(fixes.directory(root, "0700"), fixes.restart()),
+                _mount(root) or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self._store.check()
         return ok(f"{self._store.url} answers, and may be listed")
@@ -399,6 +403,8 @@ def mending(config: Config, error: StoreError) -> str:
 
 
 def _mend_directory(root: Path, error: StoreError) -> str:
+    if mount := _mount(root):
+        return mount
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
         point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point
@@ -411,6 +417,12 @@ def _mend_directory(root: Path, error: StoreError) -> str:
         return fixes.directory(root, "0700")
     owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")
     return fixes.then(owner, fixes.as_root(f"chmod u+rwx {fixes.quoted(root)}"), fixes.restart())
+
+
+def _mount(root: Path) -> str:
+    """The command that mounts the file system of the store; empty where no mount target is bare."""
+    missing = mounts.missing_mount(str(root))
+    return fixes.as_root(f"mount {fixes.quoted(missing)}") if missing else ""
 
 
 def _ask_by_hand(config: Config) -> str:
