@@ -139,12 +139,15 @@ class ClaimRecord:
         """Whether it was made for this run and this store."""
         return (self.run, self.store_url) == (run, store_url)
 
-    def is_of_claim(self, claim: ClaimObject | None) -> bool:
-        """Whether this claim, of the generation in question, is the one that the record is of."""
-        if claim is None or not self.nonce:
-            return False
-        is_shared = bool(self.incarnation) and claim.incarnation == self.incarnation
-        return claim.nonce == self.nonce or is_shared
+    def is_of_claim(self, claim: ClaimObject) -> bool:
+        """Whether this is the claim that the record is of."""
+        own = ClaimObject(
+            run=self.run,
+            generation=self.generation,
+            nonce=self.nonce,
+            incarnation=self.incarnation,
+        )
+        return bool(self.nonce) and own.is_shared_with(claim)
 
 
 def read_record(
@@ -228,6 +231,8 @@ class Clerk:
             # Another boot is another VM; what lies in staging is still of that generation.
             record = replace(record, boot_id=boot_id, nonce="", incarnation="", next_nonce="")
         self._record = record
+        self._held: ClaimObject | None = None
+        """The claim of the generation that this VM commits under."""
         self.incarnation = record.incarnation
         """The one that this boot has joined last; empty before it has."""
         self._has_read_back = False
@@ -254,16 +259,16 @@ class Clerk:
         """Leave the farewell object of an evacuation."""
         self._jobs.put(lambda: self._farewell(generation, data))
 
-    def check_fence(self, generation: int) -> None:
-        """Look whether a newer generation is claimed; posts FenceFound if so."""
-        self._jobs.put(lambda: self._check_fence(generation))
+    def check_fence(self) -> None:
+        """Look whether another VM has taken the run over; posts FenceFound if so."""
+        self._jobs.put(self._check_fence)
 
     def claim_next(self, order: ClaimGeneration) -> None:
         """Claim another generation after our own; posts GenerationClaimed or FenceFound."""
 
-        overtaken: int | None = order.after
+        overtaken = self._held
 
-        def claim() -> int:
+        def claim() -> ClaimObject:
             nonlocal overtaken
             if overtaken is not None:
                 commit.ensure_not_fenced(self._store, self._keys, overtaken)
@@ -310,7 +315,7 @@ class Clerk:
 
     # ------------------------------------------------------------------ the claim
 
-    def _claim(self, find: Callable[[], int], *, is_first: bool = True) -> bool:
+    def _claim(self, find: Callable[[], ClaimObject], *, is_first: bool = True) -> bool:
         wait_s = _CLAIM_RETRY_S
         refused = ""
         incarnation = self.incarnation
@@ -320,9 +325,9 @@ class Clerk:
                 self._note_store()
                 # Before the claim: a failure after the claim would take another number at each retry.
                 newest = commit.newest_whole_commit(self._store, self._keys)
-                generation = find()
+                self._held = find()
             except FencedError as error:
-                self._post(FenceFound(error.newer))
+                self._post_fence(error)
                 return False
             except CorruptError as error:
                 if error.line() != refused:
@@ -336,6 +341,7 @@ class Clerk:
                 self._health.failed(f"{type(error).__name__}: {error}")
             else:
                 self._health.ok()
+                generation = self._held.generation
                 self._post(GenerationClaimed(generation, newest, is_rollback=not is_first))
                 if is_first:
                     self._jobs.put(partial(self._read_history, generation))
@@ -354,14 +360,14 @@ class Clerk:
         self._note_claim(order.abandoned, order.incarnation)
         self._claim(lambda: self._claim_new(order.incarnation), is_first=False)
 
-    def _claimed(self) -> int:
+    def _claimed(self) -> ClaimObject:
         record = self._record
         if record.next_nonce:
             return self._claim_ordered(record)
         if not record.nonce:
             return self._claim_new(record.incarnation)
         claim = catalog.claim_of(self._store, self._keys, record.generation)
-        if not record.is_of_claim(claim):
+        if claim is None or not record.is_of_claim(claim):
             _log.warning(
                 "claim_record_refused",
                 generation=record.generation,
@@ -370,10 +376,10 @@ class Clerk:
             )
             return self._claim_new(record.incarnation)
         # A daemon that was restarted continues under its number, unless it was overtaken.
-        commit.ensure_not_fenced(self._store, self._keys, record.generation)
-        return record.generation
+        commit.ensure_not_fenced(self._store, self._keys, claim)
+        return claim
 
-    def _claim_ordered(self, record: ClaimRecord) -> int:
+    def _claim_ordered(self, record: ClaimRecord) -> ClaimObject:
         """The generation that was ordered before a failure or a restart: claimed by then, or claimed now."""
         if not self._several_vms:
             newest = catalog.newest_generation(self._store, self._keys, above=record.generation)
@@ -381,7 +387,7 @@ class Clerk:
             claim = catalog.claim_of(self._store, self._keys, newest) if is_newer else None
             if claim is not None and claim.nonce == record.next_nonce:
                 self._save(replace(record, generation=newest, nonce=claim.nonce, next_nonce=""))
-                return newest
+                return claim
             if record.nonce and is_newer:
                 raise FencedError(record.generation, newest)
         return self._claim_new(record.incarnation)
@@ -413,7 +419,7 @@ class Clerk:
                 hint="After a restart the daemon will claim another generation, which is harmless",
             )
 
-    def _claim_new(self, incarnation: str = "") -> int:
+    def _claim_new(self, incarnation: str = "") -> ClaimObject:
         url = self._store.url
         if not self._record.next_nonce:
             self._save(replace(self._record, next_nonce=secrets.token_hex(16)))
@@ -436,7 +442,7 @@ class Clerk:
             next_nonce="",
         )
         self._save(record)
-        return claim.generation
+        return claim.content
 
     # ------------------------------------------------------------------ orders
 
@@ -459,9 +465,10 @@ class Clerk:
         )
         reads_back = not self._has_read_back
         try:
-            commit.commit(self._store, self._keys, manifest, reads_back=reads_back)
+            held = self._held_claim()
+            commit.commit(self._store, self._keys, manifest, held, reads_back=reads_back)
         except FencedError as error:
-            self._post(FenceFound(error.newer))
+            self._post_fence(error)
         except Exists:
             reason = f"another checkpoint is committed as {manifest.ref}"
             self._post(CommitFailed(order.flush_id, reason, conflict=True))
@@ -512,11 +519,18 @@ class Clerk:
             if history != History():
                 self._post(HistoryRead(history.observed_s, history.uncovered))
 
-    def _check_fence(self, generation: int) -> None:
+    def _held_claim(self) -> ClaimObject:
+        assert self._held is not None, "the core orders this after GenerationClaimed"
+        return self._held
+
+    def _post_fence(self, error: FencedError) -> None:
+        self._post(FenceFound(error.newer, is_same_number=error.newer == error.own))
+
+    def _check_fence(self) -> None:
         try:
-            commit.ensure_not_fenced(self._store, self._keys, generation)
+            commit.ensure_not_fenced(self._store, self._keys, self._held_claim())
         except FencedError as error:
-            self._post(FenceFound(error.newer))
+            self._post_fence(error)
         except SwansongError as error:  # the next commit looks again
             self._health.failed(error.line())
 

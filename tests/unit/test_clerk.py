@@ -518,7 +518,7 @@ def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> Non
         committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
         clerk.commit(an_order())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-        clerk.check_fence(1)
+        clerk.check_fence()
         assert clerk.drain(10)
         assert desk.events.empty()
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
@@ -538,11 +538,11 @@ def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -
 
 def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Clerk) -> None:
     """Our own generation is no fence."""
-    working.check_fence(1)
+    working.check_fence()
     assert working.drain(10)
     assert desk.events.empty()
     desk.store.put(KEYS.generation(2), b"{}")
-    working.check_fence(1)
+    working.check_fence()
     assert desk.next() == FenceFound(2)
 
 

@@ -174,10 +174,10 @@ def absorb(turn: Turn, event: Event) -> None:  # noqa: PLR0915 - one case for ea
             nodes.counted(turn, event)
         case CommitFailed():
             stored.commit_failed(turn, event)
-        case FenceFound(generation) if state.settings.several_vms:
-            nodes.fenced(turn, generation)
+        case FenceFound() if state.settings.several_vms:
+            nodes.fenced(turn, event)
         case FenceFound(generation):
-            if state.fenced_by is None and generation > (state.generation or 0):
+            if state.fenced_by is None and event.is_news(state.generation or 0):
                 turn.set(fenced_by=generation)
         case WokeUp(slept_s):
             turn.log("warning", "woke_up", slept_s=round(slept_s, 1))

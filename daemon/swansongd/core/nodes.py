@@ -13,6 +13,7 @@ from swansongd.core import claims
 from swansongd.core.events import (
     CancelFlush,
     CheckComplete,
+    FenceFound,
     JoinGeneration,
     PartsCounted,
     Prune,
@@ -134,10 +135,10 @@ def incarnation(turn: Turn, name: str) -> None:
         turn.do(Prune(dispensable))
 
 
-def fenced(turn: Turn, generation: int) -> None:
+def fenced(turn: Turn, event: FenceFound) -> None:
     """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
-    state = turn.state
-    if generation <= max(state.generation or 0, state.overtaken_by or 0):
+    state, generation = turn.state, event.generation
+    if not event.is_news(max(state.generation or 0, state.overtaken_by or 0)):
         return
     turn.log("warning", "fenced", generation=state.generation, newer_generation=generation)
     turn.do(TellFenced(generation))
