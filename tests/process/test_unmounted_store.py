@@ -13,6 +13,7 @@ import pytest
 from committed import tree
 from rig import BIN, CREDENTIALS, Process, Vm, environment
 from staged import seal_files
+from swansongd.stores.tree import MARKER
 from waiting import until
 
 pytestmark = [
@@ -93,6 +94,7 @@ def test_nothing_is_saved_to_or_read_from_a_bare_mount_point(
     """Unmounted under the daemon: no commit, an error in status.  Mounted again: the set is committed.
 
     The next VM knows nothing of the store.  It claims nothing, and ``restore --fresh-ok`` fails.
+    A daemon that is restarted there goes by the id that it has recorded.
     """
     with ExitStack() as vms:
         namespace.mount()
@@ -122,3 +124,11 @@ def test_nothing_is_saved_to_or_read_from_a_bare_mount_point(
         answer = fresh.swansong("restore", "--fresh-ok", "--to", str(tmp_path / "to"))
         assert answer.returncode == 0, answer
         assert tree(tmp_path / "to")["rank-00000/weights"] == b"20"
+
+        daemon.kill()
+        namespace.unmount()
+        again = vm.start_daemon()
+        until(
+            lambda: any(MARKER in line for line in again.lines.raw), what="the error of the marker"
+        )
+        assert tree(namespace.point) == {}

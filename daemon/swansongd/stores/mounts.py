@@ -24,7 +24,7 @@ UNITS = (
 """Directories of the operator's units, and of those that systemd makes of ``/etc/fstab``.  Units of the
 distribution do not count: it ships some, such as ``tmp.mount``, that are not in use."""
 MOUNTS = Path("/proc/self/mountinfo")
-_FILE_BYTES_MAX = 2**20
+_FILE_BYTES_MAX = 2**24
 _UNITS_MAX = 1000
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 

@@ -11,6 +11,7 @@ import pytest
 from clouds import Aws, Bucket
 from rig import control
 from system.nspawn.container import DAEMON, TRAINER, Container
+from waiting import until
 
 pytestmark = pytest.mark.timeout(400, func_only=True)
 
@@ -238,6 +239,8 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
     away = f"mv {STATE}/store {STATE}/away"
     vm.run("bash", "-c", f"systemctl stop {DAEMON}; {away}; systemctl start {DAEMON}")
     vm.run("mv", f"{STATE}/away", f"{STATE}/store")
+    # Until then the directory was missing, which is another error.
+    until(lambda: "Read-only" in str(vm.status()["store"]), timeout_s=60, what="another try")
 
     (finding,) = failures(doctor(vm, "--trial"))
 
