@@ -53,12 +53,14 @@ def test_two_vms_never_commit_under_one_number(bucket: Bucket, new_vm: Any) -> N
     """
     older, newer = new_vm("older", bucket.store), new_vm("newer", bucket.store)
     first = older.start_daemon()
-    seal_files(older.run_directory, 10, {"weights": b"10"})
+    same = bytes(100_000)
+    seal_files(older.run_directory, 10, {"weights": b"10", "same": same})
     first.lines.wait(event="committed", generation=1, step=10)
     wipe(bucket)
-    seal_files(older.run_directory, 20, {"weights": b"20"})
+    seal_files(older.run_directory, 20, {"weights": b"20", "same": same})
     first.lines.wait(event="committed", generation=1, step=20)
     assert first.lines.all(event="claim_made_again", generation=1)
+    assert older.swansong("verify").returncode == 0
     assert bucket.keys("run/generations/") == ["run/generations/00000001.json"]
 
     first.kill(signal.SIGSTOP)
