@@ -237,6 +237,28 @@ def test_a_bare_mount_point_is_no_new_store(
     FileStore(at.as_uri()).check()  # the marker proves enough
 
 
+@pytest.mark.fault("O24")
+def test_a_mount_that_succeeds_at_this_moment(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory was opened before, and is the bare one: it gets no marker, and another try succeeds."""
+    root.mkdir()
+    bare = tmp_path / "bare"
+
+    def mounted_now(_: str) -> None:
+        if not bare.exists():
+            os.rename(root, bare)
+            root.mkdir()
+
+    monkeypatch.setattr(mounts, "missing_mount", mounted_now)
+    store = FileStore(root.as_uri())
+    with pytest.raises(Transient):
+        store.put("run/one", b"1")
+    assert tree(bare) == tree(root) == {}
+    store.put("run/one", b"1")
+    assert tree(bare) == {}
+
+
 def test_targets_that_are_not_above_the_root(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from swansong import bounds
 from swansong.bounds import BoundsError
 from swansong.openat import FILE, has_acl, open_directory
 
-from swansongd.errors import NotFound, Permanent
+from swansongd.errors import NotFound, Permanent, Transient
 from swansongd.stores import mounts
 from swansongd.stores.file_io import (
     Modes,
@@ -71,6 +71,7 @@ class Tree:
         Raises:
             NotFound: there is no root, and nothing is known about the store.
             Permanent: other users may write to the root, or it is not on the file system of the store.
+            Transient: the root was mounted at this moment.
             OSError: a directory does not exist or cannot be created, or is a link or a file.
         """
         with ExitStack() as stack:
@@ -137,6 +138,8 @@ class Tree:
                         f"nothing is mounted at {missing}, and store.url is below it",
                         hint=f"Mount it: `mount {missing}`, or start its mount unit",
                     )
+                if not os.path.samestat(os.fstat(root_fd), os.stat(self.root)):
+                    raise Transient(f"a file system was mounted at {self.root} at this moment")
                 if modes is None:
                     return  # a store in which nothing was written yet
                 self._create_marker(root_fd, modes)
