@@ -81,6 +81,7 @@ def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
     ):
         disk = Path(directory)
         store = {"url": f"file://{disk}/store"}
+        (disk / "store").mkdir()
         settings = {"sources": {"poll_interval_s": 1.0}}
         with Vm(disk, store, metadata=(cloud, cloud_vm.url), settings=settings) as vm:
             vm.start_daemon()
@@ -149,6 +150,7 @@ def idle_cost(cloud: str, duration_s: float) -> tuple[float, float, float]:
     ):
         disk = Path(directory)
         store = {"url": f"file://{disk}/store"}
+        (disk / "store").mkdir()
         settings = {"sources": {"poll_interval_s": 1.0}}
         with Vm(disk, store, metadata=(cloud, cloud_vm.url), settings=settings) as vm:
             daemon = vm.start_daemon()

@@ -273,7 +273,9 @@ class Stage:
     def _start_store(self, kind: str) -> dict[str, str]:
         """Table ``[store]`` of the configuration."""
         if kind == "file":
-            return {"url": f"file://{self._disk}/store"}
+            store = self._disk / "store"
+            store.mkdir(mode=0o700)
+            return {"url": f"file://{store}"}
         endpoint = self._emulator(f"emulators.{kind}_server", "--bucket", "ckpt")
         if kind == "gcs":
             return {"url": "gs://ckpt/demo", "endpoint": endpoint}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from swansongd import manifest
 from swansongd.digests import part_count, part_digest, shard_digest
@@ -20,9 +21,13 @@ PART_SIZE_BYTES = 1000
 """Small, so that a few kilobytes have many parts."""
 
 
-def file_store(directory: Path) -> FileStore:
-    """An empty store in a directory of its own."""
-    store = FileStore(f"file://{directory}")
+Store = TypeVar("Store", bound=FileStore)
+
+
+def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type: ignore[assignment]
+    """A store in a directory of its own, made if it is not there."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = kind(f"file://{directory}")
     store.check()
     return store
 

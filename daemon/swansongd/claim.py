@@ -36,6 +36,11 @@ class ClaimObject:
     identity: Mapping[str, str] = field(default_factory=dict)
     """Boot id, host name and time of the claim; informational."""
 
+    def is_shared_with(self, other: ClaimObject) -> bool:
+        """Whether both give the same generation to the same VM, or to the same start of a job."""
+        is_same_start = bool(self.incarnation) and self.incarnation == other.incarnation
+        return self.generation == other.generation and (self.nonce == other.nonce or is_same_start)
+
 
 def encode(claim: ClaimObject, signer: Signer | None = None) -> bytes:
     """The claim as the bytes of its object, signed if there is a ``signer``."""

@@ -45,6 +45,7 @@ from swansongd.manifest import Manifest
 from swansongd.model import CheckpointId, CommitRef
 from swansongd.store_health import StoreHealth
 from swansongd.stores.base import ObjectStore
+from swansongd.stores.files import FileStore
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 30.0
@@ -79,6 +80,8 @@ class ClaimRecord:
     """Of a claim that was ordered, and that may have been made; empty for none."""
     abandoned: tuple[CheckpointId, ...] = ()
     """Sets in staging that are not of the line of states, see :mod:`swansongd.core.lineage`."""
+    store_id: str = ""
+    """Of a store of files: the id in its marker, see :mod:`swansongd.stores.tree`."""
 
     def save(self, own_directory: Path) -> None:
         """Replace the record.
@@ -95,9 +98,13 @@ class ClaimRecord:
             os.close(own_fd)
 
     @classmethod
-    def load(cls, own_directory: Path) -> ClaimRecord | None:
-        """None when this user wrote no record, or a field of the record is out of bounds."""
-        owners = {os.geteuid()}
+    def load(cls, own_directory: Path, *, is_of_any: bool = False) -> ClaimRecord | None:
+        """None when this user wrote no record, or a field of the record is out of bounds.
+
+        Args:
+            is_of_any: the record may be another user's: root reads that of the daemon.
+        """
+        owners = None if is_of_any else {os.geteuid()}
         try:
             own_fd = openat.open_directory(own_directory, owners=owners)
             try:
@@ -125,6 +132,7 @@ class ClaimRecord:
                     _checkpoint_id(each)
                     for each in bounds.items(body.get("abandoned", []), "abandoned", _ABANDONED_MAX)
                 ),
+                store_id=bounds.identifier(body.get("store_id", ""), "store_id"),
             )
         except (OSError, BoundsError):
             return None
@@ -133,20 +141,35 @@ class ClaimRecord:
         """Whether it was made for this run and this store."""
         return (self.run, self.store_url) == (run, store_url)
 
-    def is_of_claim(self, claim: ClaimObject | None) -> bool:
-        """Whether this claim, of the generation in question, is the one that the record is of."""
-        if claim is None or not self.nonce:
-            return False
-        is_shared = bool(self.incarnation) and claim.incarnation == self.incarnation
-        return claim.nonce == self.nonce or is_shared
+    def is_of_claim(self, claim: ClaimObject) -> bool:
+        """Whether this is the claim that the record is of."""
+        own = ClaimObject(
+            run=self.run,
+            generation=self.generation,
+            nonce=self.nonce,
+            incarnation=self.incarnation,
+        )
+        return bool(self.nonce) and own.is_shared_with(claim)
 
 
-def read_record(own_directory: Path, run: str, store_url: str) -> ClaimRecord:
+def read_record(
+    own_directory: Path, run: str, store_url: str, *, is_of_any: bool = False
+) -> ClaimRecord:
     """The record of this run and store; without one, an empty record."""
-    record = ClaimRecord.load(own_directory)
+    record = ClaimRecord.load(own_directory, is_of_any=is_of_any)
     if record is None or not record.is_of(run, store_url):
         return ClaimRecord(run, store_url, "", 0, "")
     return record
+
+
+def expect_recorded_store(store: ObjectStore, own_directory: Path, run: str) -> None:
+    """Have a store of files compare its id with the one that the daemon of this VM recorded, if any.
+
+    Root reads the record of the daemon; other users can read only their own.
+    """
+    if isinstance(store, FileStore):
+        record = read_record(own_directory, run, store.url, is_of_any=os.geteuid() == 0)
+        store.expect(record.store_id)
 
 
 def _checkpoint_id(value: object) -> CheckpointId:
@@ -174,6 +197,7 @@ class Clerk:
         wall: wall clock in UTC, as text; informational.
         health: told of what worked and what failed.
         several_vms: whether the generation is that of an incarnation of the job, see :meth:`join`.
+        store_id: reads the id of a store of files; recorded with the claim.
     """
 
     def __init__(
@@ -188,6 +212,7 @@ class Clerk:
         wall: Callable[[], str],
         health: StoreHealth,
         several_vms: bool = False,
+        store_id: Callable[[], str] = lambda: "",
     ) -> None:
         self._store = store
         self._keys = keys
@@ -198,6 +223,7 @@ class Clerk:
         self._wall = wall
         self._health = health
         self._several_vms = several_vms
+        self._store_id = store_id
         record = read_record(own_directory, keys.run, store.url)
         self.sealed_under = record.generation or None
         """Generation of the sets that earlier lives left in staging; None if unknown."""
@@ -207,6 +233,8 @@ class Clerk:
             # Another boot is another VM; what lies in staging is still of that generation.
             record = replace(record, boot_id=boot_id, nonce="", incarnation="", next_nonce="")
         self._record = record
+        self._held: ClaimObject | None = None
+        """The claim of the generation that this VM commits under."""
         self.incarnation = record.incarnation
         """The one that this boot has joined last; empty before it has."""
         self._has_read_back = False
@@ -233,16 +261,16 @@ class Clerk:
         """Leave the farewell object of an evacuation."""
         self._jobs.put(lambda: self._farewell(generation, data))
 
-    def check_fence(self, generation: int) -> None:
-        """Look whether a newer generation is claimed; posts FenceFound if so."""
-        self._jobs.put(lambda: self._check_fence(generation))
+    def check_fence(self) -> None:
+        """Look whether another VM has taken the run over; posts FenceFound if so."""
+        self._jobs.put(self._check_fence)
 
     def claim_next(self, order: ClaimGeneration) -> None:
         """Claim another generation after our own; posts GenerationClaimed or FenceFound."""
 
-        overtaken: int | None = order.after
+        overtaken = self._held
 
-        def claim() -> int:
+        def claim() -> ClaimObject:
             nonlocal overtaken
             if overtaken is not None:
                 commit.ensure_not_fenced(self._store, self._keys, overtaken)
@@ -289,18 +317,19 @@ class Clerk:
 
     # ------------------------------------------------------------------ the claim
 
-    def _claim(self, find: Callable[[], int], *, is_first: bool = True) -> bool:
+    def _claim(self, find: Callable[[], ClaimObject], *, is_first: bool = True) -> bool:
         wait_s = _CLAIM_RETRY_S
         refused = ""
         incarnation = self.incarnation
         while not self._stop.is_set() and incarnation == self.incarnation:
             try:
                 self._store.check()
+                self._note_store()
                 # Before the claim: a failure after the claim would take another number at each retry.
                 newest = commit.newest_whole_commit(self._store, self._keys)
-                generation = find()
+                self._held = find()
             except FencedError as error:
-                self._post(FenceFound(error.newer))
+                self._post_fence(error)
                 return False
             except CorruptError as error:
                 if error.line() != refused:
@@ -314,6 +343,7 @@ class Clerk:
                 self._health.failed(_CLAIM, f"{type(error).__name__}: {error}")
             else:
                 self._health.ok(_CLAIM)
+                generation = self._held.generation
                 self._post(GenerationClaimed(generation, newest, is_rollback=not is_first))
                 if is_first:
                     self._jobs.put(partial(self._read_history, generation))
@@ -332,14 +362,14 @@ class Clerk:
         self._note_claim(order.abandoned, order.incarnation)
         self._claim(lambda: self._claim_new(order.incarnation), is_first=False)
 
-    def _claimed(self) -> int:
+    def _claimed(self) -> ClaimObject:
         record = self._record
         if record.next_nonce:
             return self._claim_ordered(record)
         if not record.nonce:
             return self._claim_new(record.incarnation)
         claim = catalog.claim_of(self._store, self._keys, record.generation)
-        if not record.is_of_claim(claim):
+        if claim is None or not record.is_of_claim(claim):
             _log.warning(
                 "claim_record_refused",
                 generation=record.generation,
@@ -348,10 +378,10 @@ class Clerk:
             )
             return self._claim_new(record.incarnation)
         # A daemon that was restarted continues under its number, unless it was overtaken.
-        commit.ensure_not_fenced(self._store, self._keys, record.generation)
-        return record.generation
+        commit.ensure_not_fenced(self._store, self._keys, claim)
+        return claim
 
-    def _claim_ordered(self, record: ClaimRecord) -> int:
+    def _claim_ordered(self, record: ClaimRecord) -> ClaimObject:
         """The generation that was ordered before a failure or a restart: claimed by then, or claimed now."""
         if not self._several_vms:
             newest = catalog.newest_generation(self._store, self._keys, above=record.generation)
@@ -359,7 +389,7 @@ class Clerk:
             claim = catalog.claim_of(self._store, self._keys, newest) if is_newer else None
             if claim is not None and claim.nonce == record.next_nonce:
                 self._save(replace(record, generation=newest, nonce=claim.nonce, next_nonce=""))
-                return newest
+                return claim
             if record.nonce and is_newer:
                 raise FencedError(record.generation, newest)
         return self._claim_new(record.incarnation)
@@ -375,6 +405,11 @@ class Clerk:
             )
         )
 
+    def _note_store(self) -> None:
+        """Record which store this is, before the first claim in it."""
+        if self._record.store_id != self._store_id():
+            self._save(replace(self._record, store_id=self._store_id()))
+
     def _save(self, record: ClaimRecord) -> None:
         self._record = record
         try:
@@ -386,7 +421,7 @@ class Clerk:
                 hint="After a restart the daemon will claim another generation, which is harmless",
             )
 
-    def _claim_new(self, incarnation: str = "") -> int:
+    def _claim_new(self, incarnation: str = "") -> ClaimObject:
         url = self._store.url
         if not self._record.next_nonce:
             self._save(replace(self._record, next_nonce=secrets.token_hex(16)))
@@ -409,7 +444,7 @@ class Clerk:
             next_nonce="",
         )
         self._save(record)
-        return claim.generation
+        return claim.content
 
     # ------------------------------------------------------------------ orders
 
@@ -432,9 +467,10 @@ class Clerk:
         )
         reads_back = not self._has_read_back
         try:
-            commit.commit(self._store, self._keys, manifest, reads_back=reads_back)
+            held = self._held_claim()
+            commit.commit(self._store, self._keys, manifest, held, reads_back=reads_back)
         except FencedError as error:
-            self._post(FenceFound(error.newer))
+            self._post_fence(error)
         except Exists:
             reason = f"another checkpoint is committed as {manifest.ref}"
             self._post(CommitFailed(order.flush_id, reason, conflict=True))
@@ -485,11 +521,18 @@ class Clerk:
             if history != History():
                 self._post(HistoryRead(history.observed_s, history.uncovered))
 
-    def _check_fence(self, generation: int) -> None:
+    def _held_claim(self) -> ClaimObject:
+        assert self._held is not None, "the core orders this after GenerationClaimed"
+        return self._held
+
+    def _post_fence(self, error: FencedError) -> None:
+        self._post(FenceFound(error.newer, is_same_number=error.newer == error.own))
+
+    def _check_fence(self) -> None:
         try:
-            commit.ensure_not_fenced(self._store, self._keys, generation)
+            commit.ensure_not_fenced(self._store, self._keys, self._held_claim())
         except FencedError as error:
-            self._post(FenceFound(error.newer))
+            self._post_fence(error)
         except SwansongError as error:  # the next commit looks again
             self._health.failed(_COMMIT, error.line())
 

@@ -2,7 +2,8 @@
 """The durability point: claiming a generation, and creating manifests.
 
 Three rules make two VMs with one run harmless to each other, whatever their clocks say.  A generation
-is claimed by create-if-absent and never given back.  Every key carries the generation.  A manifest is
+is claimed by create-if-absent and never given back; each commit compares the claim in the store with the
+one that its writer made.  Every key carries the generation.  A manifest is
 created and never replaced, and a refused create is settled by reading back: the same nonce means that
 it was our own, a reply lost on the way.
 
@@ -39,9 +40,14 @@ _log = structlog.get_logger(__name__)
 class Claim:
     """A generation that is ours."""
 
-    generation: int
+    content: ClaimObject
+    """Of the claim in the store; over several VMs another VM may have made it."""
     honours_if_absent: bool
     """Whether the store refused to create the claim a second time, as it must."""
+
+    @property
+    def generation(self) -> int:
+        return self.content.generation
 
 
 def claim_generation(
@@ -77,7 +83,7 @@ def claim_generation(
         if found is not None and found.incarnation == incarnation:
             if number < newest:
                 raise FencedError(number, newest)
-            return Claim(number, honours_if_absent=True)
+            return Claim(found, honours_if_absent=True)
     taken = set(numbers)
     generation = newest
     for _ in range(_CLAIM_ATTEMPTS_MAX):
@@ -101,14 +107,14 @@ def claim_generation(
         except Exists:
             winner = catalog.claim_of(store, keys, generation)
             if winner is not None and incarnation and winner.incarnation == incarnation:
-                return Claim(generation, honours_if_absent=True)
+                return Claim(winner, honours_if_absent=True)
             if winner is None or winner.nonce != nonce:
                 continue
         try:
             store.put(key, data, if_absent=True)
         except Exists:
-            return Claim(generation, honours_if_absent=True)
-        return Claim(generation, honours_if_absent=False)
+            return Claim(claim, honours_if_absent=True)
+        return Claim(claim, honours_if_absent=False)
     raise StoreError(f"lost the race for {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}")
 
 
@@ -162,30 +168,69 @@ def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool
     return True
 
 
-def ensure_not_fenced(store: ObjectStore, keys: RunKeys, generation: int) -> None:
-    """Look whether another VM has taken the run over.
+def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> None:
+    """Look whether another VM has taken the run over; costs a small listing and a small GET.
+
+    No VM deletes claims, but an operator may empty the prefix while VMs run.  The claim is then made again
+    by create-if-absent, so that of all VMs at most one continues under the number.
+
+    Args:
+        claim: of the generation that this VM holds.
 
     Raises:
-        FencedError: a newer generation is claimed; ``newer`` says which.
-        CorruptError: the listing contains an object that no swansong wrote.
+        FencedError: a newer generation is claimed, or another VM has claimed this one; ``newer`` says which.
+        CorruptError: the listing contains an object that no swansong wrote, or the claim makes no sense.
         StoreError: the store could not be asked.
     """
-    newest = catalog.newest_generation(store, keys, above=generation)
-    if newest > generation:
-        raise FencedError(generation, newest)
+    newest = catalog.newest_generation(store, keys, above=claim.generation)
+    if newest > claim.generation:
+        raise FencedError(claim.generation, newest)
+    found = catalog.claim_of(store, keys, claim.generation) or _claimed_again(store, keys, claim)
+    if not found.is_shared_with(claim):
+        raise FencedError(claim.generation, claim.generation)
+
+
+def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> ClaimObject:
+    """Make the claim again where it is gone; returns the claim that is there then."""
+    key = keys.generation(claim.generation)
+    try:
+        store.put(key, claims.encode(claim, keys.signer), if_absent=True)
+    except Exists:
+        try:
+            return claims.decode(store.get(key), keys.signer)
+        except CorruptError as error:
+            if keys.signer is not None:
+                return claim  # no VM with the key takes a number that an unsigned object has
+            raise CorruptError(
+                f"{store.url}/{key} is not the claim that this VM made: {error}",
+                hint="Delete it if no VM of this run wrote it",
+            ) from None
+    _log.warning(
+        "claim_made_again",
+        generation=claim.generation,
+        claim=f"{store.url}/{key}",
+        hint="The claim of this VM was deleted: do not empty the prefix of a run that is training",
+    )
+    return claim
 
 
 def commit(
-    store: ObjectStore, keys: RunKeys, manifest: Manifest, *, reads_back: bool = False
+    store: ObjectStore,
+    keys: RunKeys,
+    manifest: Manifest,
+    claim: ClaimObject,
+    *,
+    reads_back: bool = False,
 ) -> None:
     """Create the manifest.  When this returns, the checkpoint exists, and readers find it.
 
     Args:
+        claim: of the generation that this VM holds.
         reads_back: read the manifest back as a reader does, and compare.
 
     Raises:
         BoundsError: no reader would accept the manifest; nothing was written, and never can be.
-        FencedError: a newer generation of the run is claimed; nothing was written.
+        FencedError: another VM has taken the run over; no manifest was written.
         Exists: another set is committed under this generation and step; it stands.
         CorruptError: the store returns another manifest than was written, or the listing contains an
             object that no swansong wrote.
@@ -197,7 +242,9 @@ def commit(
         written = manifests.decode(data, keys.signer)
     except CorruptError as error:
         raise BoundsError(str(error)) from None
-    ensure_not_fenced(store, keys, manifest.generation)
+    if manifest.generation != claim.generation:
+        raise FencedError(manifest.generation, claim.generation)  # by this VM, after a rollback
+    ensure_not_fenced(store, keys, claim)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
     try:

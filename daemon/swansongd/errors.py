@@ -57,13 +57,18 @@ class Unreachable(SwansongError):
 
 
 class FencedError(SwansongError):
-    """Generation ``own`` may not commit any more: generation ``newer`` has taken the run over."""
+    """Generation ``own`` may not commit any more: generation ``newer`` has taken the run over.
+
+    The numbers are equal when the claim of this VM was deleted, and another VM has claimed its number.
+    """
 
     exit_code = 14
 
     def __init__(self, own: int, newer: int) -> None:
         super().__init__(
-            f"generation {newer} has taken the run over from generation {own}",
+            f"generation {newer} has taken the run over from generation {own}"
+            if newer != own
+            else f"another VM has claimed generation {own}, after the claim of this VM was deleted",
             hint="This VM must not write any more; another one goes on with the run",
         )
         self.own = own

@@ -424,7 +424,7 @@ class Service:
                 self._clerk.check_complete(action)
             case CheckFence():
                 if self._state.generation is not None:
-                    self._clerk.check_fence(self._state.generation)
+                    self._clerk.check_fence()
             case Rescan():
                 self._observer.rescan()
             case SetAside() | Prune():

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import structlog
 
 from swansongd import signing
-from swansongd.clerk import Clerk
+from swansongd.clerk import Clerk, expect_recorded_store
 from swansongd.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
@@ -27,6 +27,7 @@ from swansongd.staging.prepare import RunDirectory
 from swansongd.store_health import StoreHealth
 from swansongd.stores import addresses
 from swansongd.stores.configured import open_configured
+from swansongd.stores.files import FileStore
 from swansongd.stores.retry import Retrying
 from swansongd.stores.throttle import Throttled
 from swansongd.stores.warm import Warmer
@@ -79,6 +80,7 @@ class Storage:
         self.backend = open_configured(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
+        expect_recorded_store(self.backend, staging.own, config.run.name)
         addresses.remember()
         self._health = StoreHealth(
             HealthTracker(
@@ -122,6 +124,7 @@ class Storage:
             wall=utc_now,
             health=self._health,
             several_vms=config.run.several_vms,
+            store_id=self._store_id,
         )
         self._sweeper = Sweeper(
             small_store,
@@ -142,6 +145,9 @@ class Storage:
         """A notice has come."""
         self.clerk.hurry()
         self.warmer.now()
+
+    def _store_id(self) -> str:
+        return self.backend.store_id if isinstance(self.backend, FileStore) else ""
 
     def _is_urgent(self) -> bool:
         return self._state().evacuation is not None

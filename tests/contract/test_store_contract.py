@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bodies import BytesBody
 from contract.store_backends import (
     MIB,
     PART,
@@ -249,15 +250,25 @@ def test_a_missing_bucket(cloud: Cloud) -> None:
 
 
 def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
-    """Reading where nothing is mounted raises NotFound; check() makes the directory."""
+    """Each call raises NotFound with the fix, and nothing is made; with the directory the store works."""
     store = FileStore((tmp_path / "not" / "there").as_uri())
-    for question in (
+    questions: list[Callable[[], object]] = [
+        store.check,
         lambda: store.head("key"),
         lambda: store.get("key"),
         lambda: list(store.list("")),
-    ):
-        with pytest.raises(NotFound):
+        lambda: list(store.uploads("")),
+        lambda: store.put("key", b""),
+        lambda: store.put("key", b"", if_absent=True),
+        lambda: store.put_shard("key", BytesBody(b"")),
+        lambda: store.begin("key", 10, PART),
+    ]
+    for question in questions:
+        with pytest.raises(NotFound) as caught:
             question()
+        assert "install -d" in caught.value.hint
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "not" / "there").mkdir(parents=True)
     store.check()
     assert list(store.list("")) == []
 

@@ -24,6 +24,7 @@ SETTINGS = {
 
 def start(new_vm: NewVm, tmp_path: Path, *arguments: str) -> tuple[Vm, Process]:
     store = {"url": f"file://{tmp_path}/store"}
+    (tmp_path / "store").mkdir()
     vm = new_vm("a", store, settings={**SETTINGS})
     vm.start_daemon()
     command = [sys.executable, "-u", WAVERING, *arguments]
@@ -61,6 +62,7 @@ def test_a_nan_at_one_rank_takes_all_ranks_back_together(new_vm: NewVm, tmp_path
     """DDP with two ranks: the same checkpoint for both, and what follows is committed anew."""
     pytest.importorskip("torch")
     store = {"url": f"file://{tmp_path}/store"}
+    (tmp_path / "store").mkdir()
     vm = new_vm("a", store)
     vm.start_daemon()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

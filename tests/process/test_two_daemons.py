@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from clouds import Bucket
+from staged import seal_files
+from swansong.protocol import sealed_name
 from waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,6 +43,46 @@ def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -
     assert before.items() <= after.items()
     assert second.popen.poll() is None
     assert newer.commits()[0]["generation"] == 2
+
+
+@pytest.mark.fault("G18")
+def test_two_vms_never_commit_under_one_number(bucket: Bucket, new_vm: Any) -> None:
+    """The prefix is emptied under a daemon: it claims its number again, and the next set is committed.
+
+    Emptied once more, and another VM claims the number first: the daemon is fenced and writes nothing.
+    """
+    older, newer = new_vm("older", bucket.store), new_vm("newer", bucket.store)
+    first = older.start_daemon()
+    same = bytes(100_000)
+    seal_files(older.run_directory, 10, {"weights": b"10", "same": same})
+    first.lines.wait(event="committed", generation=1, step=10)
+    wipe(bucket)
+    seal_files(older.run_directory, 20, {"weights": b"20", "same": same})
+    first.lines.wait(event="committed", generation=1, step=20)
+    assert first.lines.all(event="claim_made_again", generation=1)
+    assert older.swansong("verify").returncode == 0
+    assert bucket.keys("run/generations/") == ["run/generations/00000001.json"]
+
+    first.kill(signal.SIGSTOP)
+    wipe(bucket)
+    second = newer.start_daemon()
+    seal_files(newer.run_directory, 5, {"weights": b"5"})
+    second.lines.wait(event="committed", generation=1, step=5)
+    before = bucket.objects("run/generations/") | bucket.objects("run/commits/")
+    first.kill(signal.SIGCONT)
+    seal_files(older.run_directory, 30, {"weights": b"30"})
+
+    assert first.wait(timeout_s=20) == FENCED
+    assert first.lines.all(event="fenced", generation=1, newer_generation=1)
+    assert bucket.objects("run/generations/") | bucket.objects("run/commits/") == before
+    assert (older.run_directory / sealed_name(30, "abc")).is_dir()
+    assert second.popen.poll() is None
+
+
+def wipe(bucket: Bucket) -> None:
+    """Delete everything, as ``aws s3 rm --recursive`` does."""
+    for key in bucket.keys("run/"):
+        bucket.delete(key)
 
 
 @pytest.mark.fault("G03")

@@ -21,9 +21,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from simulation.world import KEYS, MIB, Broken, SimStore, commit_event
+from simulation.world import KEYS, MIB, Broken, SimStore, commit_event, fence_found
 from story import a_notice, a_set, shards_of
 from swansongd import catalog, commit, manifest
+from swansongd.claim import ClaimObject
 from swansongd.core import machine, nodes, resume
 from swansongd.core.events import (
     Action,
@@ -33,7 +34,6 @@ from swansongd.core.events import (
     CommitManifest,
     Conclude,
     Event,
-    FenceFound,
     FinishAsked,
     Flushed,
     FlushFailed,
@@ -138,8 +138,8 @@ class Vm:
         self.cut_until_s = 0.0
         self.slow = 1.0
         self.staging: list[Staged] = []
-        self.record: tuple[str, int, tuple[CheckpointId, ...]] | None = None
-        """Incarnation and generation that this boot has joined last, and sets of earlier ones."""
+        self.record: tuple[str, ClaimObject, tuple[CheckpointId, ...]] | None = None
+        """Incarnation and claim that this boot has joined last, and sets of earlier ones."""
         self.wanted = ""
         self.notice: Notice | None = None
         self.connection = 0
@@ -162,7 +162,7 @@ class Vm:
             several_vms=True,
             vm=f"vm{self.number}",
             goes_on_with=joined,
-            sealed_under=self.record[1] if self.record else None,
+            sealed_under=self.record[1].generation if self.record else None,
         )
         abandoned = frozenset(self.record[2] if self.record else ())
         return State(settings=settings, incarnation=joined, abandoned=abandoned, unusable=abandoned)
@@ -286,21 +286,22 @@ class Vm:
                 newest = commit.newest_whole_commit(self.store, KEYS)
                 if abandoned is None:
                     assert self.record is not None
-                    generation = self.record[1]
-                    commit.ensure_not_fenced(self.store, KEYS, generation)
+                    claim = self.record[1]
+                    commit.ensure_not_fenced(self.store, KEYS, claim)
                 else:
                     nonce = f"{self.fleet.random.getrandbits(64):x}"
-                    generation = commit.claim_generation(
+                    claim = commit.claim_generation(
                         self.store, KEYS, identity={}, nonce=nonce, incarnation=incarnation
-                    ).generation
+                    ).content
             except FencedError as error:
-                self.step(FenceFound(error.newer))
+                self.step(fence_found(error))
             except StoreError:
                 self.fleet.at(2.0, happens)
             else:
                 is_first = abandoned is None
                 if abandoned is not None:
-                    self.record = incarnation, generation, abandoned
+                    self.record = incarnation, claim, abandoned
+                generation = claim.generation
                 self.step(GenerationClaimed(generation, newest, is_rollback=not is_first))
 
         self.fleet.at(self.fleet.delay_s(1.0), happens)
@@ -336,7 +337,9 @@ class Vm:
         self.fleet.at(duration_s, ends)
 
     def _commit(self, order: CommitManifest) -> None:
-        self.post(lambda: commit_event(self.store, order), 0.3)
+        assert self.record is not None
+        claim = self.record[1]
+        self.post(lambda: commit_event(self.store, order, claim), 0.3)
 
     # ------------------------------------------------------------------ staging
 

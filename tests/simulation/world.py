@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from story import a_notice, a_set, shards_of
 from swansongd import commit, manifest
+from swansongd.claim import ClaimObject
 from swansongd.core import machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
@@ -172,7 +173,7 @@ class SimStore:
         return None
 
 
-def commit_event(store: ObjectStore, order: CommitManifest) -> Event:
+def commit_event(store: ObjectStore, order: CommitManifest, claim: ClaimObject) -> Event:
     """Create the manifest by the production rules, and what the daemon hears of it."""
     staged = order.staged
     made = Manifest(
@@ -188,14 +189,18 @@ def commit_event(store: ObjectStore, order: CommitManifest) -> Event:
         created="2030-01-01T00:00:00Z",
     )
     try:
-        commit.commit(store, KEYS, made)
+        commit.commit(store, KEYS, made, claim)
     except FencedError as error:
-        return FenceFound(error.newer)
+        return fence_found(error)
     except Exists:
         return CommitFailed(order.flush_id, "taken", conflict=True)
     except StoreError as error:
         return CommitFailed(order.flush_id, str(error), conflict=False)
     return CommitDone(order.flush_id, made.ref)
+
+
+def fence_found(error: FencedError) -> FenceFound:
+    return FenceFound(error.newer, is_same_number=error.newer == error.own)
 
 
 @dataclass
@@ -248,7 +253,8 @@ class World:
         """No trainer starts any more."""
         self.life = 0
         """Events for an earlier life of the daemon are lost."""
-        self.generation: int | None = None
+        self.claim: ClaimObject | None = None
+        """The one that the daemon holds; it outlives the daemon."""
         self.abandoned: tuple[CheckpointId, ...] = ()
         """As recorded with the claim; it outlives the daemon."""
         self.starts: dict[str, tuple[str, int]] = {}
@@ -321,7 +327,7 @@ class World:
             reserve_s=RESERVE_S,
             signals_trainer=False,
             checkpoint_interval_s=self.interval_s,
-            sealed_under=self.generation,
+            sealed_under=self.claim.generation if self.claim is not None else None,
         )
         abandoned = frozenset(self.abandoned)
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
@@ -376,21 +382,22 @@ class World:
                 return
             try:
                 if not is_rollback and self.chance("claim_lost", 0.5):
-                    self.generation, self.abandoned = None, ()  # the record of it is gone
-                if self.generation is None:
+                    self.claim, self.abandoned = None, ()  # the record of it is gone
+                if self.claim is None:
                     nonce = f"{self.random.getrandbits(64):x}"
                     claim = commit.claim_generation(self.store, KEYS, identity={}, nonce=nonce)
-                    self.generation = claim.generation
+                    self.claim = claim.content
                     self.own.add(claim.generation)
                 else:
-                    commit.ensure_not_fenced(self.store, KEYS, self.generation)
+                    commit.ensure_not_fenced(self.store, KEYS, self.claim)
                 newest = commit.newest_whole_commit(self.store, KEYS)
             except FencedError as error:
-                self.step(FenceFound(error.newer))
+                self.step(fence_found(error))
             except StoreError:
                 self.at(2.0, happens)
             else:
-                self.step(GenerationClaimed(self.generation, newest, is_rollback=is_rollback))
+                generation = self.claim.generation
+                self.step(GenerationClaimed(generation, newest, is_rollback=is_rollback))
 
         self.at(self.delay_s(1.0), happens)
 
@@ -428,7 +435,7 @@ class World:
             case Rescan():
                 self.post(self._scan_result, 0.3)
             case ClaimGeneration(_, abandoned):
-                self.generation, self.abandoned = None, abandoned
+                self.claim, self.abandoned = None, abandoned
                 self._claim(is_rollback=True)
             case SetAside(directories):
                 self._set_aside(directories)
@@ -682,7 +689,7 @@ class World:
     # ------------------------------------------------------------------ flush and commit
 
     def _flush(self, order: StartFlush) -> None:  # noqa: PLR0915 - one flush, and what befalls it
-        if order.generation != self.generation:
+        if self.claim is None or order.generation != self.claim.generation:
             raise Broken(f"I4: a flush under generation {order.generation}")
         if not self._may_begin():
             raise Broken("V4: a flush is ordered in the reserve")
@@ -746,7 +753,7 @@ class World:
                 fail("vanished", void=True)
                 return
             self._flush_id = ""
-            shards = shards_of(staged, f"{life}/{order.flush_id}/{self.generation}")
+            shards = shards_of(staged, f"{life}/{order.flush_id}/{order.generation}")
             for shard in shards:  # the content does not matter, the name and the size do
                 self.store.write(shard.key, str(shard.size_bytes).encode())
             if self.chance("vanishes", 0.1):
@@ -778,7 +785,9 @@ class World:
         return self._bandwidth * self._slow_factor
 
     def _commit(self, order: CommitManifest) -> None:
-        self.post(lambda: commit_event(self.store, order), 0.3)
+        claim = self.claim
+        assert claim is not None
+        self.post(lambda: commit_event(self.store, order, claim), 0.3)
 
     # ------------------------------------------------------------------ the weather
 

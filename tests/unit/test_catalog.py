@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from swansongd import catalog, claim, manifest
 from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
-from swansongd.errors import CorruptError, NotFound
+from swansongd.errors import CorruptError, Permanent
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointKind, CommitRef
 from swansongd.signing import Signer
@@ -314,9 +315,8 @@ def test_with_a_key_a_foreign_object_does_not_hide_a_commit(store: FileStore) ->
 
 def test_a_store_that_is_not_there_is_not_an_empty_one(store: FileStore, tmp_path: Path) -> None:
     """A missing bucket is an error, and never "no commits"."""
-    object_path(tmp_path, "store/.swansong-tmp").rmdir()
-    object_path(tmp_path, "store").rmdir()
-    with pytest.raises(NotFound):
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(Permanent):
         catalog.list_commits(store, KEYS)
 
 
@@ -401,8 +401,7 @@ class Counting(FileStore):
 @pytest.mark.fault("S25")
 def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: Path) -> None:
     """One thread reads the history and creates manifests: reads are limited, and end with a notice."""
-    store = Counting(f"file://{tmp_path}/store")
-    store.check()
+    store = file_store(tmp_path / "store", Counting)
     put_claim(store, 1, "2030-01-01T00:00:00Z")
     for generation in range(2, 302):
         store.put(KEYS.generation(generation), b"{}")

@@ -345,11 +345,14 @@ def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None
     assert desk.claimed() == 2
 
 
-def test_the_claim_makes_the_directory_of_a_store_that_is_not_there_yet(
-    desk: Desk, tmp_path: Path
-) -> None:
-    """The very first daemon of a ``file://`` store."""
-    assert desk.claimed(store=FileStore(f"file://{tmp_path}/new")) == 1
+def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path) -> None:
+    """The store does not make it: its file system may not be mounted yet."""
+    with desk.clerk(store=FileStore(f"file://{tmp_path}/new")) as clerk:
+        until(lambda: "does not exist" in desk.reason, what="the first failure")
+        assert not (tmp_path / "new").exists()
+        (tmp_path / "new").mkdir()
+        clerk.hurry()
+        assert desk.next() == GenerationClaimed(1, None)
 
 
 def test_the_claim_waits_for_the_store(desk: Desk) -> None:
@@ -518,7 +521,7 @@ def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> Non
         committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
         clerk.commit(an_order())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-        clerk.check_fence(1)
+        clerk.check_fence()
         assert clerk.drain(10)
         assert desk.events.empty()
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
@@ -538,11 +541,11 @@ def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -
 
 def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Clerk) -> None:
     """Our own generation is no fence."""
-    working.check_fence(1)
+    working.check_fence()
     assert working.drain(10)
     assert desk.events.empty()
     desk.store.put(KEYS.generation(2), b"{}")
-    working.check_fence(1)
+    working.check_fence()
     assert desk.next() == FenceFound(2)
 
 

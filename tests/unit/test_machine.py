@@ -674,6 +674,19 @@ def test_fenced_means_out() -> None:
     assert story.wait(10) == []
 
 
+@pytest.mark.fault("G18")
+def test_another_vm_with_our_number_fences_as_a_newer_one_does() -> None:
+    """The number alone says nothing: the same event about a number of before is old news."""
+    story = Story()
+    own = story.state.generation
+    assert own is not None
+    story.tell(FenceFound(own))
+    story.tell(FenceFound(own - 1, is_same_number=True))
+    assert story.state.fenced_by is None
+    story.tell(FenceFound(own, is_same_number=True))
+    assert story.last(Exit).code == transition.EXIT_FENCED
+
+
 def test_nothing_is_written_before_a_generation_is_claimed() -> None:
     """Sealed sets wait for the claim; afterwards the newest goes first."""
     story = Story(claimed=False, staged=[a_set(9), a_set(10)])

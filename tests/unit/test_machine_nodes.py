@@ -634,6 +634,19 @@ def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
     assert node.state.phase is not Phase.FENCED
 
 
+@pytest.mark.fault("G18")
+def test_another_start_with_our_number_fences_too() -> None:
+    """The prefix was emptied, and another start of the job has claimed the number."""
+    node = Node()
+    node.begin()
+    own = node.state.generation
+    assert own is not None
+    node.tell(FenceFound(own))
+    assert node.state.phase is not Phase.FENCED
+    node.tell(FenceFound(own, is_same_number=True))
+    assert node.state.phase is Phase.FENCED
+
+
 def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     """It asked for a generation, and another start had taken the run over."""
     node = Node()

@@ -29,9 +29,11 @@ from rich.progress import (
 from swansong import bounds
 
 from swansongd import signing
+from swansongd.clerk import expect_recorded_store
 from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
+from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.retry import Retrying
@@ -61,6 +63,8 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """
     config = load(args.config)
     store = open_configured(config.store)
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file
     # The key belongs to the daemon's user, and root restores, too.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}

@@ -14,6 +14,7 @@ from swansongd.core.events import (
     CheckFence,
     ClaimGeneration,
     Exit,
+    FenceFound,
     JoinGeneration,
     TellFenced,
 )
@@ -47,11 +48,11 @@ def _recent(transition: Transition) -> tuple[float, ...]:
     )
 
 
-def record_fence(transition: Transition, generation: int) -> None:
-    """A newer generation of the run is claimed, by another VM."""
+def record_fence(transition: Transition, event: FenceFound) -> None:
+    """Another VM has taken the run over."""
     state = transition.state
-    if state.fenced_by is None and generation > (state.generation or 0):
-        transition.state = replace(state, fenced_by=generation)
+    if state.fenced_by is None and event.is_news(state.generation or 0):
+        transition.state = replace(state, fenced_by=event.generation)
 
 
 def record_woke_up(transition: Transition, slept_s: float) -> None:

@@ -276,9 +276,16 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class FenceFound:
-    """The store shows a newer generation than ours."""
+    """The store shows that another VM has taken the run over."""
 
     generation: int
+    """Newer than ours, or the same number."""
+    is_same_number: bool = False
+    """Our claim was deleted, and another VM has claimed its number."""
+
+    def is_news(self, newest_known: int) -> bool:
+        """Whether a VM that knows of this generation is fenced by it."""
+        return self.generation >= newest_known + (not self.is_same_number)
 
 
 @dataclass(frozen=True, slots=True)

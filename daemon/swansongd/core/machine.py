@@ -149,10 +149,10 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             commits.record_parts_counted(transition, event)
         case CommitFailed():
             commits.record_failed(transition, event)
-        case FenceFound(generation) if state.settings.several_vms:
-            nodes.fenced(transition, generation)
-        case FenceFound(generation):
-            claims.record_fence(transition, generation)
+        case FenceFound() if state.settings.several_vms:
+            nodes.fenced(transition, event)
+        case FenceFound():
+            claims.record_fence(transition, event)
         case WokeUp(slept_s):
             claims.record_woke_up(transition, slept_s)
         case StopRequested(reason):

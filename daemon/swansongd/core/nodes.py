@@ -12,6 +12,7 @@ from dataclasses import replace
 from swansongd.core import claims
 from swansongd.core.events import (
     CancelFlush,
+    FenceFound,
     JoinGeneration,
     Prune,
     Rescan,
@@ -132,10 +133,10 @@ def incarnation(transition: Transition, name: str) -> None:
         transition.do(Prune(dispensable))
 
 
-def fenced(transition: Transition, generation: int) -> None:
+def fenced(transition: Transition, event: FenceFound) -> None:
     """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
-    state = transition.state
-    if generation <= max(state.generation or 0, state.overtaken_by or 0):
+    state, generation = transition.state, event.generation
+    if not event.is_news(max(state.generation or 0, state.overtaken_by or 0)):
         return
     transition.log("warning", "fenced", generation=state.generation, newer_generation=generation)
     transition.do(TellFenced(generation))

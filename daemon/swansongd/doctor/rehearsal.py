@@ -144,7 +144,7 @@ class Rehearsal:
             nonce=self._nonce,
             shards=self._shards,
         )
-        commit.commit(self._store, self.keys, manifest, reads_back=True)
+        commit.commit(self._store, self.keys, manifest, self._claim.content, reads_back=True)
 
     def restore(self) -> int:
         """Find the commit as a reader does, restore it, and compare; returns the bytes that came back.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swansongd import signing
+from swansongd.clerk import expect_recorded_store
 from swansongd.config import Config
 from swansongd.doctor import disks, fixes, staging, store_fixes
 from swansongd.doctor.accounts import Account
@@ -29,6 +30,7 @@ from swansongd.doctor.findings import (
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
 from swansongd.signing import Signer
+from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.files import FileStore
@@ -82,6 +84,8 @@ def checks(
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
         return
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(where, own, config.run.name)
     probe = _Probe(where, config, path, _signer(config, daemon), operator_file)
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check(
@@ -175,11 +179,11 @@ class _Probe:
             isinstance(self._backend, FileStore)
             and not (root := store_fixes.directory_of(self._config)).is_dir()
         ):
-            # The store would make it, here and now, and hide that nothing is mounted.
             _expect_way(root)
             return failure(
                 f"the directory {root} of store.url does not exist: not made, or not mounted",
-                fixes.then(fixes.directory(root, "0700"), fixes.restart()),
+                store_fixes.mount(root)
+                or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self._store.check()
         return ok(f"{self._store.url} answers, and may be listed")

@@ -16,6 +16,7 @@ from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, account
 from swansongd.doctor.configuration import set_key
 from swansongd.errors import NotFound, StoreError
+from swansongd.stores import mounts
 from swansongd.stores.base import bucket_and_prefix, is_certificate_problem
 from swansongd.stores.gcs_access import Forbidden
 from swansongd.stores.s3_access import CREDENTIALS_HINT, Unsupported
@@ -171,6 +172,12 @@ def of_credentials(config: Config, operator_file: Path | None) -> str:
     )
 
 
+def mount(root: Path) -> str:
+    """The command that mounts the file system of the store; empty where no mount target is bare."""
+    missing = mounts.missing_mount(str(root))
+    return fixes.as_root(f"mount {fixes.quoted(missing)}") if missing else ""
+
+
 def _install(source: str, target: str) -> str:
     put = fixes.as_root(f"install -m 0400 -o {DAEMON_USER} {source} {target}")
     above = fixes.as_root(f"install -d {Path(target).parent}")
@@ -178,6 +185,8 @@ def _install(source: str, target: str) -> str:
 
 
 def _of_directory(root: Path, error: StoreError) -> str:
+    if command := mount(root):
+        return command
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
         point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from swansong.openat import drop_acls, has_acl, open_directory
+from swansong.openat import drop_acls, open_directory
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import WINDOW_BYTES, Body
 from swansongd.stores.checksums import crc32c
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MAKE_ATTEMPTS = 100
 
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK,
     errno.ENOTEMPTY, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
-    errno.EREMOTEIO,
+    errno.EREMOTEIO, errno.ENOTCONN, errno.ENODEV, errno.ECONNREFUSED, errno.ECONNABORTED,
 }  # fmt: skip
 _HINTS = {
     errno.ENOSPC: "The file system of store.url is full: make room there",
@@ -72,79 +70,7 @@ class Modes:
     file: int
 
 
-class Tree:
-    """The directories below a root.
-
-    A root that the operator made decides who else may read and write: directories get its permission
-    bits, files get them without execute.  A root that the store makes is for the daemon's user alone.
-
-    Args:
-        root: its path, which the operator configured; links above it are followed.
-    """
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    @contextmanager
-    def chain(self, names: Sequence[str] = (), *, create: bool = False) -> Iterator[list[int]]:
-        """The directories from the root down to the last of ``names``, open.
-
-        Raises:
-            NotFound: there is no root, and none is to be created.
-            Permanent: other users may write to it.
-            OSError: one of them does not exist or cannot be created, or is a link or a file.
-        """
-        with ExitStack() as stack:
-            fd = self._open_root(create=create)
-            stack.callback(os.close, fd)
-            modes = self.modes(fd)
-            fds = [fd]
-            for name in names:
-                fd = (
-                    _opened_or_made(name, fds[-1], modes)
-                    if create
-                    else open_directory(name, dir_fd=fds[-1])
-                )
-                stack.callback(os.close, fd)
-                fds.append(fd)
-            yield fds
-
-    def _open_root(self, *, create: bool) -> int:
-        if create:
-            _make_root(self.root)
-        try:
-            return os.open(self.root, _ROOT)
-        except FileNotFoundError:
-            raise NotFound(
-                f"the directory {self.root} does not exist",
-                hint="Mount or make the directory that store.url names",
-            ) from None
-
-    def modes(self, root_fd: int) -> Modes:
-        """The permission bits below the root; raises Permanent when other users may write to it."""
-        mode = stat.S_IMODE(os.fstat(root_fd).st_mode)
-        if mode & stat.S_IWOTH:
-            raise Permanent(
-                f"every user of this machine may write to {self.root}",
-                hint=f"Take that right away with `chmod o-w {self.root}`, or name another directory",
-            )
-        if has_acl(root_fd):
-            mode &= ~0o070  # these bits are the mask of the ACL, and no right of the group
-        return Modes(directory=mode & 0o3777 | 0o700, file=mode & 0o666 | 0o600)
-
-
-def _make_root(path: str) -> None:
-    """Make the root, and what is missing above it, for the daemon's user alone."""
-    if os.path.isdir(path):
-        return
-    parent = os.path.dirname(path)
-    if parent != path:
-        _make_root(parent)
-    with suppress(FileExistsError):  # perhaps a file: opening it says so
-        os.mkdir(path, 0o700)
-
-
-def _opened_or_made(name: str, dir_fd: int, modes: Modes) -> int:
+def opened_or_made(name: str, dir_fd: int, modes: Modes) -> int:
     """A directory, made if it is not there, and open.
 
     FileNotFoundError when the directory above it was removed meanwhile.  Never FileExistsError, which would

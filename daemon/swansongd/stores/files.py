@@ -4,11 +4,10 @@
 An object is a file under the directory of the URL.  It is written to a hidden directory on the same
 file system, synced, and then linked or renamed to its name, so that it is there whole or not at all.  A
 multipart upload is a directory there: the bytes, its key, and notes of the parts that are durably in it.
-Reading below a directory that does not exist is NotFound, like a missing bucket: an empty listing
-there would look like a run that never was.
 
-The mode of the root directory decides which other users may read or write there, see
-:class:`~swansongd.stores.file_io.Tree`.
+The directory of the URL must exist, and it carries a marker with a random id: what is not mounted, or is
+another file system, is an error and never an empty store.  The mode of that directory decides which other
+users may read or write there.  See :class:`~swansongd.stores.tree.Tree`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from swansongd.stores.base import (
 )
 from swansongd.stores.file_io import (
     Modes,
-    Tree,
     classified,
     errors_of,
     new_directory,
@@ -53,10 +51,10 @@ from swansongd.stores.file_io import (
     write_all,
     write_body,
 )
+from swansongd.stores.tree import MARKER, RESERVED, TEMPORARY, Tree
 
 T = TypeVar("T")
 
-_TEMPORARY = ".swansong-tmp"
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 _PUBLISH_ATTEMPTS = 100
 _DEPTH_MAX = 100
@@ -85,6 +83,15 @@ class FileStore:
             raise ConfigError(["store.url: must read file:///absolute/path"])
         self.url = url
         self._tree = Tree(path)
+
+    @property
+    def store_id(self) -> str:
+        """Id in the marker of the directory; empty before the marker was read."""
+        return self._tree.store_id
+
+    def expect(self, store_id: str) -> None:
+        """From now on nothing is read or written unless the marker has this id; empty: any."""
+        self._tree.store_id = store_id
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         def write(fd: int) -> None:
@@ -219,8 +226,6 @@ class FileStore:
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"uploads of {prefix}"
-        with errors_of(what), self._tree.chain():
-            pass  # a root that is missing is not made here
         found: list[OpenUpload] = []
         with errors_of(what), self._temporary() as (temporary_fd, modes):
             # What time it is there: a file server has a clock of its own.
@@ -241,7 +246,7 @@ class FileStore:
     def abort(self, key: str, upload_id: str) -> None:
         with suppress(NotFound), errors_of(f"abort {key}"):
             _expect_upload_id(upload_id)
-            with self._tree.chain([_TEMPORARY]) as fds:
+            with self._tree.chain([TEMPORARY]) as fds:
                 remove_tree(upload_id, dir_fd=fds[-1])
 
     def check(self) -> None:
@@ -264,8 +269,8 @@ class FileStore:
 
     @contextmanager
     def _temporary(self) -> Iterator[tuple[int, Modes]]:
-        """The directory of what is not visible yet; it and the root are made if they are not there."""
-        with self._tree.chain([_TEMPORARY], create=True) as fds:
+        """The directory of what is not visible yet, made if it is not there."""
+        with self._tree.chain([TEMPORARY], create=True) as fds:
             yield fds[-1], self._tree.modes(fds[0])
 
     @contextmanager
@@ -274,7 +279,7 @@ class FileStore:
         with ExitStack() as stack:
             with errors_of(what):
                 _expect_upload_id(upload.upload_id)
-                fds = stack.enter_context(self._tree.chain([_TEMPORARY, upload.upload_id]))
+                fds = stack.enter_context(self._tree.chain([TEMPORARY, upload.upload_id]))
                 if _key_at(fds[-1]) != upload.key:
                     raise NotFound(f"{what}: the upload is one of another key")
                 files = []
@@ -348,7 +353,7 @@ class FileStore:
 def _names(key: str) -> list[str]:
     """The names of a key's directories and file."""
     names = key.split("/")
-    if any(name in ("", ".", "..") for name in names) or names[0] == _TEMPORARY or "\0" in key:
+    if any(name in ("", ".", "..") for name in names) or names[0] in RESERVED or "\0" in key:
         raise Permanent(f"{key!r:.200} is no key of a file store")
     return names
 
@@ -396,13 +401,17 @@ def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectIn
                 if entry.is_dir(follow_symlinks=False):
                     below = f"{key}/"
                     is_wanted = below.startswith(prefix) or prefix.startswith(below)
-                    if is_wanted and key != _TEMPORARY:
+                    if is_wanted and key != TEMPORARY:
                         fd = open_directory(entry.name, dir_fd=dir_fd)
                         try:
                             yield from _walk(fd, below, prefix, depth + 1)
                         finally:
                             os.close(fd)
-                elif key.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                elif (
+                    key.startswith(prefix)
+                    and key != MARKER
+                    and entry.is_file(follow_symlinks=False)
+                ):
                     yield ObjectInfo(key, entry.stat(follow_symlinks=False).st_size)
 
 

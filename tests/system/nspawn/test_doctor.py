@@ -11,6 +11,7 @@ import pytest
 from clouds import Aws, Bucket
 from rig import control
 from system.nspawn.container import DAEMON, TRAINER, Container
+from waiting import until
 
 pytestmark = pytest.mark.timeout(400, func_only=True)
 
@@ -235,8 +236,11 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
     vm.power_on()
     vm.wait_active()
     vm.run("systemctl", "stop", TRAINER)
-    vm.run("bash", "-c", f"systemctl stop {DAEMON}; rm -r {STATE}/store; systemctl start {DAEMON}")
-    vm.run("install", "-d", "-m", "0700", "-o", "swansong", f"{STATE}/store")
+    away = f"mv {STATE}/store {STATE}/away"
+    vm.run("bash", "-c", f"systemctl stop {DAEMON}; {away}; systemctl start {DAEMON}")
+    vm.run("mv", f"{STATE}/away", f"{STATE}/store")
+    # Until then the directory was missing, which is another error.
+    until(lambda: "Read-only" in str(vm.status()["store"]), timeout_s=60, what="another try")
 
     (finding,) = failures(doctor(vm, "--trial"))
 
