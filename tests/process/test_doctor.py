@@ -458,7 +458,8 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()})
-    vm.start_daemon().lines.wait(event="health", source="store", health="ok")
+    vm.start_daemon()
+    until(lambda: '"generation": 1' in vm.swansong("status", "--json").stdout, what="the claim")
     # Without its record: a disk that the daemon has never seen would be another store.
     (vm.run_directory / ".swansongd" / "claim.json").unlink()
     for size, number, fix in (
