@@ -48,7 +48,7 @@ from swansongd.stores.base import ObjectStore
 from swansongd.stores.files import FileStore
 
 _CLAIM_RETRY_S = 2.0
-_CLAIM_RETRY_S_MAX = 30.0
+_CLAIM_RETRY_S_MAX = 10.0
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations whose outcome goes into the health of the store."""
 _CLAIM_FILE = "claim.json"

@@ -36,7 +36,8 @@ SAMPLE_FIRST_S = 1.0
 """The very first measurement has no earlier one to steady it."""
 THROTTLED = 0.8
 """A background flush at this part of its limit, or more, has measured the limit and not the store."""
-RETRY_S_MAX = 30.0
+RETRY_S_MAX = 10.0
+"""The longest pause of the background: so long after the store works again, a flush may still wait."""
 RETRY_URGENT_S = 0.5
 
 
