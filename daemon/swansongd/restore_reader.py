@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
+from swansongd import catalog
 from swansongd.digests import part_count, shard_digest
-from swansongd.errors import NotFound, Stopped, Transient
+from swansongd.errors import NotFound, Permanent, Stopped, Transient
 from swansongd.model import StoredShard
 from swansongd.restore_journal import Noted
 from swansongd.restore_target import RestoredFile, RestoreTarget
@@ -41,11 +42,14 @@ class Reader:
     Args:
         connections: how many parts are under way at once, at most.
         stop: ends it with Stopped, within a window.
+        witness: key of an object that the store returns as long as it works, see :func:`catalog.refused`.
+            A shard that the store refuses is a problem then, and not the end.
     """
 
     store: ObjectStore
     connections: int
     stop: threading.Event | None
+    witness: str = ""
 
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
         """Compare what the store has with what it should have, without reading it."""
@@ -59,7 +63,12 @@ class Reader:
         def check(prefix: str) -> None:
             wanted = {shard.key for shard in beside[prefix]}  # others may lie there in any number
             listing = self.store.list(prefix)
-            sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
+            try:
+                sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
+            except Permanent as error:
+                why = self._refused(f"the listing of {prefix}", error)
+                problems.update(dict.fromkeys(beside[prefix], why))
+                return
             for shard in beside[prefix]:
                 size_bytes = sizes_bytes.get(shard.key)
                 if size_bytes is None:
@@ -90,7 +99,7 @@ class Reader:
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
         pace = _Pace(total_bytes, Width(self.connections), progress, self.stop)
-        reading = _Reading(self.store, target, noted or {}, pace)
+        reading = _Reading(self.store, target, noted or {}, pace, self._refused)
         # The largest first: what comes last should be small, so that no connection is idle for long.
         largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
         states = [_Shard(number, shard) for number, shard in largest_first]
@@ -99,6 +108,12 @@ class Reader:
             lambda part: reading.part(*part),
         )
         return reading.problems, reading.reused_bytes
+
+    def _refused(self, what: str, error: Permanent) -> str:
+        """What is wrong with one object that the store refuses; raises ``error`` if it refuses them all."""
+        if not self.witness:
+            raise error
+        return catalog.refused(self.store, self.witness, what, error).line()
 
     def _each(self, tasks: Sequence[Task], function: Callable[[Task], None]) -> None:
         parallel(tasks, function, threads=min(self.connections, len(tasks)), stop=self.stop)
@@ -218,7 +233,12 @@ class _Reading:
     """One pass over some shards."""
 
     def __init__(
-        self, store: ObjectStore, target: RestoreTarget | None, noted: Noted, pace: _Pace
+        self,
+        store: ObjectStore,
+        target: RestoreTarget | None,
+        noted: Noted,
+        pace: _Pace,
+        refused: Callable[[str, Permanent], str],
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
@@ -226,6 +246,7 @@ class _Reading:
         self._target = target
         self._noted = noted
         self._pace = pace
+        self._refused = refused
         self._lock = threading.Lock()
 
     def part(self, state: _Shard, index: int) -> None:
@@ -241,6 +262,9 @@ class _Reading:
                     digest = self._placed(state, index, target)
         except NotFound:
             self.problems[shard] = _MISSING.format(shard.path)
+            return
+        except Permanent as error:
+            self.problems[shard] = self._refused(shard.path, error)
             return
         with self._lock:
             state.digests[index] = digest
