@@ -16,7 +16,6 @@ from typing import Any
 
 from swansong import bounds
 from swansong.bounds import BoundsError
-from swansong.protocol import is_safe_path
 
 from swansongd.digests import ALGORITHM, PART_SIZE_BYTES_MAX, part_count
 from swansongd.errors import CorruptError
@@ -199,8 +198,10 @@ def check_paths(paths: Sequence[str]) -> None:
     seen: set[str] = set()
     directories: set[str] = set()
     for path in paths:
-        if not is_safe_path(path):
-            raise CorruptError(f"the manifest names the path {path!r:.100}, which is not safe")
+        try:
+            bounds.path(path, "a path of the manifest")
+        except BoundsError as error:
+            raise CorruptError(f"the manifest is not safe to restore: {error}") from None
         if path in seen:
             raise CorruptError(f"the manifest names the path {path!r:.100} twice")
         seen.add(path)

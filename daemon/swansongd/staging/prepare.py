@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from swansong import openat, protocol
+from swansong import bounds, openat, protocol
+from swansong.bounds import BoundsError
 
 from swansongd.errors import StagingError
 from swansongd.staging import acl
@@ -74,7 +75,11 @@ def prepare(staging: Path, run: str) -> RunDirectory:
     Raises:
         StagingError: it is missing, not writable, belongs to another user, or another daemon holds it.
     """
-    if "/" in run or run.startswith(".") or not protocol.is_safe_path(run):
+    try:
+        bounds.path(run, "run")
+    except BoundsError as error:
+        raise StagingError(str(error)) from None
+    if "/" in run or run.startswith("."):
         raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
