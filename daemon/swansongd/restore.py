@@ -29,7 +29,7 @@ from swansongd.stores.base import ObjectStore
 _REASONS_MAX = 10
 """Refused commits that an error message names."""
 CONNECTIONS = 16
-"""More than a flush may take for itself: whoever waits for a restore does nothing else."""
+"""At most, unless the caller says otherwise."""
 
 Skipped = Callable[[CommitRef, str], None]
 """Told of a commit that is not restored, and why."""

@@ -32,6 +32,8 @@ Progress = Callable[[int, int], None]
 Problems = dict[StoredShard, str]
 """What is wrong, by shard, in words."""
 
+_SYNCS = 2
+"""Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _MISSING = "{} is missing from the store"
 
 
@@ -78,7 +80,7 @@ class Reader:
                         f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
                     )
 
-        self._each(list(beside), check)
+        self._each(list(beside), check, threads=self.connections)
         return problems
 
     def read(
@@ -91,7 +93,8 @@ class Reader:
     ) -> tuple[Problems, int]:
         """Read all bytes of the shards, and compare their digests.
 
-        With a ``target`` they are written there, noted under the number of their shard, and synced.
+        With a ``target`` they are written there, noted under the number of their shard, and synced.  While
+        a disk syncs the files that are whole, as many connections as before fetch others.
 
         Returns:
             What is wrong, and how many bytes did not have to be fetched because they were ``noted``, and
@@ -106,6 +109,7 @@ class Reader:
         self._each(
             [(state, index) for state in states for index in range(state.parts_left)],
             lambda part: reading.part(*part),
+            threads=self.connections if target is None else _SYNCS * self.connections,
         )
         return reading.problems, reading.reused_bytes
 
@@ -115,8 +119,10 @@ class Reader:
             raise error
         return catalog.refused(self.store, self.witness, what, error).line()
 
-    def _each(self, tasks: Sequence[Task], function: Callable[[Task], None]) -> None:
-        parallel(tasks, function, threads=min(self.connections, len(tasks)), stop=self.stop)
+    def _each(
+        self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int
+    ) -> None:
+        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.stop)
 
 
 @dataclass(slots=True)
@@ -168,7 +174,7 @@ class _Pace:
         finally:
             with self._changed:
                 self._under_way -= 1
-                self._changed.notify_all()
+                self._changed.notify()
 
     def add(self, size_bytes: int) -> None:
         """Raises Stopped once it is time to end."""
@@ -181,8 +187,9 @@ class _Pace:
 
     def take_back(self, size_bytes: int) -> None:
         """So many bytes come again."""
-        with self._changed:
-            self._done_bytes -= size_bytes
+        if size_bytes:
+            with self._changed:
+                self._done_bytes -= size_bytes
 
     def _look(self) -> None:
         before = self._width.now
@@ -248,47 +255,64 @@ class _Reading:
         self._pace = pace
         self._refused = refused
         self._lock = threading.Lock()
+        self._has_failed = False
+        """The first error ends it: whoever waits for a connection then asks the store for nothing more."""
 
     def part(self, state: _Shard, index: int) -> None:
         """Read one part; with the last one of a shard its digest is compared."""
-        shard, target = state.shard, self._target
+        shard = state.shard
+        if self._target is None:
+            self._read(state, index, None)
+            return
+        with self._target.file(shard.path) as file:
+            if self._read(state, index, file):
+                file.sync()
+
+    def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
+        """Read one part; True when the shard is whole, and as it should be."""
+        shard = state.shard
         try:
             with self._pace.part():
-                if shard in self.problems:
-                    return
-                if target is None:
-                    digest = self._fetched(shard, index, lambda _window, _offset: None)
-                else:
-                    digest = self._placed(state, index, target)
+                if shard in self.problems or self._has_failed:
+                    return False
+                try:
+                    if file is None:
+                        digest = self._fetched(shard, index, lambda _window, _offset: None)
+                    else:
+                        digest = self._placed(state, index, file)
+                except (NotFound, Permanent):
+                    raise
+                except BaseException:
+                    self._has_failed = True
+                    raise
         except NotFound:
             self.problems[shard] = _MISSING.format(shard.path)
-            return
+            return False
         except Permanent as error:
             self.problems[shard] = self._refused(shard.path, error)
-            return
+            return False
         with self._lock:
             state.digests[index] = digest
             state.parts_left -= 1
-            is_last = state.parts_left == 0
-        if not is_last:
-            return
+            if state.parts_left:
+                return False
         if shard_digest(state.digests) != shard.digest:
             self.problems[shard] = f"{shard.path} does not match its digest"
-        elif target is not None:
-            target.sync(shard.path)
+            return False
+        return True
 
-    def _placed(self, state: _Shard, index: int, target: RestoreTarget) -> bytes:
+    def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
         """Have the part in its file, and noted."""
         noted = self._noted.get((state.number, index))
-        with target.file(state.shard.path) as file:
-            if noted is not None and _read_back(file, state.shard, index) == noted:
-                size_bytes = _span(state.shard, index)[1]
-                with self._lock:
-                    self.reused_bytes += size_bytes
-                self._pace.add(size_bytes)
-                return noted
-            digest = self._fetched(state.shard, index, file.write)
-        target.note(state.number, index, digest)
+        if noted is not None and _read_back(file, state.shard, index) == noted:
+            size_bytes = _span(state.shard, index)[1]
+            with self._lock:
+                self.reused_bytes += size_bytes
+            self._pace.add(size_bytes)
+            return noted
+        digest = self._fetched(state.shard, index, file.write)
+        assert self._target is not None
+        self._target.note(state.number, index, digest)
         return digest
 
     def _fetched(

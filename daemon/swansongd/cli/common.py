@@ -34,6 +34,7 @@ from swansongd import signing
 from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
+from swansongd.restore import CONNECTIONS
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.retry import Retrying
@@ -54,6 +55,8 @@ class Opened:
     keys: RunKeys
     stop: threading.Event
     """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    connections: int
+    """To the store, at most: a command has no trainer beside it to leave some for."""
 
 
 @contextmanager
@@ -64,7 +67,8 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
         ConfigError: the configuration is wrong.
     """
     config = load(args.config)
-    store = open_configured(config.store)
+    connections = max(CONNECTIONS, config.flush.connections)
+    store = open_configured(config.store, connections=connections)
     key_file = config.store.signing_key_file
     # The key belongs to the daemon's user, and root restores, too.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}
@@ -84,6 +88,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
             store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
             keys=RunKeys(args.run or config.run.name, signer),
             stop=stop,
+            connections=connections,
         )
     finally:
         for number, handler in before.items():

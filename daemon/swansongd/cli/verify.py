@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
             here.store,
             here.keys,
             step=args.step,
+            connections=here.connections,
             progress=progress,
             manifests=manifests,
             sharing=on_sharing,
