@@ -14,8 +14,8 @@ from committed import commit
 from memory_store import MemoryStore
 from swansongd import catalog, manifest
 from swansongd.catalog import Commit
-from swansongd.cli import common
-from swansongd.cli.common import ShownCount
+from swansongd.cli import common, ls
+from swansongd.cli.common import Opened, ShownCount
 from swansongd.errors import CorruptError, Transient
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
@@ -112,6 +112,29 @@ def test_manifests_are_read_in_parallel_up_to_a_limit() -> None:
     thread.join(20)
     assert held.most == catalog.READS
     assert sorted(ref for ref, _ in taken) == sorted(found.ref for found in commits)
+
+
+def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The newest come first, whatever order the answers come in; a few of thousands cost a few requests."""
+    store = MemoryStore()
+    commits = many(store, 2 * catalog.READS)
+    config: Any = None
+    here = Opened(config, store, KEYS, threading.Event(), connections=1)
+    held = Held(store)
+    rows: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: rows.extend(ls.rows_of(here, None, is_quiet=True)))
+    thread.start()
+    until(lambda: held.under_way == catalog.READS, what="parallel reads")
+    held.release()
+    thread.join(20)
+    assert [row["step"] for row in rows] == [found.ref.step for found in commits]
+    assert all(row["complete"] for row in rows)
+    store.requests.clear()
+    assert ls.rows_of(here, 3, is_quiet=True) == rows[:3]
+    assert store.count("get") == 3
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        rows = _rows(here, args.newest, is_quiet=args.json)
+        rows = rows_of(here, args.newest, is_quiet=args.json)
         best = Best(args.best, is_highest=args.highest)
         _pin(rows, best)
         if args.json:
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[str, Any]]:
+def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[str, Any]]:
+    """What is known of each commit, newest first; of the ``newest`` ones only, or of all."""
     commits = catalog.list_commits(here.store, here.keys)[:newest]
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 
