@@ -159,6 +159,7 @@ class _Pace:
         self._changed = threading.Condition()
         self._under_way = 0
         self._done_bytes = 0
+        self._look_again_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -192,8 +193,12 @@ class _Pace:
                 self._done_bytes -= size_bytes
 
     def _look(self) -> None:
+        now_mono_s = time.monotonic()
+        if now_mono_s < self._look_again_mono_s:
+            return  # the time of all threads together costs more than a small file
+        self._look_again_mono_s = now_mono_s + LOOK_S / 4
         before = self._width.now
-        self._width.look(time.monotonic(), self._done_bytes, time.process_time(), self._cpus)
+        self._width.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
         if self._width.now > before:
             self._changed.notify_all()
 
