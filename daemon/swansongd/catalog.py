@@ -46,6 +46,8 @@ READS = 16
 """Commits that :func:`load_each` reads at once."""
 EXAMINE_CPU_S = 60.0
 """Processor time for the manifests of one commit, over all nodes.  Waiting for the store does not count."""
+WITNESSES_MAX = 5
+"""Claims that :func:`refused` asks for, besides that of the generation itself."""
 HISTORY_MAX = 8
 """Earlier generations that the history covers."""
 HISTORY_CLAIMS_MAX = 40
@@ -149,7 +151,7 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     try:
         data = _content(store, commit.manifest_keys[node], what)
     except Permanent as error:
-        raise refused(store, witness(keys, commit.ref), what, error) from error
+        raise refused(store, keys, commit.ref.generation, what, error) from error
     with _decoding:
         manifest = decode(data, keys.signer)
     said = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
@@ -406,27 +408,38 @@ def instant_s(text: str) -> float | None:
 # ---------------------------------------------------------------- objects and listings
 
 
-def witness(keys: RunKeys, ref: CommitRef) -> str:
-    """Key of an object that can be read as long as the store works: the claim of the commit's generation."""
-    return keys.generation(ref.generation)
+def refused(
+    store: ObjectStore, keys: RunKeys, generation: int, what: str, error: Permanent
+) -> UnreadableError:
+    """The error of a single object, which the store refuses while it returns a claim of the run.
 
+    Lost rights and wrong settings concern the claims as well: then ``error`` is that of the store.  An object
+    alone has reasons of its own: another owner, another encryption key, moved to an archive.
 
-def refused(store: ObjectStore, witness_key: str, what: str, error: Permanent) -> UnreadableError:
-    """The error of a single object, which the store refuses while it returns the witness.
-
-    Lost rights and wrong settings concern the witness as well: then ``error`` is that of the store.  An
-    object of its own has reasons of its own: other owner, other key of encryption, moved to an archive.
+    Args:
+        generation: whose claim is asked for first; should it be gone, some of the newest ones.
 
     Raises:
-        StoreError: ``error`` itself, or the store could not be asked for the witness.
+        StoreError: ``error`` itself, or the store could not be asked for a claim.
     """
-    try:
-        store.get(witness_key)
-    except TooLarge:
-        pass  # the store returns it; whether it makes sense is not the question
-    except Permanent:
-        raise error from None
+    if not _is_returned(store, keys, generation):
+        try:
+            newest = claimed(store, keys)[-WITNESSES_MAX:]
+        except CorruptError:
+            newest = []
+        if not any(_is_returned(store, keys, number) for number in reversed(newest)):
+            raise error
     return UnreadableError(f"{what} cannot be read: {error}", hint=error.hint)
+
+
+def _is_returned(store: ObjectStore, keys: RunKeys, generation: int) -> bool:
+    try:
+        store.get(keys.generation(generation))
+    except TooLarge:
+        return True  # whether it makes sense is not the question
+    except Permanent:
+        return False
+    return True
 
 
 def _content(store: ObjectStore, key: str, what: str) -> bytes:

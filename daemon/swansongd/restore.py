@@ -13,11 +13,12 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from swansongd import catalog
 from swansongd.catalog import Commit
-from swansongd.errors import CorruptError, NothingToRestore
+from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest, check_paths
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
@@ -107,7 +108,7 @@ def restore(
                     continue
                 shards = _merged(manifests)
                 identity = identity_of(keys.run, commit.ref, shards)
-                reader = Reader(store, connections, stop, catalog.witness(keys, commit.ref))
+                reader = Reader(store, connections, stop, _refused(store, keys, commit))
                 reused_bytes = _fetch(reader, shards, target, identity, progress)
             except CorruptError as error:
                 refused.append((commit.ref, error.line()))
@@ -163,7 +164,7 @@ def verify(
     _merged_each(store, keys, commits, take, findings, progress=manifests, stop=stop)
     if sharing is not None:
         sharing(len(is_shared), sum(is_shared.values()))
-    reader = Reader(store, connections, stop, catalog.witness(keys, commits[0].ref))
+    reader = Reader(store, connections, stop, _refused(store, keys, commits[0]))
     bad = reader.check_sizes(list(is_shared))
     sized = [shard for shard in is_shared if shard not in bad]
     bad |= reader.read(dict(enumerate(sized)), progress=progress)[0]
@@ -228,6 +229,12 @@ def _nothing(
     return NothingToRestore(
         f"{wanted} has no commit that is whole: {reasons}{more}", is_fresh=is_fresh
     )
+
+
+def _refused(
+    store: ObjectStore, keys: RunKeys, commit: Commit
+) -> Callable[[str, Permanent], CorruptError]:
+    return partial(catalog.refused, store, keys, commit.ref.generation)
 
 
 def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from swansongd import catalog
 from swansongd.digests import part_count, shard_digest
-from swansongd.errors import NotFound, Permanent, Stopped, Transient
+from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
 from swansongd.model import StoredShard
 from swansongd.restore_journal import Noted
 from swansongd.restore_target import RestoredFile, RestoreTarget
@@ -44,14 +43,14 @@ class Reader:
     Args:
         connections: how many parts are under way at once, at most.
         stop: ends it with Stopped, within a window.
-        witness: key of an object that the store returns as long as it works, see :func:`catalog.refused`.
-            A shard that the store refuses is a problem then, and not the end.
+        refused: the error of an object that the store refuses while it returns others, see
+            :func:`swansongd.catalog.refused`; None: such an object ends the reading.
     """
 
     store: ObjectStore
     connections: int
     stop: threading.Event | None
-    witness: str = ""
+    refused: Callable[[str, Permanent], CorruptError] | None = None
 
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
         """Compare what the store has with what it should have, without reading it."""
@@ -115,9 +114,9 @@ class Reader:
 
     def _refused(self, what: str, error: Permanent) -> str:
         """What is wrong with one object that the store refuses; raises ``error`` if it refuses them all."""
-        if not self.witness:
+        if self.refused is None:
             raise error
-        return catalog.refused(self.store, self.witness, what, error).line()
+        return self.refused(what, error).line()
 
     def _each(
         self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int

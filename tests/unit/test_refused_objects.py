@@ -73,6 +73,17 @@ def test_one_refused_object_is_a_damaged_commit(
     assert all("403" in finding.problem for finding in findings)
 
 
+def test_a_refused_manifest_of_a_generation_without_a_claim_is_passed_over(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    """Another bucket user can plant it; the claims of the run decide whether the store works."""
+    planted = KEYS.commit(CommitRef(7, 1), 0, 1)
+    store.put(planted, b"{}")
+    refuse(store, lambda what, key: what == "get" and key == planted)
+    assert restore(store, KEYS, tmp_path / "here").ref == NEW
+    assert [finding.ref for finding in verify(store, KEYS)] == [CommitRef(7, 1)]
+
+
 @pytest.mark.parametrize("what", ["get", "list"])
 def test_a_store_that_refuses_everything_is_an_error_of_the_store(
     store: MemoryStore, tmp_path: Path, what: str
