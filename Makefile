@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -103,6 +103,9 @@ bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; abou
 
 bench-frozen: $(STAMP)  ## what five commits of a LoRA-like run send; about a minute
 	$(BIN)/python bench/frozen.py
+
+bench-small: $(STAMP)  ## 20,000 files of 4 KiB: flush, commit, verify, restore; a directory store and the S3 emulator; about 2 minutes
+	$(BIN)/python bench/small_files.py $(BENCH_ARGS)
 
 bench-torch: $(STAMP)  ## what a checkpoint costs the training loop, beside torch.save and DCP; about 5 minutes
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)

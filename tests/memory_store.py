@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swansongd.errors import Exists, NotFound, Permanent
+from swansongd.errors import Exists, NotFound, Permanent, TooLarge
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
@@ -81,7 +81,7 @@ class MemoryStore:
         if key not in self.objects:
             raise NotFound(key)
         if len(self.objects[key]) > GET_BYTES_MAX:
-            raise Permanent(f"{key} has more than {GET_BYTES_MAX} bytes")
+            raise TooLarge(f"{key} has more than {GET_BYTES_MAX} bytes")
         return self.objects[key]
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:

@@ -4,6 +4,9 @@
 Two rules keep a foreign object from being taken for an empty run.  A key below ``commits/`` or
 ``generations/`` that no writer formats is an error that names the object to delete.  With a signing key
 only signed claims and manifests count, so that such an object is logged and passed over instead.
+
+One rule separates an object that cannot be read from a store that cannot be read (:func:`refused`).  Readers
+pass over the commit of such an object, as over a damaged one, and end with an error of the store.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -24,19 +28,26 @@ from swansong.bounds import BoundsError
 from swansongd import claim as claims
 from swansongd.claim import ClaimObject
 from swansongd.core.cadence import History
-from swansongd.errors import CorruptError, NotFound, TooLarge
+from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge, UnreadableError
 from swansongd.keys import RunKeys
 from swansongd.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.manifest import Manifest, decode
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectStore
+from swansongd.threads import parallel
 
 LISTED_MAX = 200_000
 """Claims, or manifests, that a reader holds; of more, only the newest."""
 COMMIT_BYTES_MAX = 256 * 2**20
 """Manifests of one commit, over all nodes."""
+IN_MEMORY_BYTES = 64 * 2**20
+"""Size of the manifests that :func:`load_each` holds at once, or one commit of more; decoded, about twice."""
+READS = 16
+"""Commits that :func:`load_each` reads at once."""
 EXAMINE_CPU_S = 60.0
 """Processor time for the manifests of one commit, over all nodes.  Waiting for the store does not count."""
+WITNESSES_MAX = 5
+"""Claims that :func:`refused` asks for, besides that of the generation itself."""
 HISTORY_MAX = 8
 """Earlier generations that the history covers."""
 HISTORY_CLAIMS_MAX = 40
@@ -109,6 +120,7 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
     """The manifests of the commit that are there, by node.
 
     Raises:
+        UnreadableError: the store refuses one, and returns other objects.
         CorruptError: one is damaged, gone, not signed, or does not match its key; or together
             they are larger than any honest ones, or cost more processor time.
         StoreError: the store could not be asked.
@@ -135,7 +147,11 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     Raises:
         CorruptError, StoreError: as for :func:`load`.
     """
-    data = _content(store, commit.manifest_keys[node], f"the manifest of node {node}")
+    what = f"the manifest of node {node}"
+    try:
+        data = _content(store, commit.manifest_keys[node], what)
+    except Permanent as error:
+        raise refused(store, keys, commit.ref.generation, what, error) from error
     with _decoding:
         manifest = decode(data, keys.signer)
     said = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
@@ -145,6 +161,74 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
             f"node {manifest.node} of {manifest.nodes}"
         )
     return manifest
+
+
+def load_each(
+    store: ObjectStore,
+    keys: RunKeys,
+    commits: Sequence[Commit],
+    take: Callable[[Commit, tuple[Manifest, ...] | CorruptError], None],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Load many commits, several at a time, and hand each to ``take``: manifests, or why they do not count.
+
+    Memory is bounded by :data:`IN_MEMORY_BYTES`, whatever the number of commits, if ``take`` keeps none.
+
+    Args:
+        take: called from any thread, one call at a time, in any order.
+        progress: told the commits done and the commits in all, in the same way.
+
+    Raises:
+        StoreError: the store could not be asked.
+        Stopped: ``stop`` was set.
+    """
+    room = _Room(IN_MEMORY_BYTES)
+    taking = threading.Lock()
+    done = 0
+
+    def one(commit: Commit) -> None:
+        nonlocal done
+        with room.of(commit.size_bytes):
+            loaded: tuple[Manifest, ...] | CorruptError
+            try:
+                loaded = load(store, keys, commit)
+            except CorruptError as error:
+                loaded = error
+            with taking:
+                take(commit, loaded)
+                done += 1
+                if progress is not None:
+                    progress(done, len(commits))
+
+    parallel(commits, one, threads=min(READS, len(commits)), stop=stop)
+
+
+class _Room:
+    """Bounds the sum of what several threads hold; what is larger than all of it is held alone."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._held_bytes = 0
+        self._holders = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, size_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._holders or self._held_bytes + size_bytes <= self._size_bytes
+            )
+            self._holders += 1
+            self._held_bytes += size_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holders -= 1
+                self._held_bytes -= size_bytes
+                self._changed.notify_all()
 
 
 # ---------------------------------------------------------------- claims
@@ -322,6 +406,40 @@ def instant_s(text: str) -> float | None:
 
 
 # ---------------------------------------------------------------- objects and listings
+
+
+def refused(
+    store: ObjectStore, keys: RunKeys, generation: int, what: str, error: Permanent
+) -> UnreadableError:
+    """The error of a single object, which the store refuses while it returns a claim of the run.
+
+    Lost rights and wrong settings concern the claims as well: then ``error`` is that of the store.  An object
+    alone has reasons of its own: another owner, another encryption key, moved to an archive.
+
+    Args:
+        generation: whose claim is asked for first; should it be gone, some of the newest ones.
+
+    Raises:
+        StoreError: ``error`` itself, or the store could not be asked for a claim.
+    """
+    if not _is_returned(store, keys, generation):
+        try:
+            newest = claimed(store, keys)[-WITNESSES_MAX:]
+        except CorruptError:
+            newest = []
+        if not any(_is_returned(store, keys, number) for number in reversed(newest)):
+            raise error
+    return UnreadableError(f"{what} cannot be read: {error}", hint=error.hint)
+
+
+def _is_returned(store: ObjectStore, keys: RunKeys, generation: int) -> bool:
+    try:
+        store.get(keys.generation(generation))
+    except TooLarge:
+        return True  # whether it makes sense is not the question
+    except Permanent:
+        return False
+    return True
 
 
 def _content(store: ObjectStore, key: str, what: str) -> bytes:

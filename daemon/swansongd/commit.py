@@ -23,7 +23,14 @@ from swansongd import catalog
 from swansongd import claim as claims
 from swansongd import manifest as manifests
 from swansongd.claim import ClaimObject
-from swansongd.errors import CorruptError, Exists, FencedError, StoreError, TooLarge
+from swansongd.errors import (
+    CorruptError,
+    Exists,
+    FencedError,
+    StoreError,
+    TooLarge,
+    UnreadableError,
+)
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest
 from swansongd.model import CommitRef
@@ -133,12 +140,20 @@ def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
     Its shards are not looked at.
 
     Raises:
-        CorruptError: the listing contains an object that no swansong wrote.
+        CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
+            return the only commits that might count.
         StoreError: the store could not be asked.
     """
+    unread: UnreadableError | None = None
     for found in catalog.list_commits(store, keys):
-        if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
-            return found.ref
+        try:
+            if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
+                return found.ref
+        except UnreadableError as error:
+            _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
+            unread = unread or error
+    if unread is not None:
+        raise unread
     return None
 
 
@@ -148,7 +163,8 @@ def parts_committed(store: ObjectStore, keys: RunKeys, ref: CommitRef, nodes: in
     With a signing key, a checkpoint with an unsigned part is not whole: no reader would take it.
 
     Raises:
-        CorruptError: the listing contains an object that no swansong wrote.
+        CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
+            return a part.
         StoreError: the store could not be asked.
     """
     for found in catalog.list_commits(store, keys, ref):
@@ -162,6 +178,8 @@ def parts_committed(store: ObjectStore, keys: RunKeys, ref: CommitRef, nodes: in
 def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
     try:
         catalog.load(store, keys, found)
+    except UnreadableError:
+        raise  # perhaps it is signed
     except CorruptError as error:
         _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
         return False

@@ -16,6 +16,7 @@
     │   └── Exists                   create-if-absent found the name taken
     ├── NothingToRestore        17   the run has no commit that is whole
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
+    │   └── UnreadableError          the store refuses one object, and returns others
     ├── Stopped                  9   somebody asked for the end before it was done
     └── Unready                 12   ``swansong doctor`` found a failure
 
@@ -122,6 +123,10 @@ class NothingToRestore(SwansongError):
 
 class CorruptError(SwansongError):
     exit_code = 8
+
+
+class UnreadableError(CorruptError):
+    """Readers step over the commit of such an object, but must not conclude that there is none."""
 
 
 class Stopped(SwansongError):

@@ -7,7 +7,6 @@ acts on its content, so ``decode`` checks every field.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from swansong import bounds
 from swansong.bounds import BoundsError
-from swansong.protocol import is_safe_path
 
 from swansongd.digests import ALGORITHM, PART_SIZE_BYTES_MAX, part_count
 from swansongd.errors import CorruptError
@@ -78,18 +76,22 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
         BoundsError: a number is not finite, or JSON has no such value.
     """
     try:
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            **dataclasses.asdict(manifest),
-        }
-        for shard in body["shards"]:
-            shard["crc32c"] = f"{shard['crc32c']:08x}"
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_fields(manifest)}
+        if manifest.parent is not None:
+            body["parent"] = _fields(manifest.parent)
+        body["shards"] = [
+            {**_fields(shard), "crc32c": f"{shard.crc32c:08x}"} for shard in manifest.shards
+        ]
         if signer is not None:
             body = signer.signed(FORMAT, body)
-        return canonical({**body, "digest": _own_digest(body)})
+        return _digested(body)[1]
     except (ValueError, TypeError, RecursionError) as error:
         raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
+
+
+def _fields(item: Manifest | StoredShard | CommitRef) -> dict[str, Any]:
+    """The fields of one dataclass by name, without a copy of what they hold: there are 20,000 shards."""
+    return {name: getattr(item, name) for name in item.__dataclass_fields__}
 
 
 def decode(data: bytes, signer: Signer | None = None) -> Manifest:
@@ -120,7 +122,7 @@ def _decode(data: bytes, signer: Signer | None) -> Manifest:
         )
     claimed = body.pop("digest", None)
     try:
-        intact = claimed == _own_digest(body) and data == canonical({**body, "digest": claimed})
+        intact = (claimed, data) == _digested(body)
     except (ValueError, RecursionError):
         intact = False
     if not intact:
@@ -135,8 +137,17 @@ def _decode(data: bytes, signer: Signer | None) -> Manifest:
     return _manifest(body)
 
 
-def _own_digest(body: Mapping[str, object]) -> str:
-    return f"sha256:{hashlib.sha256(canonical(body)).hexdigest()}"
+def _digested(body: Mapping[str, object]) -> tuple[str, bytes]:
+    """The digest of a body without one, and the canonical JSON of both.
+
+    The body is written once, in two pieces with the digest between them: it may have 20,000 shards.
+    """
+    before = canonical({key: value for key, value in body.items() if key < "digest"})[1:-1]
+    after = canonical({key: value for key, value in body.items() if key > "digest"})[1:-1]
+    bare = b",".join(filter(None, (before, after)))
+    digest = f"sha256:{hashlib.sha256(b'{%b}' % bare).hexdigest()}"
+    field = canonical({"digest": digest})[1:-1]
+    return digest, b"{%b}" % b",".join(filter(None, (before, field, after)))
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
@@ -199,8 +210,10 @@ def check_paths(paths: Sequence[str]) -> None:
     seen: set[str] = set()
     directories: set[str] = set()
     for path in paths:
-        if not is_safe_path(path):
-            raise CorruptError(f"the manifest names the path {path!r:.100}, which is not safe")
+        try:
+            bounds.path(path, "a path of the manifest")
+        except BoundsError as error:
+            raise CorruptError(f"the manifest is not safe to restore: {error}") from None
         if path in seen:
             raise CorruptError(f"the manifest names the path {path!r:.100} twice")
         seen.add(path)

@@ -30,7 +30,13 @@ from swansongd import catalog, commit
 from swansongd.core import nodes, resume
 from swansongd.core.events import Event, RolledBack
 from swansongd.core.state import State
-from swansongd.errors import CorruptError, NothingToRestore, StagingError, SwansongError
+from swansongd.errors import (
+    CorruptError,
+    NothingToRestore,
+    StagingError,
+    SwansongError,
+    UnreadableError,
+)
 from swansongd.keys import RunKeys
 from swansongd.model import CheckpointId, CommitRef, Staged
 from swansongd.restore import Wanted, health_of, healthy, restore, whole
@@ -297,15 +303,21 @@ class Rejoin:
         )
 
     def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
+        unread: UnreadableError | None = None
         for found in catalog.list_commits(store, self._keys):
             if found.ref.step >= before_step:
                 continue
             try:
                 manifests = whole(store, self._keys, found)
+            except UnreadableError as error:
+                unread = unread or error
+                continue
             except CorruptError:
                 continue
             if healthy(found.ref, health_of(manifests)):
                 return found.ref
+        if unread is not None:
+            raise unread
         return None
 
     def _store(self) -> ObjectStore:

@@ -2,23 +2,23 @@
 """Fetches the newest whole commit, and re-reads stored bytes against manifests.
 
 A damaged commit makes restore take the next older one, and give the reason.  So does a commit whose manifests
-are larger, name more parts, or cost more processor time than any honest ones; a slow download does not.  A
-failing store, an object of an unknown kind among the commits, or an unusable target is an error: an older
-commit would not fix it.
+are larger, name more parts, or cost more processor time than any honest ones, and one of which the store
+refuses an object while it returns others; a slow download does not.  A failing store, an object of an unknown
+kind among the commits, or an unusable target is an error: an older commit would not fix it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from swansongd import catalog
 from swansongd.catalog import Commit
-from swansongd.errors import CorruptError, NothingToRestore
+from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.keys import RunKeys
 from swansongd.manifest import Manifest, check_paths
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
@@ -30,7 +30,7 @@ from swansongd.stores.base import ObjectStore
 _REASONS_MAX = 10
 """Refused commits that an error message names."""
 CONNECTIONS = 16
-"""More than a flush may take for itself: whoever waits for a restore does nothing else."""
+"""At most, unless the caller says otherwise."""
 
 Skipped = Callable[[CommitRef, str], None]
 """Told of a commit that is not restored, and why."""
@@ -97,7 +97,6 @@ def restore(
         StoreError: the store could not be read.
         Stopped: ``stop`` was set.
     """
-    reader = Reader(store, connections, stop)
     refused: list[tuple[CommitRef, str]] = []
     with RestoreTarget(destination, parent_fd=parent_fd, access=access) as target:
         commits = _commits(store, keys, step)
@@ -109,6 +108,7 @@ def restore(
                     continue
                 shards = _merged(manifests)
                 identity = identity_of(keys.run, commit.ref, shards)
+                reader = Reader(store, connections, stop, _refused(store, keys, commit))
                 reused_bytes = _fetch(reader, shards, target, identity, progress)
             except CorruptError as error:
                 refused.append((commit.ref, error.line()))
@@ -133,11 +133,18 @@ def verify(
     step: int | None = None,
     connections: int = CONNECTIONS,
     progress: Progress | None = None,
+    manifests: Callable[[int, int], None] | None = None,
+    sharing: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> list[Finding]:
     """Re-read all stored bytes of the run's commits (or those of ``step``); empty when all is well.
 
-    A commit that not all nodes have made yet is no finding; what there is of it is read as well.
+    Each stored object is read once, however many commits name it.  A commit that not all nodes have made
+    yet is no finding; what there is of it is read as well.
+
+    Args:
+        manifests: told the commits whose manifests were read, and the commits in all.
+        sharing: told the stored objects, and how many of them more than one commit names.
 
     Raises:
         NothingToRestore: there is no commit.
@@ -145,26 +152,55 @@ def verify(
         StoreError: the store could not be read.
         Stopped: ``stop`` was set.
     """
-    findings: list[Finding] = []
-    # Commits share shards, so each is read once, however many commits name it.
-    owners: defaultdict[StoredShard, list[CommitRef]] = defaultdict(list)
     commits = _commits(store, keys, step)
     if not commits:
         raise _nothing(keys, step, [])
-    for commit in commits:
+    findings: list[Finding] = []
+    is_shared: dict[StoredShard, bool] = {}
+
+    def take(_commit: Commit, shards: Sequence[StoredShard]) -> None:
+        is_shared.update({shard: shard in is_shared for shard in shards})
+
+    _merged_each(store, keys, commits, take, findings, progress=manifests, stop=stop)
+    if sharing is not None:
+        sharing(len(is_shared), sum(is_shared.values()))
+    reader = Reader(store, connections, stop, _refused(store, keys, commits[0]))
+    bad = reader.check_sizes(list(is_shared))
+    sized = [shard for shard in is_shared if shard not in bad]
+    bad |= reader.read(dict(enumerate(sized)), progress=progress)[0]
+    if bad:
+        # Read again, because damage is rare: who names which shard is more than memory may hold.
+        def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
+            named = [shard for shard in shards if shard in bad]
+            findings.extend(Finding(ref=commit.ref, problem=bad[shard]) for shard in named)
+
+        unread = {finding.ref for finding in findings}
+        sound = [commit for commit in commits if commit.ref not in unread]
+        _merged_each(store, keys, sound, blame, findings, progress=None, stop=stop)
+    return sorted(findings, key=lambda finding: (finding.ref, finding.problem), reverse=True)
+
+
+def _merged_each(
+    store: ObjectStore,
+    keys: RunKeys,
+    commits: Sequence[Commit],
+    take: Callable[[Commit, Sequence[StoredShard]], None],
+    findings: list[Finding],
+    *,
+    progress: Callable[[int, int], None] | None,
+    stop: threading.Event | None,
+) -> None:
+    """Hand the shards of each commit to ``take``; of one that does not count, the reason to ``findings``."""
+
+    def merge(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
         try:
-            for shard in _merged(catalog.load(store, keys, commit)):
-                owners[shard].append(commit.ref)
+            if isinstance(loaded, CorruptError):
+                raise loaded
+            take(commit, _merged(loaded))
         except CorruptError as error:
             findings.append(Finding(ref=commit.ref, problem=error.line()))
-    reader = Reader(store, connections, stop)
-    bad = reader.check_sizes(list(owners))
-    sized = [shard for shard in owners if shard not in bad]
-    bad |= reader.read(dict(enumerate(sized)), progress=progress)[0]
-    findings += [
-        Finding(ref=ref, problem=problem) for shard, problem in bad.items() for ref in owners[shard]
-    ]
-    return sorted(findings, key=lambda finding: (finding.ref, finding.problem), reverse=True)
+
+    catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
 
 
 # ---------------------------------------------------------------- commits
@@ -193,6 +229,12 @@ def _nothing(
     return NothingToRestore(
         f"{wanted} has no commit that is whole: {reasons}{more}", is_fresh=is_fresh
     )
+
+
+def _refused(
+    store: ObjectStore, keys: RunKeys, commit: Commit
+) -> Callable[[str, Permanent], CorruptError]:
+    return partial(catalog.refused, store, keys, commit.ref.generation)
 
 
 def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from swansongd.digests import part_count, shard_digest
-from swansongd.errors import NotFound, Stopped, Transient
+from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
 from swansongd.model import StoredShard
 from swansongd.restore_journal import Noted
 from swansongd.restore_target import RestoredFile, RestoreTarget
@@ -31,6 +31,8 @@ Progress = Callable[[int, int], None]
 Problems = dict[StoredShard, str]
 """What is wrong, by shard, in words."""
 
+_SYNCS = 2
+"""Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _MISSING = "{} is missing from the store"
 
 
@@ -41,11 +43,14 @@ class Reader:
     Args:
         connections: how many parts are under way at once, at most.
         stop: ends it with Stopped, within a window.
+        refused: the error of an object that the store refuses while it returns others, see
+            :func:`swansongd.catalog.refused`; None: such an object ends the reading.
     """
 
     store: ObjectStore
     connections: int
     stop: threading.Event | None
+    refused: Callable[[str, Permanent], CorruptError] | None = None
 
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
         """Compare what the store has with what it should have, without reading it."""
@@ -59,7 +64,12 @@ class Reader:
         def check(prefix: str) -> None:
             wanted = {shard.key for shard in beside[prefix]}  # others may lie there in any number
             listing = self.store.list(prefix)
-            sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
+            try:
+                sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
+            except Permanent as error:
+                why = self._refused(f"the listing of {prefix}", error)
+                problems.update(dict.fromkeys(beside[prefix], why))
+                return
             for shard in beside[prefix]:
                 size_bytes = sizes_bytes.get(shard.key)
                 if size_bytes is None:
@@ -69,7 +79,7 @@ class Reader:
                         f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
                     )
 
-        self._each(list(beside), check)
+        self._each(list(beside), check, threads=self.connections)
         return problems
 
     def read(
@@ -82,7 +92,8 @@ class Reader:
     ) -> tuple[Problems, int]:
         """Read all bytes of the shards, and compare their digests.
 
-        With a ``target`` they are written there, noted under the number of their shard, and synced.
+        With a ``target`` they are written there, noted under the number of their shard, and synced.  While
+        a disk syncs the files that are whole, as many connections as before fetch others.
 
         Returns:
             What is wrong, and how many bytes did not have to be fetched because they were ``noted``, and
@@ -90,18 +101,27 @@ class Reader:
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
         pace = _Pace(total_bytes, Width(self.connections), progress, self.stop)
-        reading = _Reading(self.store, target, noted or {}, pace)
+        reading = _Reading(self.store, target, noted or {}, pace, self._refused)
         # The largest first: what comes last should be small, so that no connection is idle for long.
         largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
         states = [_Shard(number, shard) for number, shard in largest_first]
         self._each(
             [(state, index) for state in states for index in range(state.parts_left)],
             lambda part: reading.part(*part),
+            threads=self.connections if target is None else _SYNCS * self.connections,
         )
         return reading.problems, reading.reused_bytes
 
-    def _each(self, tasks: Sequence[Task], function: Callable[[Task], None]) -> None:
-        parallel(tasks, function, threads=min(self.connections, len(tasks)), stop=self.stop)
+    def _refused(self, what: str, error: Permanent) -> str:
+        """What is wrong with one object that the store refuses; raises ``error`` if it refuses them all."""
+        if self.refused is None:
+            raise error
+        return self.refused(what, error).line()
+
+    def _each(
+        self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int
+    ) -> None:
+        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.stop)
 
 
 @dataclass(slots=True)
@@ -138,6 +158,7 @@ class _Pace:
         self._changed = threading.Condition()
         self._under_way = 0
         self._done_bytes = 0
+        self._look_again_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -153,7 +174,7 @@ class _Pace:
         finally:
             with self._changed:
                 self._under_way -= 1
-                self._changed.notify_all()
+                self._changed.notify()
 
     def add(self, size_bytes: int) -> None:
         """Raises Stopped once it is time to end."""
@@ -166,12 +187,17 @@ class _Pace:
 
     def take_back(self, size_bytes: int) -> None:
         """So many bytes come again."""
-        with self._changed:
-            self._done_bytes -= size_bytes
+        if size_bytes:
+            with self._changed:
+                self._done_bytes -= size_bytes
 
     def _look(self) -> None:
+        now_mono_s = time.monotonic()
+        if now_mono_s < self._look_again_mono_s:
+            return  # the time of all threads together costs more than a small file
+        self._look_again_mono_s = now_mono_s + LOOK_S / 4
         before = self._width.now
-        self._width.look(time.monotonic(), self._done_bytes, time.process_time(), self._cpus)
+        self._width.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
         if self._width.now > before:
             self._changed.notify_all()
 
@@ -218,7 +244,12 @@ class _Reading:
     """One pass over some shards."""
 
     def __init__(
-        self, store: ObjectStore, target: RestoreTarget | None, noted: Noted, pace: _Pace
+        self,
+        store: ObjectStore,
+        target: RestoreTarget | None,
+        noted: Noted,
+        pace: _Pace,
+        refused: Callable[[str, Permanent], str],
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
@@ -226,45 +257,66 @@ class _Reading:
         self._target = target
         self._noted = noted
         self._pace = pace
+        self._refused = refused
         self._lock = threading.Lock()
+        self._has_failed = False
+        """The first error ends it: whoever waits for a connection then asks the store for nothing more."""
 
     def part(self, state: _Shard, index: int) -> None:
         """Read one part; with the last one of a shard its digest is compared."""
-        shard, target = state.shard, self._target
+        shard = state.shard
+        if self._target is None:
+            self._read(state, index, None)
+            return
+        with self._target.file(shard.path) as file:
+            if self._read(state, index, file):
+                file.sync()
+
+    def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
+        """Read one part; True when the shard is whole, and as it should be."""
+        shard = state.shard
         try:
             with self._pace.part():
-                if shard in self.problems:
-                    return
-                if target is None:
-                    digest = self._fetched(shard, index, lambda _window, _offset: None)
-                else:
-                    digest = self._placed(state, index, target)
+                if shard in self.problems or self._has_failed:
+                    return False
+                try:
+                    if file is None:
+                        digest = self._fetched(shard, index, lambda _window, _offset: None)
+                    else:
+                        digest = self._placed(state, index, file)
+                except (NotFound, Permanent):
+                    raise
+                except BaseException:
+                    self._has_failed = True
+                    raise
         except NotFound:
             self.problems[shard] = _MISSING.format(shard.path)
-            return
+            return False
+        except Permanent as error:
+            self.problems[shard] = self._refused(shard.path, error)
+            return False
         with self._lock:
             state.digests[index] = digest
             state.parts_left -= 1
-            is_last = state.parts_left == 0
-        if not is_last:
-            return
+            if state.parts_left:
+                return False
         if shard_digest(state.digests) != shard.digest:
             self.problems[shard] = f"{shard.path} does not match its digest"
-        elif target is not None:
-            target.sync(shard.path)
+            return False
+        return True
 
-    def _placed(self, state: _Shard, index: int, target: RestoreTarget) -> bytes:
+    def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
         """Have the part in its file, and noted."""
         noted = self._noted.get((state.number, index))
-        with target.file(state.shard.path) as file:
-            if noted is not None and _read_back(file, state.shard, index) == noted:
-                size_bytes = _span(state.shard, index)[1]
-                with self._lock:
-                    self.reused_bytes += size_bytes
-                self._pace.add(size_bytes)
-                return noted
-            digest = self._fetched(state.shard, index, file.write)
-        target.note(state.number, index, digest)
+        if noted is not None and _read_back(file, state.shard, index) == noted:
+            size_bytes = _span(state.shard, index)[1]
+            with self._lock:
+                self.reused_bytes += size_bytes
+            self._pace.add(size_bytes)
+            return noted
+        digest = self._fetched(state.shard, index, file.write)
+        assert self._target is not None
+        self._target.note(state.number, index, digest)
         return digest
 
     def _fetched(

@@ -88,6 +88,11 @@ class RestoredFile:
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
+    def sync(self) -> None:
+        """Make the file durable."""
+        with self._errors():
+            os.fsync(self._fd)
+
     def read_into(self, window: memoryview, offset: int) -> int:
         """How many bytes of ``window`` were filled; 0 where there is nothing to read."""
         try:
@@ -101,8 +106,8 @@ class RestoreTarget:
 
     As a context manager it leaves nothing behind unless :meth:`publish` was reached, or it was ended by
     an error of the store, by ``Stopped`` or by a signal: then what is there waits for the next restore of
-    the same commit to the same destination.  :meth:`file`, :meth:`note` and :meth:`sync` may be called
-    from many threads.
+    the same commit to the same destination.  :meth:`file` and :meth:`note` may be called from many
+    threads.
 
     Args:
         destination: where the directory will stand; its parent must be no link.
@@ -239,11 +244,6 @@ class RestoreTarget:
             # One write, so that threads do not mix their lines; a torn one is passed over.
             os.write(self._journal_fd, restore_journal.line(shard_number, part_index, digest))
         self._has_parts = True
-
-    def sync(self, path: str) -> None:
-        """Make one of the files durable."""
-        with self._errors(), self._open(path) as fd:
-            os.fsync(fd)
 
     def publish(self) -> None:
         """Make all durable, and give the directory its name."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from staged import ME
-from swansong import openat, protocol
+from swansong import bounds, openat, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest
 from swansongd import journal, restore_journal
 from swansongd.model import CommitRef, StoredShard
@@ -67,7 +67,7 @@ def test_a_rank_manifest_is_understood_or_refused(data: bytes) -> None:
         refusal = str(error)
     else:
         assert 0 <= manifest.rank < 10**6
-        assert all(protocol.is_safe_path(entry.path) for entry in manifest.files)
+        assert all(bounds.path(entry.path, "path") for entry in manifest.files)
     assert "\n" not in refusal
     assert len(refusal) < 500
 

@@ -16,7 +16,7 @@ import pytest
 import swansong
 import torch
 from hooks.fake_daemon import FakeDaemon
-from swansong import _torch_files, protocol
+from swansong import _torch_files, bounds, protocol
 from swansong._torch_files import Arena, Piece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
@@ -186,7 +186,7 @@ def test_a_file_is_final_before_the_next_one_is_written(
     own = daemon.staging / daemon.partial()[0] / "rank-00000"
     final = [path.name for path in own.iterdir()]
     assert len(final) == 1
-    assert protocol.is_safe_path(final[0])
+    assert bounds.path(final[0], "path")
     released.set()
     assert guard.wait_saved(10)
     (sealed,) = daemon.sealed()

@@ -13,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong import bounds
 from swansong.bounds import BoundsError
+from swansong.protocol import VERSION, ProtocolError, RankManifest
+from swansongd.errors import CorruptError
+from swansongd.manifest import check_paths
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
@@ -107,3 +110,41 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
         data = b'{"x":[' + many * count + b"0]}"
         with pytest.raises(BoundsError, match="values"):
             bounds.json_object(data, "the thing", len(data))
+
+
+LONG = "/".join(["d" * 150] * 7)
+PATHS = [
+    ("/".join("d" * 17), "17 levels; the limit is 16"),
+    (LONG, f"{len(LONG)} characters; the limit of a path is 1024"),
+    ("d/" + "n" * 201, "a name of 201 characters; the limit is 200"),
+    ("a/../b", r"the name '\.\.', which is reserved"),
+    ("./b", r"the name '\.', which is reserved"),
+    ("/etc/passwd", "the name '', which is reserved"),
+    ("a//b", "the name '', which is reserved"),
+    ("", "the name '', which is reserved"),
+    ("a\nb", r"the character '\\n', which is not allowed"),
+    ("ü", "the character 'ü', which is not allowed"),
+    (7, "not a string"),
+]
+
+
+@pytest.mark.fault("S6", "S7")
+@pytest.mark.parametrize(("path", "reason"), PATHS)
+def test_each_limit_of_a_path_is_named(path: Any, reason: str) -> None:
+    """Length, depth, names and characters: in one line that gives the limit, for hooks and daemon alike."""
+    with pytest.raises(BoundsError, match=f"^the file .*{reason}") as caught:
+        bounds.path(path, "the file")
+    assert "\n" not in str(caught.value)
+    files = [{"path": path, "size_bytes": 1}]
+    body = {"version": VERSION, "run": "r", "step": 3, "kind": "periodic", "files": files}
+    with pytest.raises(ProtocolError, match=reason):
+        RankManifest.decode(json.dumps(body).encode())
+    with pytest.raises(CorruptError, match=reason):
+        check_paths([path])
+
+
+def test_the_longest_path_is_accepted() -> None:
+    """Each limit can be reached."""
+    levels = ["d"] * (bounds.PATH_LEVELS_MAX - 1)
+    for path in ("/".join([*levels, "f"]), "a" * bounds.NAME_CHARS_MAX, "a b/+=@,.-_9"):
+        assert bounds.path(path, "the file") == path

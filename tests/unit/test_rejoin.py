@@ -26,6 +26,7 @@ from swansongd.model import CommitRef, Staged, TrainerView
 from swansongd.rejoin import BUDGET_S, Rejoin
 from swansongd.signing import Signer
 from swansongd.staging.prepare import prepare
+from swansongd.stores.files import FileStore
 from waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
@@ -312,6 +313,30 @@ def test_without_a_healthy_checkpoint_nobody_goes_back(vm: Vm) -> None:
     answer, posted = vm.go_back(40)
     assert "no healthy checkpoint before step 40" in answer.error
     assert not posted
+
+
+def test_a_commit_that_the_store_refuses_is_passed_over_but_is_not_absent(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store returns everything but some manifests: an older commit counts, and none left is an error."""
+    vm.store.put(vm.keys.generation(1), b"{}")
+    for step in (10, 20):
+        vm.commit(step, health=GOOD)
+    refused = {vm.keys.commit(CommitRef(1, 20), 0, 1)}
+    get = FileStore.get
+
+    def getting(self: FileStore, key: str) -> bytes:
+        if key in refused:
+            raise Permanent(f"get {key}: HTTP 403")
+        return get(self, key)
+
+    monkeypatch.setattr(FileStore, "get", getting)
+    assert vm.ask().step == 10
+    assert vm.go_back(40)[0].step == 10
+    refused.add(vm.keys.commit(CommitRef(1, 10), 0, 1))
+    for answer in (vm.ask(), vm.go_back(40)[0]):
+        assert answer.path == ""
+        assert "403" in answer.error
 
 
 class SeveralVms:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parts of a restore are under way at once."""
+"""How many parts of a restore are under way at once, and what they wait for."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from committed import commit
 from flush_rig import Flush, staged_set
+from memory_store import MemoryStore
 from swansongd import restore_reader
+from swansongd.keys import RunKeys
+from swansongd.restore import restore
 from swansongd.restore_reader import Reader
 from swansongd.width import FIRST
 from waiting import until
@@ -71,3 +76,26 @@ def test_parts_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) ->
     """When nothing moves, more are asked for, until all are under way."""
     with reading(tmp_path) as begun:
         until(lambda: len(begun) == FILES, what="all of them to begin")
+
+
+def test_a_disk_that_syncs_does_not_hold_up_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one file is synced, the only connection fetches the next one."""
+    store = MemoryStore()
+    commit(store, {f"f{number}": b"x" for number in range(4)})
+    fetched: list[str] = []
+    fsync = os.fsync
+
+    def before(what: str, key: str) -> None:
+        if what == "get" and "/data/" in key:
+            fetched.append(key)
+
+    def slow(fd: int) -> None:
+        until(lambda: len(fetched) > 1, timeout_s=10, what="the next file to be fetched")
+        fsync(fd)
+
+    store.before = before
+    monkeypatch.setattr(os, "fsync", slow)
+    restored = restore(store, RunKeys("r"), tmp_path / "here", connections=1)
+    assert restored.size_bytes == len(fetched) == 4

@@ -332,8 +332,8 @@ def test_a_torn_set_is_rejected_with_its_reason(
         ({"local_world_size": 0}, "local_world_size is 0"),
         ({"node": 1}, "makes no sense"),
         ({"version": 9}, "version 9"),
-        ({"files": [FileEntry("../../etc/shadow", 1)]}, "names the path"),
-        ({"files": [FileEntry("/etc/shadow", 1)]}, "names the path"),
+        ({"files": [FileEntry("../../etc/shadow", 1)]}, "which is reserved"),
+        ({"files": [FileEntry("/etc/shadow", 1)]}, "which is reserved"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_rejected(

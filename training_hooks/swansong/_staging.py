@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swansong import openat, protocol
+from swansong import bounds, openat, protocol
 from swansong.openat import UnsafeFileError
 from swansong.protocol import FileEntry, RankManifest, rank_directory
 
@@ -215,7 +215,7 @@ def _finish(partial_fd: int, path: Sequence[str]) -> None:
         path: of the final place, below the partial directory.
     """
     own, *parents, name = path
-    relative = _checked("/".join(path))
+    relative = bounds.path("/".join(path), "the file name")
     with _below(partial_fd, (own + protocol.WRITING_SUFFIX, *parents)) as source_fd:
         try:
             fd = openat.open_file(name, dir_fd=source_fd, owners=_us())
@@ -242,7 +242,7 @@ def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[s
     for name in os.listdir(directory_fd):
         path = (*prefix, name)
         if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
-            _checked("/".join(path))  # limits the depth too
+            bounds.path("/".join(path), "the file name")  # limits the depth too
             with _held(_open_own(name, directory_fd)) as inner_fd:
                 yield from _files_below(inner_fd, path)
         else:
@@ -263,14 +263,6 @@ def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileE
                 yield FileEntry(path=path, size_bytes=os.fstat(fd).st_size)
     if durable:
         os.fsync(directory_fd)
-
-
-def _checked(path: str) -> str:
-    if not protocol.is_safe_path(path):
-        raise ValueError(
-            f"the file name {path!r:.300} is too long, or has characters that are not allowed"
-        )
-    return path
 
 
 def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:

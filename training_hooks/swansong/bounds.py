@@ -31,6 +31,12 @@ METRIC_MAX = 1e300
 ID_CHARS_MAX = 128
 TEXT_CHARS_MAX = 4096
 """Free text: reasons and error messages."""
+PATH_CHARS_MAX = 1024
+"""Relative paths of files in a checkpoint."""
+PATH_LEVELS_MAX = 16
+"""Names in such a path, that of the file included."""
+NAME_CHARS_MAX = 200
+"""Of each name in it."""
 FILES_MAX = 20_000
 """Files of one checkpoint on one VM."""
 METRICS_MAX = 100
@@ -41,6 +47,8 @@ JSON_VALUES_MAX = 500_000
 """Values of one JSON object, counted by the characters that separate them: the parsed form of a few bytes
 of JSON, such as ``[],[],[]``, has many times their size."""
 
+_NAME_CHARS = "letters, digits, space and _ + = @ , . -"
+_NOT_IN_PATHS = re.compile(r"[^A-Za-z0-9_+=@,. /-]")
 _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
 
 
@@ -108,6 +116,39 @@ def identifier(value: Any, field: str, max_chars: int = ID_CHARS_MAX) -> str:
     if not _ID.fullmatch(text(value, field, max_chars)):
         raise BoundsError(f"{field} is {shown(value)}, which has characters that are not allowed")
     return str(value)
+
+
+def path(value: Any, field: str) -> str:
+    """A relative path that a restore may write to: a few names of harmless characters, none ``.`` or ``..``.
+
+    Raises:
+        BoundsError: it is not; names the limit and the fix.
+    """
+    if type(value) is not str:
+        raise BoundsError(f"{field} is {shown(value)}, not a string")
+    if problem := _path_problem(value):
+        raise BoundsError(f"{field} is {shown(value)}, which {problem}")
+    return value
+
+
+def _path_problem(path: str) -> str:
+    names = path.split("/")
+    longest = max(map(len, names))
+    wrong = _NOT_IN_PATHS.search(path)
+    if len(path) > PATH_CHARS_MAX:
+        return f"has {len(path)} characters; the limit of a path is {PATH_CHARS_MAX}: shorten its names"
+    if len(names) > PATH_LEVELS_MAX:
+        return (
+            f"has {len(names)} levels; the limit is {PATH_LEVELS_MAX}, with the name of the file: "
+            "nest fewer directories"
+        )
+    if longest > NAME_CHARS_MAX:
+        return f"has a name of {longest} characters; the limit is {NAME_CHARS_MAX}: shorten it"
+    for reserved in {"", ".", ".."}.intersection(names):
+        return f"has the name {reserved!r}, which is reserved: use another one"
+    if wrong:
+        return f"has the character {wrong[0]!r}, which is not allowed: use {_NAME_CHARS}"
+    return ""
 
 
 def items(value: Any, field: str, max_items: int) -> list[Any]:

@@ -59,7 +59,7 @@ Text = str
 PathText = str
 """A path on this VM."""
 ShardPath = str
-"""See :func:`is_safe_path`."""
+"""See :func:`swansong.bounds.path`."""
 Capabilities = list[str]
 Metrics = dict[str, float]
 Report = dict[str, Any]
@@ -465,8 +465,6 @@ RANK_MANIFEST_MAX_BYTES = 4 * 2**20
 """20,000 files with paths of 150 characters."""
 
 _SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
-_SAFE_PART = re.compile(r"[A-Za-z0-9_+=@,. -]{1,200}")
-_SHARD_PATH_CHARS_MAX = 1024
 
 
 def sealed_name(step: int, nonce: str) -> str:
@@ -488,20 +486,6 @@ def rank_manifest_name(rank: int) -> str:
 def rank_directory(rank: int) -> str:
     """Name of the directory, within a set, that holds one rank's files."""
     return f"rank-{rank:05d}"
-
-
-def is_safe_path(path: str) -> bool:
-    """Whether a relative path of a shard is one that we would write to when restoring.
-
-    Strict on purpose: parts of letters, digits and ``_ + = @ , . - space``, none of them ``.`` or
-    ``..``, at most 16 deep and 1024 characters long.
-    """
-    parts = path.split("/")
-    return (
-        len(path) <= _SHARD_PATH_CHARS_MAX
-        and len(parts) <= 16
-        and all(_SAFE_PART.fullmatch(part) and part not in (".", "..") for part in parts)
-    )
 
 
 @dataclass(frozen=True)
@@ -602,13 +586,6 @@ def _cut(text: str, max_chars: int) -> str:
     return text[:max_chars].encode(errors="replace").decode()
 
 
-def _check_shard_path(value: Any, name: str) -> str:
-    path = bounds.text(value, name, _SHARD_PATH_CHARS_MAX)
-    if not is_safe_path(path):
-        raise BoundsError(f"{name} names the path {bounds.shown(path)}, which is not safe")
-    return path
-
-
 def _check_capabilities(value: Any, name: str) -> list[str]:
     found = bounds.items(value, name, _CAPABILITIES_MAX)
     return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
@@ -653,7 +630,7 @@ _FIELD_TYPES = {
     "Id": _FieldType(bounds.identifier),
     "Text": _clamped_text(bounds.TEXT_CHARS_MAX),
     "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
-    "ShardPath": _FieldType(_check_shard_path),
+    "ShardPath": _FieldType(bounds.path),
     "Capabilities": _FieldType(_check_capabilities),
     "Metrics": _FieldType(bounds.metrics, _fit_metrics),
     "Report": _FieldType(lambda value, name: bounds.mapping(value, name, _KEYS_MAX)),

@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -33,12 +35,15 @@ from swansongd.clerk import expect_recorded_store
 from swansongd.config import Config, load
 from swansongd.config_values import Wrong, run_name
 from swansongd.keys import RunKeys
+from swansongd.restore import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.retry import Retrying
 from swansongd.telemetry.log import printable
 
+_SILENT_S = 5.0
+"""Work that is done within this time needs no lines of progress."""
 _CALL_BUDGET_S = 30.0
 """How long one call to the store is tried again before the command gives up."""
 
@@ -52,6 +57,8 @@ class Opened:
     keys: RunKeys
     stop: threading.Event
     """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    connections: int
+    """To the store, at most: a command has no trainer beside it to leave some for."""
 
 
 @contextmanager
@@ -62,7 +69,8 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
         ConfigError: the configuration is wrong.
     """
     config = load(args.config)
-    store = open_configured(config.store)
+    connections = max(CONNECTIONS, config.flush.connections)
+    store = open_configured(config.store, connections=connections)
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file
@@ -84,6 +92,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
             store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
             keys=RunKeys(args.run or config.run.name, signer),
             stop=stop,
+            connections=connections,
         )
     finally:
         for number, handler in before.items():
@@ -143,14 +152,15 @@ def note(line: str) -> None:
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
 
 
-class ShownProgress:
-    """Bytes done of all bytes: a bar on a terminal, else a line for every tenth; on standard error.
+class _Shown:
+    """Work done of all work: a bar on a terminal, else a line for every tenth; on standard error.
 
     Args:
         what: the verb, for example ``restore``.
+        columns: of the bar, behind the verb.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *columns: ProgressColumn) -> None:
         self._what = what
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -160,30 +170,31 @@ class ShownProgress:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                *columns,
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
             self._task = self._bar.add_task(what, total=None)
 
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+    def __call__(self, done: int, total: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+            self._bar.start()  # a terminal has room for one bar at a time
+            self._bar.update(self._task, completed=done, total=total)
+            if done >= total:
+                self._bar.stop()
             return
-        tenths = 10 * done_bytes // total_bytes if total_bytes else 10
+        tenths = 10 * done // total if total else 10
         if tenths < self._tenths:  # begun again, with another commit
             self._tenths = 0
         if tenths > self._tenths:
             self._tenths = tenths
-            rate = done_bytes / max(time.monotonic() - self._began_mono_s, 1e-3)
-            of_all = f"{self._what} {tenths}0 % of {human_bytes(total_bytes)}"
-            note(f"{of_all}, {human_bytes(rate)}/s")
+            self._line(tenths, done, total, max(time.monotonic() - self._began_mono_s, 1e-3))
+
+    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(
@@ -194,6 +205,33 @@ class ShownProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class ShownProgress(_Shown):
+    """Bytes done of all bytes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, DownloadColumn(), TransferSpeedColumn())
+
+    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
+        of_all = f"{self._what} {tenths}0 % of {human_bytes(total)}"
+        note(f"{of_all}, {human_bytes(done / took_s)}/s")
+
+
+class ShownCount(_Shown):
+    """Objects done of all objects.  Without a terminal nothing is shown of what takes a few seconds.
+
+    Args:
+        is_quiet: without a terminal, show nothing at all.
+    """
+
+    def __init__(self, what: str, *, is_quiet: bool = False) -> None:
+        super().__init__(what, MofNCompleteColumn())
+        self._is_quiet = is_quiet
+
+    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
+        if took_s > _SILENT_S and not self._is_quiet:
+            note(f"{self._what} {tenths}0 % of {total}, {done / took_s:.3g}/s")
 
 
 def human_bytes(size_bytes: float) -> str:

@@ -12,6 +12,7 @@ from swansongd import catalog, restore
 from swansongd.catalog import Commit
 from swansongd.cli.common import (
     Opened,
+    ShownCount,
     add_json,
     add_run,
     console,
@@ -21,10 +22,10 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
+from swansongd.manifest import Manifest
 from swansongd.model import CommitRef, is_healthy
 from swansongd.pins import Best, pins
 from swansongd.telemetry.log import printable
-from swansongd.threads import parallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--highest", action="store_true", help="with --best: the greatest value is the best"
     )
+    parser.add_argument(
+        "--newest", type=_count, metavar="N", help="only the N newest commits; pins are among these"
+    )
     add_json(parser)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number of commits")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        rows = _rows(here)
+        rows = rows_of(here, args.newest, is_quiet=args.json)
         best = Best(args.best, is_highest=args.highest)
         _pin(rows, best)
         if args.json:
@@ -52,18 +62,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(here: Opened) -> list[dict[str, Any]]:
-    commits = catalog.list_commits(here.store, here.keys)
-    rows: list[dict[str, Any]] = [{} for _ in commits]
+def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[str, Any]]:
+    """What is known of each commit, newest first; of the ``newest`` ones only, or of all."""
+    commits = catalog.list_commits(here.store, here.keys)[:newest]
+    rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 
-    def describe(index: int) -> None:
-        rows[index] = _row(here, commits[index])
+    def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        rows[commit.ref, commit.nodes] = _row(commit, loaded)
 
-    parallel(range(len(commits)), describe, threads=here.config.flush.connections, stop=here.stop)
-    return rows
+    with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
+        catalog.load_each(here.store, here.keys, commits, take, progress=progress, stop=here.stop)
+    return [rows[commit.ref, commit.nodes] for commit in commits]
 
 
-def _row(here: Opened, commit: Commit) -> dict[str, Any]:
+def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[str, Any]:
     row: dict[str, Any] = {
         "generation": commit.ref.generation,
         "step": commit.ref.step,
@@ -79,14 +91,12 @@ def _row(here: Opened, commit: Commit) -> dict[str, Any]:
         "pins": [],
         "problem": None,
     }
-    try:
-        manifests = catalog.load(here.store, here.keys, commit)
-    except CorruptError as error:
-        return row | {"complete": False, "problem": error.line()}
-    first, health = manifests[0], restore.health_of(manifests)
+    if isinstance(loaded, CorruptError):
+        return row | {"complete": False, "problem": loaded.line()}
+    first, health = loaded[0], restore.health_of(loaded)
     return row | {
         "kind": str(first.kind),
-        "size_bytes": sum(manifest.size_bytes for manifest in manifests),
+        "size_bytes": sum(manifest.size_bytes for manifest in loaded),
         "created": first.created,
         "loss": health.get("loss"),
         "health": health,

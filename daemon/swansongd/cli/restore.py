@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 destination,
                 step=args.step,
                 wanted=_wanted(args),
+                connections=here.connections,
                 progress=progress,
                 skipped=on_skipped,
                 stop=here.stop,

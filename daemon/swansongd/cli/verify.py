@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import argparse
 
-from swansongd.cli.common import ShownProgress, add_json, add_run, add_step, opened, print_json
+from swansongd.cli.common import (
+    ShownCount,
+    ShownProgress,
+    add_json,
+    add_run,
+    add_step,
+    opened,
+    print_json,
+)
 from swansongd.errors import CorruptError
 from swansongd.restore import verify
 from swansongd.telemetry.log import printable
@@ -18,13 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with opened(args) as here, ShownProgress("verify") as progress:
+    objects = shared = 0
+
+    def on_sharing(count: int, shared_count: int) -> None:
+        nonlocal objects, shared
+        objects, shared = count, shared_count
+
+    with (
+        opened(args) as here,
+        ShownCount("reading manifests", is_quiet=args.json) as manifests,
+        ShownProgress("verify") as progress,
+    ):
         run_name = here.keys.run
         findings = verify(
             here.store,
             here.keys,
             step=args.step,
+            connections=here.connections,
             progress=progress,
+            manifests=manifests,
+            sharing=on_sharing,
             stop=here.stop,
         )
     if args.json:
@@ -46,5 +67,8 @@ def run(args: argparse.Namespace) -> int:
             f"run {run_name} has {len(findings)} damaged or missing objects",
             hint="restore passes over the commits that name them",
         )
-    print(f"all stored bytes of run {run_name} match their manifests")
+    print(
+        f"all stored bytes of run {run_name} match their manifests: {objects} objects, each read once, "
+        f"{shared} of them shared by several commits"
+    )
     return 0

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from swansong import openat, protocol
+from swansong import bounds, openat, protocol
+from swansong.bounds import BoundsError
 
 from swansongd.errors import StagingError
 from swansongd.staging import acl
@@ -85,8 +86,12 @@ def prepare(staging: Path, run: str) -> RunDirectory:
     Raises:
         StagingError: it is missing, not writable, belongs to another user, or another daemon holds it.
     """
-    if "/" in run or run.startswith(".") or not protocol.is_safe_path(run):
+    if not run or "/" in run or run.startswith("."):
         raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
+    try:
+        bounds.path(run, "run")
+    except BoundsError as error:
+        raise StagingError(str(error)) from None
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
         # The operator named the path: it may be a link, to the disk that holds staging.

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from swansong import openat, protocol
-from swansong.bounds import FILES_MAX
+from swansong import bounds, openat
+from swansong.bounds import FILES_MAX, BoundsError
 
 from swansongd.errors import StagingError
 from swansongd.model import Staged, StagedFile
@@ -140,9 +140,15 @@ def listing(
 def _check(
     path: str, facts: os.stat_result, device: int, allowed_uids: frozenset[int] | None
 ) -> None:
-    if not protocol.is_safe_path(path):
-        raise StagingError(f"the name {path[:100]!r} has characters that are not allowed")
+    _check_path(path, "the name")
     _check_facts(path, facts, device, allowed_uids)
+
+
+def _check_path(path: str, field: str) -> None:
+    try:
+        bounds.path(path, field)
+    except BoundsError as error:
+        raise StagingError(str(error)) from None
 
 
 def _check_facts(
@@ -368,13 +374,13 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
 
 
 def _check_name(directory: str) -> None:
-    if "/" in directory or not protocol.is_safe_path(directory):
+    if "/" in directory:
         raise StagingError(f"{directory[:100]!r} is no name of a set")
+    _check_path(directory, "the name of the set")
 
 
 def _open_below(directory_fd: int, path: str) -> int:
-    if not protocol.is_safe_path(path):
-        raise StagingError("is no path within a set")
+    _check_path(path, "the path within the set")
     *parents, name = path.split("/")
     if not parents:
         return os.open(name, openat.FILE, dir_fd=directory_fd)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of many small files: seconds and processor time of flush, commit, verify and restore.
+
+``make bench-small`` measures a directory store, the strict S3 emulator and a store in memory whose every
+answer takes 10 ms.  ``bare get`` and ``bare put`` are the rates of the same client without the flush or the
+restore around it: where ours come close to them, the store is the limit, and packs would be the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+import memory_store  # noqa: E402
+from emulators.process import EmulatorProcess  # noqa: E402
+from memory_store import MemoryStore  # noqa: E402
+from staged import ME  # noqa: E402
+from strict_bucket import ACCOUNT  # noqa: E402
+from swansongd import commit  # noqa: E402
+from swansongd.core.events import Event, Flushed, FlushFailed  # noqa: E402
+from swansongd.flush import FlushEngine  # noqa: E402
+from swansongd.journal import Journal  # noqa: E402
+from swansongd.keys import RunKeys  # noqa: E402
+from swansongd.manifest import Manifest  # noqa: E402
+from swansongd.model import CheckpointId, CheckpointKind, Staged  # noqa: E402
+from swansongd.restore import restore, verify  # noqa: E402
+from swansongd.staging import scan  # noqa: E402
+from swansongd.stores.base import ObjectStore  # noqa: E402
+from swansongd.stores.files import FileStore  # noqa: E402
+from swansongd.stores.s3 import S3Store  # noqa: E402
+from swansongd.threads import parallel  # noqa: E402
+
+CONNECTIONS = 32
+ANSWER_S = 0.01
+STORES = ["file", "s3", "slow"]
+PER_DIRECTORY = 100
+SET = "step-000000000001.abc"
+
+
+def stage(run: Path, files: int, size_bytes: int) -> Staged:
+    """A sealed set of so many files, no two of them the same."""
+    for number in range(files):
+        path = run / SET / f"d{number // PER_DIRECTORY:04d}" / f"{number:06d}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(number.to_bytes(8, "big") * (size_bytes // 8))
+    return Staged(
+        id=CheckpointId(1, "abc"),
+        directory=SET,
+        kind=CheckpointKind.PERIODIC,
+        files=scan.listing(run, SET, ME),
+        markers=frozenset(),
+    )
+
+
+def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
+    events: queue.Queue[Event] = queue.Queue()
+    (run / ".swansongd").mkdir(mode=0o700)
+    attempts = itertools.count()
+    engine = FlushEngine(
+        store,
+        RunKeys("r"),
+        run,
+        events.put,
+        journal=Journal(run / ".swansongd", run="r", store_url=store.url),
+        nonce=lambda: f"n{next(attempts)}",
+        connections=CONNECTIONS,
+        part_size_bytes=16 * 2**20,
+        is_urgent=lambda: False,
+    )
+    engine.start("flush", staged, 1)
+    while not isinstance(event := events.get(), Flushed | FlushFailed):
+        pass
+    assert isinstance(event, Flushed), event
+    return event
+
+
+def manifest_of(flushed: Flushed) -> Manifest:
+    return Manifest(
+        run="r",
+        generation=1,
+        step=1,
+        kind=CheckpointKind.PERIODIC,
+        node=0,
+        nodes=1,
+        nonce="n",
+        shards=flushed.shards,
+        created="2030-01-01T00:00:00Z",
+    )
+
+
+def timed(name: str, work: Callable[[], object], files: int) -> None:
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    work()
+    took_s, cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    print(f"| {name} | {took_s:.2f} | {cpu_s:.2f} | {files / took_s:.0f} |", flush=True)
+
+
+def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: Path) -> None:
+    keys = RunKeys("r")
+    run, to = place / "staging", place / "restored"
+    run.mkdir()
+    staged = stage(run, files, size_bytes)
+    flushed: list[Flushed] = []
+    timed(f"{name} flush", lambda: flushed.append(flush(store, run, staged)), files)
+    made = manifest_of(flushed[0])
+    timed(f"{name} commit", lambda: commit.commit(store, keys, made, reads_back=True), files)
+    timed(f"{name} verify", lambda: verify(store, keys, connections=CONNECTIONS), files)
+    timed(f"{name} restore", lambda: restore(store, keys, to, connections=CONNECTIONS), files)
+    assert sum(path.is_file() for path in to.rglob("*")) == files
+    some = [shard.key for shard in made.shards[:2000]]
+    timed(f"{name} bare get", lambda: bare(some, store.get), len(some))
+    data = bytes(size_bytes)
+    timed(f"{name} bare put", lambda: bare(some, lambda key: store.put(f"bare/{key}", data)), 2000)
+
+
+def bare(keys: list[str], request: Callable[[str], object]) -> None:
+    parallel(keys, request, threads=CONNECTIONS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=20_000)
+    parser.add_argument("--size-bytes", type=int, default=4096)
+    parser.add_argument("--stores", nargs="+", default=STORES, choices=STORES)
+    parser.add_argument("--data", type=Path, help="where the files go; default: TMPDIR")
+    options = parser.parse_args()
+    os.environ.update(ACCOUNT)
+    memory_store.PAGE_KEYS, memory_store.WINDOW_BYTES = 1000, 2**20
+    print("| what | seconds | CPU seconds | files a second |\n| --- | --- | --- | --- |")
+    for name in options.stores:
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.data)))
+            store: ObjectStore
+            if name == "file":
+                (place / "bucket").mkdir()
+                store = FileStore(f"file://{place}/bucket")
+            elif name == "s3":
+                server = EmulatorProcess("emulators.s3_strict", "--port", "0", "--bucket", "ckpt")
+                url = stack.enter_context(server).url
+                store = S3Store("s3://ckpt/p", url, "us-east-1", CONNECTIONS)
+            else:
+                store = MemoryStore()
+                store.before = lambda _what, _key: time.sleep(ANSWER_S)
+            measure(name, store, options.files, options.size_bytes, place)
+
+
+if __name__ == "__main__":
+    main()
