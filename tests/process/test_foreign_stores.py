@@ -61,7 +61,7 @@ def test_what_a_foreign_store_has_is_restored(
         proxy.stall("up", after_bytes=3_000_000)
         aws.notice(in_s=90)
         step = daemon.lines.wait(event="evacuation", phase="flush")["step"]
-        until(lambda: proxy.hits, what="a part that hangs")
+        until(lambda: proxy.hits, timeout_s=60, what="a part that hangs")
         daemon.kill()
         trainer.kill()
         proxy.forward()
