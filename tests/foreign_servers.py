@@ -174,10 +174,11 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         "LD_LIBRARY_PATH": f"{libraries}:{libraries}/ceph:{root}/lib/x86_64-linux-gnu",
         "PYTHONPATH": f"{root}/usr/lib/python3/dist-packages",
     }
+    cluster_id, osd_id = str(uuid.uuid4()), str(uuid.uuid4())
     with ExitStack() as reserved:
         monitor, gateway = (_free_port(reserved) for _ in range(2))
     (folder / "ceph.conf").write_text(
-        _CEPH.format(folder=folder, libraries=libraries, monitor=monitor, id=uuid.uuid4())
+        _CEPH.format(folder=folder, libraries=libraries, monitor=monitor, id=cluster_id)
     )
     for name in ("mon", "osd"):
         (folder / name).mkdir()
@@ -202,9 +203,8 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         log = folder / f"{name}.log"
         return ForeignServer(program(name, "-f", *arguments), log, environment=environment)
 
-    monmap, osd_id = str(folder / "monmap"), str(uuid.uuid4())
-    address = f"v1:127.0.0.1:{monitor}"
-    run("monmaptool", "--create", "--addv", "a", address, monmap)
+    monmap, address = str(folder / "monmap"), f"v1:127.0.0.1:{monitor}"
+    run("monmaptool", "--create", "--fsid", cluster_id, "--addv", "a", address, monmap)
     run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
     with ExitStack() as started:
         started.enter_context(start("ceph-mon", "-i", "a"))
