@@ -75,10 +75,14 @@ class ForeignServer:
         """
 
         def ready() -> bool:
-            assert self._process.poll() is None, self.log.read_text(errors="replace")[-2000:]
+            assert not self.has_ended, self.log.read_text(errors="replace")[-2000:]
             return is_ready()
 
         until(ready, timeout_s=100, what=f"{self._process.args!r:.80}")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -188,7 +192,7 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         config = [] if name == "monmaptool" else ["--conf", str(folder / "ceph.conf")]
         return [*python, str(root / "usr/bin" / name), *config, *arguments]
 
-    def run(name: str, *arguments: str) -> None:
+    def run(name: str, *arguments: str) -> str:
         done = subprocess.run(
             program(name, *arguments),
             env=environment,
@@ -198,6 +202,7 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
             check=False,
         )
         assert done.returncode == 0, f"{name} {arguments}: {done.stderr[-2000:]}"
+        return done.stdout
 
     def start(name: str, *arguments: str) -> ForeignServer:
         log = folder / f"{name}.log"
@@ -210,7 +215,12 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         started.enter_context(start("ceph-mon", "-i", "a"))
         run("ceph", "osd", "new", osd_id)
         run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd_id)
-        started.enter_context(start("ceph-osd", "-i", "0"))
+        osd = started.enter_context(start("ceph-osd", "-i", "0"))
+        while " 1 up" not in run("ceph", "osd", "stat"):
+            if (
+                osd.has_ended
+            ):  # it asked before it knew the monitor, which refused that: "wrong fsid"
+                osd = started.enter_context(start("ceph-osd", "-i", "0"))
         run("radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
             "--access-key=test", "--secret=test")  # fmt: skip
         tls = f"ssl_endpoint=127.0.0.1:{gateway} ssl_certificate={pem}"
