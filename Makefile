@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -70,6 +70,17 @@ $(JAX): requirements/jax.txt
 
 test-jax: $(STAMP) $(JAX)  ## the hooks with JAX and Orbax, in an environment of their own (700 MB)
 	$(BIN)/python -m pytest tests/hooks_jax $(PYTEST_ARGS)
+
+STORES  := build/stores/.installed
+FOREIGN ?= s3rver s3rver-tls ceph ceph-tls rclone-tls seaweedfs-tls
+
+$(STORES): tests/install_stores.sh $(wildcard requirements/stores/*)
+	tests/install_stores.sh build/stores
+	touch $@
+
+test-stores: $(STAMP) $(STORES)  ## the tests of stores before more servers of S3: s3rver, Ceph, TLS; Node.js with npm, apt of Debian 12; 300 MB, 10 minutes
+	SWANSONG_STORES="$(FOREIGN)" $(BIN)/python -m pytest --timeout=300 tests/contract/test_store_contract.py \
+		tests/contract/test_store_multipart.py tests/contract/test_store_table.py tests/process/test_foreign_stores.py $(PYTEST_ARGS)
 
 test-system: $(STAMP)  ## the image in containers with a real systemd; as root, with systemd-container and mmdebstrap
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)

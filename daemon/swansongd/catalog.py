@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from heapq import nlargest
 from itertools import islice
+from operator import itemgetter
 from typing import TypeVar
 
 import structlog
@@ -454,20 +456,24 @@ def _content(store: ObjectStore, key: str, what: str) -> bytes:
 
 def _listed(
     store: ObjectStore, prefix: str, parse: Callable[[str], T | None]
-) -> tuple[deque[tuple[str, int, T]], list[str]]:
+) -> tuple[list[tuple[str, int, T]], list[str]]:
     """Key, size and parsed key of the newest objects below ``prefix``, and the keys that do not parse.
 
     Consoles create empty objects whose key ends in a slash, to show a folder: those are neither.
     """
-    found: deque[tuple[str, int, T]] = deque(maxlen=LISTED_MAX)
     foreign: list[str] = []
-    for info in store.list(prefix):
-        parsed = parse(info.key)
-        if parsed is not None:
-            found.append((info.key, info.size_bytes, parsed))
-        elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
-            foreign.append(info.key)
-    return found, foreign
+
+    def ours() -> Iterator[tuple[str, int, T]]:
+        for info in store.list(prefix):
+            parsed = parse(info.key)
+            if parsed is not None:
+                yield info.key, info.size_bytes, parsed
+            elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
+                foreign.append(info.key)
+
+    # By key, in which numbers have a fixed width: a listing comes in any order.
+    newest = nlargest(LISTED_MAX, ours(), key=itemgetter(0))
+    return newest, foreign
 
 
 def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:

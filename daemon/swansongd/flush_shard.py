@@ -10,7 +10,7 @@ from threading import Condition
 import structlog
 
 from swansongd.digests import part_count, shard_digest
-from swansongd.errors import Exists, NotFound, StoreError
+from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush_parts import Cancelled, FileBody, opened, part_size_for, within_means
 from swansongd.flush_set import ADVANCE, FlushSet, Order, Shard
 from swansongd.journal import HeldShard, HeldUpload, Journal
@@ -73,10 +73,14 @@ class ShardSender:
         elif held is not None:
             try:
                 receipts = {receipt.number: receipt for receipt in self._store.parts(held.upload)}
-            except NotFound as error:
-                whole = _whole(held) if held.is_whole else None
-                if whole is not None and self._is_there(whole.shard):  # completed, unheard
-                    self._stored(flush_set, shard, whole)
+            except Permanent as error:
+                # The store does not know the upload, or the store or the role lists no parts.  An outage
+                # of everything, such as of credentials, fails this question too, and keeps the upload.
+                info = self._store.head(held.upload.key)
+                if held.is_whole and info is not None and info.size_bytes == held.upload.size_bytes:
+                    self._stored(
+                        flush_set, shard, _whole(held)
+                    )  # completed, but the reply was lost
                 else:
                     self._renew(flush_set, shard, error)
                 return

@@ -70,8 +70,15 @@ class Reader:
                 why = self._refused(f"the listing of {prefix}", error)
                 problems.update(dict.fromkeys(beside[prefix], why))
                 return
+            is_one_gone = False
             for shard in beside[prefix]:
                 size_bytes = sizes_bytes.get(shard.key)
+                if size_bytes is None and not is_one_gone:
+                    # Some stores omit keys between two pages, so a HEAD decides.  One shard that is gone
+                    # condemns the commit: the others cost no request then.
+                    info = self.store.head(shard.key)
+                    size_bytes = None if info is None else info.size_bytes
+                    is_one_gone = info is None
                 if size_bytes is None:
                     problems[shard] = _MISSING.format(shard.path)
                 elif size_bytes != shard.size_bytes:

@@ -7,14 +7,8 @@ What a foreign server cannot do stands in ``LACKS``, one line each; a test that 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -29,6 +23,7 @@ from bodies import BytesBody, BytesSink
 from emulators import tls
 from emulators.fault_proxy import FaultProxy
 from emulators.process import EmulatorProcess
+from foreign_servers import BUCKET, SERVE, ForeignServer
 from memory_store import MemoryStore
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
 from swansongd.stores.files import FileStore
@@ -36,7 +31,6 @@ from swansongd.stores.gcs import GcsStore
 from swansongd.stores.retry import Retrying
 from swansongd.stores.s3 import S3Store
 
-BUCKET = "checkpoints"
 MIB = 2**20
 PART = 5 * MIB
 
@@ -44,7 +38,10 @@ OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
 """The strict emulators: they take faults on order, and lack nothing."""
 ONE_EACH = pytest.mark.parametrize("cloud", ["s3-tls", "gcs"], indirect=True)
 """For tests of many cases: once before each backend, and once over TLS, is enough."""
-SERVERS = (*OURS, "moto", "rclone")
+IN_CI = (*OURS, "moto", "rclone", "seaweedfs")
+"""Start within seconds, from packages of requirements/dev.in."""
+SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
+"""``make test-stores`` adds more of :data:`foreign_servers.SERVE`."""
 LACKS = {
     "file": {
         "spent names": "a directory replaces a shard by one of the same name",
@@ -61,15 +58,31 @@ LACKS = {
         "flat keys": "rclone makes files and directories of keys",
         "spent names": "rclone ignores If-None-Match",
         "parts again": "rclone refuses other content for a part that it has",
+        "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
+    },
+    "s3rver": {
+        "create if absent": "s3rver ignores If-None-Match",
+        "spent names": "s3rver ignores If-None-Match",
+        "list of parts": "s3rver has no ListParts",
+        "list of uploads": "s3rver has no ListMultipartUploads",
+        "ages": "s3rver has no ListMultipartUploads",
+        "abort": "s3rver has no AbortMultipartUpload",
+        "completion again": "s3rver returns 500 to a second completion",
+        "pages of directories": "s3rver omits keys between the pages of a listing",
+        "cut bodies": "s3rver sometimes keeps the beginning of a body that was cut",
+        "first byte": "s3rver returns the whole object for the range 0-0",
+        "deletes beside puts": "s3rver returns 500 where a listing meets an object that is being deleted",
+    },
+    "ceph": {
+        "spent names": "Ceph returns no checksum of an object, so the object is sent again over it",
+        "unknown completion": "Ceph returns 500 to the completion of an unknown upload",
     },
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Rclone:
-    """``rclone serve s3``: somebody else's idea of the same protocol."""
-
-    url: str
+def lacks(server: str) -> dict[str, str]:
+    """What the server lacks, and why."""
+    return LACKS.get(server.removesuffix("-tls"), {})
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,14 @@ class Cloud:
     """A server, and how to open it."""
 
     name: str
-    server: EmulatorProcess | Rclone
+    server: EmulatorProcess | ForeignServer
     prefix: str
     """New for each test."""
     ca: Path | None = None
 
     @property
     def is_s3(self) -> bool:
-        return not self.name.startswith("gcs")
+        return "gcs" not in self.name
 
     def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
         where = f"{bucket}/{self.prefix}"
@@ -92,7 +105,8 @@ class Cloud:
             options = {"ca_bundle": str(self.ca), **options}
         endpoint = endpoint or self.server.url
         if self.is_s3:
-            return S3Store(f"s3://{where}", endpoint, **{"region": "us-east-1", **options})
+            options = {"region": "us-east-1", **options}
+            return S3Store(f"s3://{where}", endpoint, **options)
         return GcsStore(f"gs://{where}", endpoint, **options)
 
     def by(self, proxy: FaultProxy) -> str:
@@ -147,23 +161,26 @@ def store_servers(
     cloud_environment: None,
     certificates: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], EmulatorProcess | Rclone]]:
+) -> Iterator[Callable[[str], EmulatorProcess | ForeignServer]]:
     """Each server is started when a test first wants it, and serves all of them."""
-    running: dict[str, EmulatorProcess | Rclone] = {}
+    running: dict[str, EmulatorProcess | ForeignServer] = {}
     ends: list[Callable[[], object]] = []
 
-    def server(name: str) -> EmulatorProcess | Rclone:
+    def server(name: str) -> EmulatorProcess | ForeignServer:
         if name not in running:
-            if name == "rclone":
-                running[name], end = serve_rclone(tmp_path_factory.mktemp("rclone"))
+            process: EmulatorProcess | ForeignServer
+            foreign = SERVE.get(name.removesuffix("-tls"))
+            if foreign is not None:
+                pem = certificates[1] if name.endswith("-tls") else None
+                process = foreign(tmp_path_factory.mktemp(name), pem)
             else:
                 module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
                 extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
                 process = EmulatorProcess(
                     f"emulators.{module[name.partition('-')[0]]}", "--bucket", BUCKET, *extra
                 )
-                running[name], end = process, process.kill
-            ends.append(end)
+            running[name] = process
+            ends.append(process.kill)
         return running[name]
 
     yield server
@@ -171,46 +188,14 @@ def store_servers(
         end()
 
 
-def serve_rclone(folder: Path) -> tuple[Rclone, Callable[[], None]]:
-    """The server, and what ends it."""
-    binary = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert binary, "rclone is in requirements/dev.in"
-    (folder / "data" / BUCKET).mkdir(parents=True)
-    process = subprocess.Popen(
-        [binary, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", "test,test",
-         "--config", str(folder / "none"), "-v", str(folder / "data")],
-        stderr=subprocess.PIPE,
-        text=True,
-        # It dies with this process, however that ends.
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # noqa: PLW1509
-    )  # fmt: skip
-    assert process.stderr is not None
-    stderr = process.stderr
-    for line in stderr:
-        if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-            break
-    else:
-        raise AssertionError("rclone ended before it listened")
-    drain = threading.Thread(target=stderr.read, daemon=True)
-    drain.start()
-
-    def end() -> None:
-        process.kill()
-        process.wait()
-        drain.join(10)
-        stderr.close()
-
-    return Rclone(match[0]), end
-
-
 @pytest.fixture
 def open_cloud(
-    store_servers: Callable[[str], EmulatorProcess | Rclone], certificates: tuple[Path, Path]
+    store_servers: Callable[[str], EmulatorProcess | ForeignServer], certificates: tuple[Path, Path]
 ) -> Callable[[str], Cloud]:
     def opened(name: str) -> Cloud:
         ca = certificates[0] if name.endswith("-tls") else None
         cloud = Cloud(name, store_servers(name), uuid.uuid4().hex, ca)
-        if name != "rclone":
+        if isinstance(cloud.server, EmulatorProcess):
             cloud.order("clear")
         return cloud
 
@@ -268,8 +253,8 @@ def wants(server_name: str) -> Callable[[str], None]:
     """Ends the test where the server lacks what it is about."""
 
     def check(what: str) -> None:
-        if what in LACKS.get(server_name, {}):
-            pytest.skip(f"does not apply: {LACKS[server_name][what]}")
+        if what in lacks(server_name):
+            pytest.skip(f"does not apply: {lacks(server_name)[what]}")
 
     return check
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from swansongd.manifest import Manifest
 from swansongd.model import CommitRef
 from swansongd.restore import restore, verify
 from swansongd.signing import Signer
+from swansongd.stores.base import ObjectInfo
 from swansongd.stores.files import FileStore
 from waiting import until
 
@@ -179,6 +181,42 @@ def test_a_damaged_commit_is_passed_over_aloud(
 
 
 @pytest.mark.fault("G07")
+class Omitting(FileStore):
+    """Its listings lack every second key, as those of a server whose pages overlap badly."""
+
+    heads = 0
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return islice(super().list(prefix), 0, None, 2)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self.heads += 1
+        return super().head(key)
+
+
+@pytest.mark.fault("O15")
+def test_what_a_listing_omits_is_restored(tmp_path: Path, to: Path) -> None:
+    """A shard that is not in the listing is asked for by name before its commit is passed over."""
+    omitting = Omitting(file_store(tmp_path / "store").url)
+    files = {f"rank-00000/{number}.bin": b"x" * number for number in range(20)}
+    commit(omitting, files, step=7)
+    assert restore(omitting, KEYS, to).ref.step == 7
+    assert {path.name: path.read_bytes() for path in to.rglob("*.bin")} == {
+        path.rpartition("/")[2]: data for path, data in files.items()
+    }
+
+
+def test_a_commit_whose_shards_are_gone_costs_no_request_for_each(tmp_path: Path, to: Path) -> None:
+    """The first shard that is gone condemns the commit."""
+    omitting = Omitting(file_store(tmp_path / "store").url)
+    made = commit(omitting, {f"{number}": b"x" for number in range(200)}, step=7)
+    for shard in made.shards:
+        omitting.delete(shard.key)
+    with pytest.raises(NothingToRestore):
+        restore(omitting, KEYS, to)
+    assert omitting.heads == 1
+
+
 def test_a_deleted_commit_is_no_commit(store: FileStore, to: Path) -> None:
     """When an operator deletes the newest manifest, the older commit is the newest."""
     store.delete(KEYS.commit(NEW_REF, 0, 1))

@@ -99,8 +99,9 @@ def test_a_part_has_the_length_of_its_place(
 
 
 @pytest.mark.fault("O11")
-def test_completing_twice_is_no_error(store: ObjectStore) -> None:
+def test_completing_twice_is_no_error(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """A completion whose reply was lost is asked for again, and finds the object there."""
+    wants("completion again")
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
     store.complete(upload, receipts)
@@ -109,8 +110,10 @@ def test_completing_twice_is_no_error(store: ObjectStore) -> None:
 
 
 @pytest.mark.fault("O11")
-def test_completing_what_is_unknown(store: ObjectStore) -> None:
+def test_completing_what_is_unknown(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """Without the object, or with one of another size in its place, the upload is NotFound."""
+    wants("abort")
+    wants("unknown completion")
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
     store.abort(upload.key, upload.upload_id)
@@ -122,8 +125,9 @@ def test_completing_what_is_unknown(store: ObjectStore) -> None:
     assert store.get("shard") == b"another"
 
 
-def test_an_aborted_upload_is_gone(store: ObjectStore) -> None:
+def test_an_aborted_upload_is_gone(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """It takes no more parts, never becomes visible, and can be aborted again."""
+    wants("abort")
     upload = store.begin("shard", 10, PART)
     send_parts(store, upload, b"0123456789")
     store.abort(upload.key, upload.upload_id)
@@ -148,8 +152,9 @@ def test_two_uploads_of_one_key_do_not_mix(store: ObjectStore) -> None:
 
 
 @pytest.mark.fault("O19")
-def test_parts_tells_what_the_store_has(store: ObjectStore) -> None:
+def test_parts_tells_what_the_store_has(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """By number, whichever came first; a receipt that was kept holds if it is among them."""
+    wants("list of parts")
     content = os.urandom(2 * PART + 1)
     upload = store.begin("shard", len(content), PART)
     assert list(store.parts(upload)) == []
@@ -165,8 +170,9 @@ def test_parts_tells_what_the_store_has(store: ObjectStore) -> None:
         store.parts(upload)
 
 
-def test_parts_of_what_is_unknown(store: ObjectStore) -> None:
+def test_parts_of_what_is_unknown(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """An upload that the store never began has no parts: NotFound."""
+    wants("list of parts")
     upload = store.begin("shard", 10, PART)
     store.abort(upload.key, upload.upload_id)
     with pytest.raises(NotFound):
@@ -174,10 +180,11 @@ def test_parts_of_what_is_unknown(store: ObjectStore) -> None:
 
 
 @pytest.mark.fault("O19")
-def test_uploads_tells_what_is_under_way(store: ObjectStore) -> None:
+def test_uploads_tells_what_is_under_way(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """Begun and not yet ended, below the prefix only, with an age; what it tells can be aborted."""
+    wants("list of uploads")
     first = store.begin("run/a", 10, PART)
-    second = store.begin("run/b c", 10, PART)
+    second = store.begin("run/b c+d%20e", 10, PART)
     other = store.begin("runs", 10, PART)
     for upload in (first, second, other):
         send_parts(store, upload, b"0123456789")
@@ -264,7 +271,7 @@ class _BrokenSink(BytesSink):
 
 
 @pytest.mark.fault("S5")
-def test_trouble_of_a_body_is_the_callers(store: ObjectStore) -> None:
+def test_trouble_of_a_body_is_the_callers(store: ObjectStore, wants: Callable[[str], None]) -> None:
     """It comes through unchanged and is not tried again; no object, no part, and the store works on."""
     content = os.urandom(PART)
     upload = store.begin("shard", PART, PART)
@@ -276,6 +283,7 @@ def test_trouble_of_a_body_is_the_callers(store: ObjectStore) -> None:
         with pytest.raises(_Trouble):
             send(body)
         assert body.passes == 1
+    wants("cut bodies")
     assert store.head("whole") is None
     store.complete(upload, [send_part(store, upload, 1, content)])
     assert store.get("shard") == content

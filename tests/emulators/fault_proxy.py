@@ -22,7 +22,7 @@ _WAKE_S = 0.02
 
 @dataclass(frozen=True)
 class _Fault:
-    kind: Literal["none", "mute", "reset", "stall", "flip"] = "none"
+    kind: Literal["none", "mute", "reset", "stall", "flip", "cut"] = "none"
     way: Way = "up"
     after_bytes: int = 0
     times: int | None = None
@@ -74,6 +74,10 @@ class FaultProxy:
     def flip(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
         """One bit of the byte at ``after_bytes`` changes in transit."""
         self._begin(_Fault("flip", way, after_bytes, times))
+
+    def cut_body(self, *, times: int | None = None) -> None:
+        """The server's first answer ends after its headers, and the connection with it."""
+        self._begin(_Fault("cut", "down", times=times))
 
     def close(self) -> None:
         self._closed = True
@@ -152,6 +156,13 @@ class FaultProxy:
                     return
                 target = server if source is client else client
                 way = "up" if source is client else "down"
+                if fault.kind == "cut" and way == fault.way:
+                    head, end, _ = data.partition(b"\r\n\r\n")
+                    target.sendall(head + end)
+                    if end:
+                        self.hits += 1
+                        return
+                    continue
                 if fault.kind != "none" and way == fault.way:
                     room = fault.after_bytes - passed_bytes
                     passed_bytes += len(data)

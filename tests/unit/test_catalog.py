@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 import time
@@ -31,7 +32,7 @@ SIGNED = RunKeys("r", SIGNER)
 
 
 class Listing:
-    """A store of which only the listing is asked."""
+    """A store of which only the listing is asked; it lists in the order given."""
 
     url = "list://store"
 
@@ -40,7 +41,7 @@ class Listing:
         self._size_bytes = size_bytes
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        found = [key for key in sorted(self._keys) if key.startswith(prefix)]
+        found = [key for key in self._keys if key.startswith(prefix)]
         return [ObjectInfo(key, self._size_bytes) for key in found]
 
 
@@ -144,10 +145,18 @@ def test_hostile_commits_for_many_nodes_cost_no_time() -> None:
     assert time.thread_time() - began_s < 5
 
 
-def test_a_reader_holds_the_newest_commits_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flooded listing costs time, and no memory without limit."""
+@pytest.mark.parametrize("order", ["of bytes", "reversed", "any"])
+def test_a_reader_holds_the_newest_commits_only(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """A flooded listing costs time, and no memory without limit; in any order the newest are kept."""
     monkeypatch.setattr(catalog, "LISTED_MAX", 10)
-    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 1) for step in range(50)])
+    steps = list(range(50))
+    if order != "of bytes":
+        steps.reverse()
+    if order == "any":
+        random.Random(3).shuffle(steps)
+    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 1) for step in steps])
     steps = [found.ref.step for found in catalog.list_commits(listing, KEYS)]  # type: ignore[arg-type]
     assert steps == list(range(49, 39, -1))
 

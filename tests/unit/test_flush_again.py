@@ -347,6 +347,39 @@ def test_parts_that_the_store_has_otherwise_are_sent_again(flush: Flush) -> None
     assert flush.store.bytes_sent > before
 
 
+@pytest.mark.fault("H01")
+def test_a_store_that_lists_no_parts_gets_the_shard_again(flush: Flush) -> None:
+    """The store, or the role, refuses ListParts: unfinished shards are sent again, under new keys."""
+    lives_on(flush)
+    first_keys = {upload.upload.key for upload in flush.store.open.values()}
+
+    def before(what: str, key: str) -> None:
+        if what == "parts":
+            raise Permanent("405 MethodNotAllowed")
+
+    flush.store.before = before
+    done = flush.flushed(found_set(flush.run_directory), generation=2)
+    assert first_keys
+    assert not {shard.key for shard in done.shards} & first_keys
+
+
+def test_a_store_that_refuses_everything_costs_no_upload(flush: Flush) -> None:
+    """A refusal that is not about ListParts alone, such as of credentials: the parts are not sent again."""
+    lives_on(flush)
+
+    def before(what: str, key: str) -> None:
+        if what in ("parts", "head"):
+            raise Permanent("403 InvalidAccessKeyId")
+
+    flush.store.before = before
+    staged = found_set(flush.run_directory)
+    flush.engine.start("f", staged, 2)
+    assert isinstance(flush.outcome(), FlushFailed)
+    flush.store.before = lambda *_: None
+    flush.flushed(staged, generation=2)
+    assert flush.store.bytes_sent == staged.size_bytes
+
+
 def test_a_store_that_forgot_everything_gets_everything(flush: Flush) -> None:
     """Neither uploads nor objects are there any more: all of it goes under new keys."""
     lives_on(flush)

@@ -245,7 +245,8 @@ class S3Store:
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"ListMultipartUploads {prefix}"
-        base = {"encoding-type": "url", "prefix": self._prefix + prefix, "uploads": ""}
+        # No encoding-type: Ceph encodes the keys then and does not report it, SeaweedFS does the opposite.
+        base = {"prefix": self._prefix + prefix, "uploads": ""}
 
         def page(
             markers: answers.Markers | None,

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fake-gcs-server, which others wrote: it can be read, and says clearly that it cannot be written."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from committed import commit
+from contract.store_backends import PART, get_range
+from foreign_servers import BUCKET, ForeignServer, fake_gcs
+from memory_store import MemoryStore
+from swansongd.errors import NotFound, Permanent
+from swansongd.keys import RunKeys
+from swansongd.restore import restore
+from swansongd.stores.base import ObjectInfo
+from swansongd.stores.gcs import GcsStore
+
+KEY = "rank-0/a b+c%20d=é.bin"
+
+
+@pytest.fixture(scope="module")
+def server(
+    cloud_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForeignServer]:
+    with fake_gcs(tmp_path_factory.mktemp("fake-gcs")) as server:
+        yield server
+
+
+def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> GcsStore:
+    """A store with these objects, which came there by the JSON interface."""
+    for key, data in objects.items():
+        name = quote(f"{prefix}/{key}", safe="")
+        url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
+        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
+            pass
+    return GcsStore(f"gs://{BUCKET}/{prefix}", server.url)
+
+
+def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
+    """Listings of more than a page, sizes, ranges; and an absent object is not an empty one."""
+    many = {f"many/{number:04d}": b"1" for number in range(1005)}
+    store = filled(server, "read", {KEY: b"0123456789", "empty": b"", **many})
+    store.check()
+    assert {info.key for info in store.list("many/")} == set(many)
+    assert list(store.list("rank-0")) == [ObjectInfo(KEY, 10)]
+    assert (store.head(KEY), store.head("empty")) == (ObjectInfo(KEY, 10), ObjectInfo("empty", 0))
+    assert (store.get(KEY), store.get("empty")) == (b"0123456789", b"")
+    assert get_range(store, KEY, 3, 4) == b"3456"
+    for offset, size_bytes in ((3, 8), (10, 1)):
+        with pytest.raises(Permanent):
+            get_range(store, KEY, offset, size_bytes)
+    store.delete("empty")
+    store.delete("empty")
+    assert store.head("empty") is None
+    with pytest.raises(NotFound):
+        store.get("empty")
+    with pytest.raises(NotFound):
+        GcsStore("gs://no-such-bucket/read", server.url).head(KEY)
+
+
+def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: Path) -> None:
+    """What another program copied there comes back whole."""
+    made = MemoryStore()
+    files = {"rank-00000.json": b"{}", "rank-00000/model.bin": bytes(range(256)) * 40}
+    commit(made, files)
+    place = tmp_path / "restored"
+    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), place)
+    found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    assert found == files
+
+
+def test_a_gcs_without_the_xml_interface_is_refused_at_once(server: ForeignServer) -> None:
+    """Writes are Permanent errors, not an endless retry."""
+    store = filled(server, "write", {})
+    with pytest.raises(Permanent):
+        store.put("key", b"1", if_absent=True)
+    with pytest.raises(Permanent):
+        store.begin("key", 10, PART)
