@@ -389,6 +389,19 @@ def _farewells(
     return farewells
 
 
+def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
+    """Key of a farewell that names a commit of the run; None if the first farewells name none."""
+    for info in islice(store.list(keys.farewells), _FAREWELLS_MAX):
+        try:
+            data = _content(store, info.key, "the farewell")
+            body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)
+        except (BoundsError, CorruptError):
+            continue
+        if body.get("commit") is not None:
+            return info.key
+    return None
+
+
 def _last_commit(
     store: ObjectStore, keys: RunKeys, commit: Commit | None
 ) -> tuple[str, CheckpointKind | None]:

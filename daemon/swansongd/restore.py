@@ -123,6 +123,12 @@ def restore(
                 reused_bytes=reused_bytes,
                 skipped=tuple(refused),
             )
+    if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
+        raise NothingToRestore(
+            f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
+            hint=f"If the commits were deleted on purpose, delete {store.url}/{keys.farewells} as well, or "
+            "continue under another run.name",
+        )
     raise _nothing(keys, step, refused, is_fresh=is_fresh)
 
 

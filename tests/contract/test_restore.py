@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -358,6 +359,27 @@ def test_a_manifest_cannot_make_a_restore_list_all_data_of_the_run(
     got = restore(store, KEYS, to)
     assert got.ref == NEW_REF
     assert "names the key" in got.skipped[0][1]
+
+
+@pytest.mark.fault("O15", "G07")
+def test_a_run_whose_farewell_names_a_commit_is_not_fresh(store: FileStore, to: Path) -> None:
+    """A listing without commits contradicts the farewell: the trainer must not start from scratch.
+
+    A run whose farewells name no commit has lost nothing, so it is fresh.
+    """
+    for info in list(store.list(KEYS.commits)):
+        store.delete(info.key)
+    store.put(f"{KEYS.farewells}00000001-a.json", b'{"verdict": "LOST", "commit": null}')
+    store.put(f"{KEYS.farewells}00000001-b.json", b"no json")
+    with pytest.raises(NothingToRestore, match="has no commit") as caught:
+        restore(store, KEYS, to)
+    assert caught.value.is_fresh
+    named = json.dumps({"verdict": "SAFE", "commit": {"generation": 1, "step": 300}}).encode()
+    store.put(f"{KEYS.farewells}00000001-c.json", named)
+    with pytest.raises(NothingToRestore, match="00000001-c") as caught:
+        restore(store, KEYS, to)
+    assert not caught.value.is_fresh
+    assert "run.name" in caught.value.hint
 
 
 @pytest.mark.fault("S25")

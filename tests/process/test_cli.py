@@ -145,6 +145,15 @@ def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
     assert not place.to.exists()
 
 
+def test_commits_that_a_farewell_names_are_missed(place: Place) -> None:
+    """--fresh-ok fails with 17 when a farewell names a commit and the listing contains none."""
+    farewell = b'{"verdict": "SAFE", "commit": {"generation": 1, "step": 7}}'
+    place.store.put("r/farewells/00000001-x.json", farewell)
+    done = place.run("restore", "--to", str(place.to), "--fresh-ok")
+    assert done.returncode == 17
+    assert "r/farewells/00000001-x.json names one" in done.stderr
+
+
 def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> None:
     """--fresh-ok must not let a trainer begin anew over commits that somebody could still rescue."""
     commit(place.store, FILES)

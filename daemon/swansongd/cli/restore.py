@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
                 skipped=on_skipped,
                 stop=here.stop,
             )
-        except NothingToRestore:
-            # Only a run that never committed is fresh: damaged commits want a person's eye.
+        except NothingToRestore as error:
+            # Only a run that never committed is fresh: damaged or missing commits want a person's eye.
             is_any = args.step is None and args.generation is None and not args.healthy
-            if not args.fresh_ok or skipped or not is_any:
+            if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
                 raise
             restored = None
     seconds = time.monotonic() - began_mono_s
