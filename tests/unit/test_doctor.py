@@ -18,7 +18,7 @@ from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.configuration import judge_cloud, judge_environment, set_key
 from swansongd.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
-from swansongd.doctor.disks import dies_with_vm, mount_of, mounts
+from swansongd.doctor.disks import dies_with_vm, mount_of
 from swansongd.doctor.findings import (
     Check,
     Judgement,
@@ -51,6 +51,7 @@ from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
 from swansongd.doctor.store_fixes import ask_by_hand, of_credentials, of_lifecycle, of_refusal
 from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.gcs_access import Forbidden
+from swansongd.stores.mounts import parsed
 from swansongd.stores.s3_access import CREDENTIALS_HINT
 
 GB = 10**9
@@ -264,7 +265,7 @@ def test_devices() -> None:
 
 def test_file_system_is_that_of_the_deepest_mount() -> None:
     """As /proc/self/mountinfo has it; a mount on top of another wins."""
-    known = mounts(
+    known = parsed(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
         "2 1 0:5 / /mnt rw - xfs /dev/nvme rw\n"
         "3 1 0:6 / /mnt rw - tmpfs none rw\n"
@@ -533,7 +534,7 @@ def disks(tmp_path: Path) -> Path:
 )
 def test_a_store_that_dies_with_the_vm(disks: Path, path: str, reason: str) -> None:
     """Only a file server, or a disk other than the boot disk that is not erased, outlives the VM."""
-    assert dies_with_vm(Path(path), mounts(MOUNTS), disks)[0] == reason
+    assert dies_with_vm(Path(path), parsed(MOUNTS), disks)[0] == reason
 
 
 def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Path) -> None:

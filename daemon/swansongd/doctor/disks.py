@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-MOUNTS = Path("/proc/self/mountinfo")
+from swansongd.stores.mounts import Mount
+
 SYS = Path("/sys")
 
 _BOOT = ("/", "/boot", "/boot/efi", "/usr")
@@ -24,42 +23,12 @@ _LOCAL_FUSE = {
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _EPHEMERAL = re.compile(r"Amazon EC2 NVMe Instance Storage|nvme_card\d*|EphemeralDisk")
 """Models of disks that are erased when the VM ends."""
-_ESCAPED = re.compile(r"\\([0-7]{3})")
 _DEPTH_MAX = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of ``/proc/self/mountinfo``."""
-
-    point: str
-    kind: str
-    """Of its file system, for example ``nfs4``."""
-    source: str
-    """A device, a server or a word."""
-    device: str
-    """Major and minor number."""
-
-
-def mounts(mountinfo: str) -> list[Mount]:
-    """All mounts, in the order in which they were made."""
-
-    def plain(text: str) -> str:
-        return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
-
-    def parsed() -> Iterator[Mount]:
-        for line in mountinfo.splitlines():
-            head, _, tail = line.partition(" - ")
-            fields, kind = head.split(), tail.split()
-            if len(fields) > 4 and len(kind) > 1:
-                yield Mount(plain(fields[4]), kind[0], plain(kind[1]), fields[2])
-
-    return list(parsed())
 
 
 def mount_of(path: Path, known: list[Mount]) -> Mount:
     """The mount that a path lies on: the deepest, and of several on one point the last."""
-    found = Mount("", "an unknown file system", "", "")
+    found = Mount(0, 0, "", "/", "", "an unknown file system")
     for mount in known:
         is_above = os.path.commonpath([mount.point, path]) == mount.point
         if is_above and len(mount.point) >= len(found.point):

@@ -21,6 +21,7 @@ from swansongd.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
+from swansongd.stores import mounts
 
 FAMILY = "staging"
 
@@ -84,7 +85,7 @@ def _there(path: Path, make: str) -> Judgement:
         return failure(f"staging.path {path} does not exist: not made, or not mounted", make)
     if not path.is_dir():
         return failure(f"staging.path {path} is no directory", make)
-    kind = disks.mount_of(path, disks.mounts(disks.MOUNTS.read_text())).kind
+    kind = disks.mount_of(path, mounts.mounted()).kind
     return ok(f"{path} is there, on {kind}")
 
 

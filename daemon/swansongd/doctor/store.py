@@ -31,6 +31,7 @@ from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, Retrying
 from swansongd.errors import ConfigError, Permanent, StoreError
 from swansongd.signing import Signer
 from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.stores import mounts
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.configured import open_configured
 from swansongd.stores.files import FileStore
@@ -166,7 +167,7 @@ class _Probe:
 
     def disk(self, *, trial: bool) -> Judgement:
         root = store_fixes.directory_of(self._config)
-        reason, where = disks.dies_with_vm(root, disks.mounts(disks.MOUNTS.read_text()))
+        reason, where = disks.dies_with_vm(root, mounts.mounted())
         return judge_disk(root, reason, where, trial=trial, path=self._path)
 
     def space(self) -> Judgement:

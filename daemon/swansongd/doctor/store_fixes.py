@@ -189,7 +189,7 @@ def _of_directory(root: Path, error: StoreError) -> str:
         return command
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
-        point = disks.mount_of(root, disks.mounts(disks.MOUNTS.read_text())).point
+        point = disks.mount_of(root, mounts.mounted()).point
         if point in ("/", str(root)):  # not of the file system, but of the sandbox
             return fixes.drop_in("store", f"ReadWritePaths={root}")
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")

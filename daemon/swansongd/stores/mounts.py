@@ -42,6 +42,34 @@ class Mount:
     point: str
     kind: str
     """Of the file system, for example ``nfs4``."""
+    source: str = ""
+    """A device, a server or a word."""
+
+
+def mounted() -> list[Mount]:
+    """The mounts that this process sees, in the order in which they were made."""
+    return parsed(_content(MOUNTS))
+
+
+def parsed(mountinfo: str) -> list[Mount]:
+    """The mounts of the text of ``/proc/self/mountinfo``; lines that make no sense are left out."""
+    found = []
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        fields, kind = head.split(), tail.split()
+        if len(fields) > 4 and len(kind) > 1 and fields[0].isdigit() and fields[1].isdigit():
+            found.append(
+                Mount(
+                    number=int(fields[0]),
+                    parent=int(fields[1]),
+                    device=fields[2],
+                    root=_plain(fields[3]),
+                    point=_plain(fields[4]),
+                    kind=kind[0],
+                    source=_plain(kind[1]),
+                )
+            )
+    return found
 
 
 def missing_mount(path: str) -> str | None:
@@ -52,7 +80,7 @@ def missing_mount(path: str) -> str | None:
     targets = {os.path.realpath(target) for target in _targets() if target in above} - {"/"}
     if not targets:
         return None
-    mounts = list(_mounts(_content(MOUNTS)))
+    mounts = mounted()
     return max((each for each in targets if not is_mounted(each, mounts)), key=len, default=None)
 
 
@@ -90,15 +118,6 @@ def _targets() -> Iterator[str]:
                 key, _, value = line.partition("=")
                 if key.strip() == "Where" and value.strip().startswith("/"):
                     yield os.path.normpath(value.strip().replace("%%", "%"))
-
-
-def _mounts(mountinfo: str) -> Iterator[Mount]:
-    for line in mountinfo.splitlines():
-        head, _, tail = line.partition(" - ")
-        fields, kind = head.split(), tail.split()
-        if len(fields) > 4 and kind and fields[0].isdigit() and fields[1].isdigit():
-            root, point = _plain(fields[3]), _plain(fields[4])
-            yield Mount(int(fields[0]), int(fields[1]), fields[2], root, point, kind[0])
 
 
 def _plain(text: str) -> str:
