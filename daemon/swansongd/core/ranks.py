@@ -87,27 +87,27 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
-    def updated() -> object:
-        for trainer in transition.state.trainers:
-            if trainer.connection != event.connection:
-                yield trainer
-            else:
-                said = trainer if event.loss_is_finite is None else event
-                yield replace(
-                    trainer,
-                    step=max(trainer.step, event.step),
-                    save_s=trainer.save_s if event.save_s is None else event.save_s,
-                    save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
-                    snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
-                    step_s=stall.usual_step_s(trainer.step_s, event.step_s),
-                    loss=said.loss,
-                    loss_is_finite=said.loss_is_finite,
-                    reported_mono_s=transition.now,
-                )
-                if event.loss_is_finite is False and trainer.loss_is_finite is not False:
-                    transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
-
-    transition.state = replace(transition.state, trainers=tuple(updated()))  # type: ignore[arg-type]
+    """Keep what a rank has measured; a value that the event lacks stays as it was."""
+    trainers = transition.state.trainers
+    trainer = next((t for t in trainers if t.connection == event.connection), None)
+    if trainer is None:
+        return
+    said = trainer if event.loss_is_finite is None else event
+    updated = replace(
+        trainer,
+        step=max(trainer.step, event.step),
+        save_s=trainer.save_s if event.save_s is None else event.save_s,
+        save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
+        snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
+        step_s=stall.usual_step_s(trainer.step_s, event.step_s),
+        loss=said.loss,
+        loss_is_finite=said.loss_is_finite,
+        reported_mono_s=transition.now,
+    )
+    if event.loss_is_finite is False and trainer.loss_is_finite is not False:
+        transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
+    everyone = tuple(updated if t is trainer else t for t in trainers)
+    transition.state = replace(transition.state, trainers=everyone)
 
 
 def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
