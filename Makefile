@@ -20,8 +20,8 @@ HASHED := --require-hashes --only-binary :all: --no-deps
 $(STAMP): requirements/dev.txt requirements/torch.txt daemon/pyproject.toml training_hooks/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one with make PYTHON=...")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(HASHED) --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --requirement requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
 		--editable training_hooks --editable daemon
 	touch $(STAMP)

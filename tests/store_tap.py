@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 When = Literal["before", "after"]
+WRITES = ("PUT", "POST", "DELETE")
 
 
 class StoreTap:
@@ -27,6 +28,7 @@ class StoreTap:
         self._left = 0
         self._when: When = "before"
         self._strike: Callable[[], object] = lambda: None
+        self._methods: Sequence[str] = ()
         tap = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,10 +54,18 @@ class StoreTap:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
-    def arm(self, request: int, when: When, strike: Callable[[], object]) -> None:
-        """Call ``strike`` at the request of that number, counted from 1 and from now."""
+    def arm(
+        self,
+        request: int,
+        when: When,
+        strike: Callable[[], object],
+        *,
+        methods: Sequence[str] = ("GET", "HEAD", *WRITES),
+    ) -> None:
+        """Call ``strike`` at the request of that number, counted from 1 and from now, of these methods."""
         with self.lock:
             self._left, self._when, self._strike = request, when, strike
+            self._methods = methods
 
     @property
     def is_armed(self) -> bool:
@@ -64,9 +74,10 @@ class StoreTap:
 
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        counts = handler.command in self._methods
         with self.lock:
-            self._left -= 1
-            when = self._when if self._left == 0 else None
+            self._left -= counts
+            when = self._when if counts and self._left == 0 else None
         if when == "before":
             self._strike()
             handler.close_connection = True

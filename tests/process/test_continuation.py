@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rig import Vm
 from staged import seal_files
-from store_tap import StoreTap, When
+from store_tap import WRITES, StoreTap, When
 from strict_bucket import ACCOUNT, Strict
 from waiting import until
 
@@ -36,8 +36,9 @@ def test_killed_at_any_request_the_uploads_go_on(
 ) -> None:
     """Each life is killed at a request of its own, and no life begins again what an earlier one stored.
 
-    ``before``: the request never arrives.  ``after``: it took effect, and nobody heard the answer.
+    ``before``: the request never arrives.  ``after``: a write took effect, and its answer is lost.
     """
+    first = 7 if when == "before" else 1
     with StoreTap(strict_bucket.url) as tap:
         vm = new_vm("vm", strict_bucket.table(tap.url), settings=FLUSH)
         vm.start_daemon(**ACCOUNT).lines.wait(event="health", source="store", health="ok")
@@ -45,17 +46,19 @@ def test_killed_at_any_request_the_uploads_go_on(
         vm.daemon.kill()
         content = save(vm, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
         seen: dict[str, str] = {}
-        # The first requests of a life are those of the claim: later ones strike in the flush.
-        for request in itertools.count(7):
+        # The first reads of a life are those of the claim: later ones strike in the flush.
+        for request in itertools.count(first):
             daemon = vm.start_daemon(ready=False, **ACCOUNT)
-            tap.arm(request, when, daemon.kill)
+            # A lost answer to a read changes as little as a request that never arrived.
+            methods = WRITES if when == "after" else ("GET", "HEAD", *WRITES)
+            tap.arm(request, when, daemon.kill, methods=methods)
             until(lambda: _is_over(vm, strict_bucket, 7), what="its end, or its commit")
             stored = strict_bucket.objects("run/data/")
             assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
             seen = stored
             if daemon.popen.poll() is None:
                 break
-    lives = request - 6
+    lives = request - first + 1
     assert lives > 4
     assert strict_bucket.restored(tmp_path / "restored") == content
     parts = strict_bucket.parts_sent()

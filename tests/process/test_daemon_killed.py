@@ -79,7 +79,7 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
 ) -> None:
     """The daemon dies at its first request, the next one at its second, and so on until one gets through.
 
-    ``before``: the request never arrives.  ``after``: it took effect, and nobody heard the answer.
+    ``before``: the request never arrives.  ``after``: it took effect, and its answer is lost.
     """
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)

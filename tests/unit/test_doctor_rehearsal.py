@@ -16,7 +16,7 @@ from swansongd.doctor import store as of_store
 from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Finding, examine
 from swansongd.errors import Permanent
-from swansongd.stores.base import Page, Sink
+from swansongd.stores.base import ObjectInfo, Page, Sink
 
 STEPS = ("write", "create-if-absent", "upload", "multipart upload", "commit", "read back", "delete")
 
@@ -38,6 +38,9 @@ class Altered(MemoryStore):
     def page(self, prefix: str, token: str | None) -> Page:
         page = super().page(prefix, token)
         return Page([info for info in page.infos if self.hidden not in info.key], page.token)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return None if self.hidden in key else super().head(key)
 
     def refuses(self, call: str, word: str) -> None:
         """From now on this call answers that it is not known, where the key contains the word."""
