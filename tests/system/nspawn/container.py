@@ -285,6 +285,10 @@ class Container:
         report: dict[str, Any] = json.loads(self.run("swansong", "status", "--json"))
         return report
 
+    def wait_connected(self, timeout_s: float = 40.0) -> None:
+        """Until the trainer has connected: a notice before that finds nobody to ask."""
+        until(lambda: self.status()["trainers"], timeout_s=timeout_s, what="the trainer")
+
     def wait_step(self, step: int, timeout_s: float = 40.0) -> Entry:
         """Until the trainer has come so far."""
 

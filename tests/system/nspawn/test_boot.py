@@ -63,6 +63,7 @@ def test_notice_to_safe(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> N
     vm.wait_step(20)
     vm.wait_active()
 
+    vm.wait_connected()
     aws.notice(in_s=30)
 
     verdict = vm.journal.wait(event="verdict")

@@ -65,6 +65,7 @@ def test_root_is_read_only(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     assert vm.run("touch", "/etc/x", may_fail=True) == ""
     assert "ro" in vm.run("findmnt", "-no", "OPTIONS", "/").split(",")
 
+    vm.wait_connected()
     aws.notice(in_s=30)
 
     assert vm.journal.wait(event="verdict").facts["verdict"] == "SAFE"

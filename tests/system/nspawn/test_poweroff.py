@@ -27,7 +27,7 @@ def training(vm: Container, bytes_per_s: int = SLOW) -> None:
     vm.power_on()
     vm.wait_step(20)
     vm.journal.wait(source="logind", event="health")
-    until(lambda: vm.status()["trainers"], what="the trainer's hello")
+    vm.wait_connected()
     vm.slow_wire(bytes_per_s)
 
 

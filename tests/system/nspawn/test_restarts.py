@@ -70,6 +70,7 @@ def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phas
     until(lambda: vm.status()["generation"], what="the generation")
     assert vm.status()["generation"] == before["generation"]
     assert vm.main_pid(TRAINER) == trainer
+    vm.wait_connected()
     aws.notice(in_s=30)
     verdict = vm.journal.wait(event="verdict")
     assert verdict.facts["verdict"] == "SAFE"

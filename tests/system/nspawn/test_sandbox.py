@@ -138,7 +138,7 @@ def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: s
     # The daemon's own directory holds plain files of the daemon's, and nothing that was restored.
     odd = ("!", "(", "-type", "f", "-user", "swansong", "-perm", "600", ")")
     assert vm.run("find", own, "-mindepth", "1", *odd) == ""
-    assert vm.run("ls", "-A", STORE).split() == [".swansong-tmp", "run"]
+    assert vm.run("ls", "-A", STORE).split() == [".swansong-store.json", ".swansong-tmp", "run"]
     for report in reports:
         assert report["answer"].get("error") == "", report
         assert Path(report["answer"]["path"]).parent == Path(RUN, "restored")
