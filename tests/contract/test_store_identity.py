@@ -52,6 +52,7 @@ def calls(store: FileStore) -> list[Callable[[], object]]:
     upload = Upload("key", "0" * 32, 3, 3)
     return [
         store.check,
+        store.warm,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
         lambda: store.put_shard("key", BytesBody(b"x")),

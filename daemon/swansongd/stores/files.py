@@ -263,7 +263,8 @@ class FileStore:
             raise Permanent(str(found), hint=hint) from error
 
     def warm(self) -> None:
-        pass
+        with errors_of("look for the store"), self._tree.chain():
+            pass  # its marker is compared
 
     # ------------------------------------------------------------ directories
 

@@ -19,7 +19,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Warmer:
-    """Calls ``store.warm()`` at once, every few minutes, and whenever told to, in a thread of its own.
+    """Calls ``store.warm()`` at once, every minute, and whenever told to, in a thread of its own.
 
     Failures are logged, once until it works again, and tried again sooner; they concern nobody else.
 
@@ -36,7 +36,7 @@ class Warmer:
         store: ObjectStore,
         *,
         stop: threading.Event,
-        interval_s: float = 180.0,
+        interval_s: float = 60.0,
         retry_s: float = 10.0,
         report: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
