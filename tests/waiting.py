@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(predicate: Callable[[], T], *, timeout_s: float = 20.0, what: str = "") -> T:
+def until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
     """The first truthy value of ``predicate``, asked every 10 ms.
 
     Raises:

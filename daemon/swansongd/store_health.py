@@ -8,10 +8,12 @@ known to have failed.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 
+from swansongd.errors import StoreError, Transient
 from swansongd.sources.base import HealthTracker
 
 FAILING_AFTER_S = 2.0
@@ -34,7 +36,7 @@ class StoreHealth:
         self._lock = threading.Lock()
         self._failed: dict[str, str] = {}
         self._failing_since_mono_s: float | None = None
-        self._succeeded_mono_s = -float("inf")
+        self._succeeded_mono_s = -math.inf
         self._attempt_reason = ""
 
     def ok(self, operation: str) -> None:
@@ -49,16 +51,20 @@ class StoreHealth:
             self._failed[operation] = reason
             self._report()
 
-    def attempted(self, began_mono_s: float, error: Exception | None) -> None:
+    def attempted(self, began_mono_s: float, error: StoreError | None) -> None:
         """One attempt at a request ended.
 
         Args:
             began_mono_s: when the attempt began.
-            error: None for an answer of the store, whatever it says.
+            error: a Transient one if the store did not answer, another one for a refusal; None for success.
         """
         with self._lock:
             if error is None:
                 self._has_succeeded()
+                return
+            if not isinstance(error, Transient):  # the operation that it ends reports it
+                self._succeeded_mono_s = self._monotonic()
+                self._failing_since_mono_s = None
                 return
             if self._failing_since_mono_s is None:
                 self._failing_since_mono_s = max(began_mono_s, self._succeeded_mono_s)

@@ -20,7 +20,7 @@ from contract.store_backends import retrying
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_store import OddStore
-from swansongd import restore_journal
+from swansongd import restore_journal, restore_reader
 from swansongd.digests import part_digest
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.keys import RunKeys
@@ -57,6 +57,12 @@ def to(tmp_path: Path) -> Path:
     return tmp_path / "restored" / "here"
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part at a time, so that the parts before a cut are those that are done."""
+    monkeypatch.setattr(restore_reader, "_SYNCS", 1)
+
+
 def cut_off(tmp_path: Path, to: Path, after: int, step: int | None = None) -> Path:
     """Let a restore fetch ``after`` parts and be stopped in the next; returns what it left."""
     stop = threading.Event()
@@ -86,8 +92,10 @@ import os, signal, sys
 from pathlib import Path
 from odd_store import OddStore
 from swansongd.keys import RunKeys
+from swansongd import restore_reader
 from swansongd.restore import restore
 
+restore_reader._SYNCS = 1
 store = OddStore(Path(sys.argv[1]))
 def kill(key, offset, window):
     if len(store.given) == int(sys.argv[3]):

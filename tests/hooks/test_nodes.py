@@ -132,7 +132,7 @@ class Job:
         for rank in self.on(node):
             rank.assembly.asked(Request(request_id, "test", seconds_left, urgency))
 
-    def wait_sealed(self, request_id: str, node: int = 0, timeout_s: float = 20.0) -> int:
+    def wait_sealed(self, request_id: str, node: int = 0, timeout_s: float = 60.0) -> int:
         """The daemon of the VM hears that all its ranks have saved; returns the step."""
         until(
             lambda: all(rank.all_of(Sealed, request_id) for rank in self.on(node)),

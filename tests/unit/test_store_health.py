@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from swansongd.core.events import Event, SourceChanged
-from swansongd.errors import Transient
+from swansongd.errors import Permanent, Transient
 from swansongd.model import Health
 from swansongd.sources.base import HealthTracker
 from swansongd.store_health import FAILING_AFTER_S, StoreHealth
@@ -71,6 +71,16 @@ def test_a_store_that_throttles_now_and_then_is_healthy() -> None:
     for _ in range(50):
         watched.attempt(0.1)
         watched.attempt(1.0, "SlowDown")
+    assert len(watched.events) == 1
+
+
+def test_a_refusal_says_nothing_of_health() -> None:
+    """A store that refuses its very first request is not healthy for an instant: the operation reports it."""
+    watched = Watched()
+    watched.health.attempted(watched.clock.now_s, Permanent("404 NoSuchBucket"))
+    assert watched.now is None
+    watched.health.failed("claim", "404 NoSuchBucket")
+    assert watched.now == (Health.DEGRADED, "404 NoSuchBucket")
     assert len(watched.events) == 1
 
 

@@ -59,8 +59,8 @@ class Retrying:
         budget_s: how long one call may be tried again while ``give_up_mono_s`` says None.
         stop: once it is set nothing waits any more: the last error is raised.
         monotonic: the clock.
-        attempted: is called at the end of each attempt, with the instant of its beginning and its Transient
-            error; with None when the store answered, whatever the answer says.
+        attempted: is called at the end of each attempt, with the instant of its beginning and its error, or
+            None.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Retrying:
         stop: threading.Event,
         budget_s: float | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        attempted: Callable[[float, Transient | None], None] = lambda _began_mono_s, _error: None,
+        attempted: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
         self.url = store.url
         self.part_size_bytes_min = store.part_size_bytes_min
@@ -164,8 +164,8 @@ class Retrying:
                 # Asked again after the wait: deadlines move, always to an earlier time.
                 if self._stop.wait(wait_s) or self._left_s(began_mono_s) <= 0:
                     raise
-            except StoreError:
-                self._attempted(attempt_mono_s, None)
+            except StoreError as error:
+                self._attempted(attempt_mono_s, error)
                 raise
             else:
                 self._attempted(attempt_mono_s, None)
