@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from heapq import nlargest
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 import structlog
@@ -390,8 +390,12 @@ def _farewells(
 
 
 def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
-    """Key of a farewell that names a commit of the run; None if the first farewells name none."""
-    for info in islice(store.list(keys.farewells), _FAREWELLS_MAX):
+    """Key of a farewell that names a commit of the run; None if the newest farewells name none.
+
+    Once a run has a commit, each later farewell names one.
+    """
+    newest = nlargest(_FAREWELLS_MAX, store.list(keys.farewells), key=attrgetter("key"))
+    for info in newest:
         try:
             data = _content(store, info.key, "the farewell")
             body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)

@@ -267,7 +267,7 @@ class _Reading:
         self._refused = refused
         self._lock = threading.Lock()
         self._has_failed = False
-        """The first error ends it: whoever waits for a connection then asks the store for nothing more."""
+        """The first error ends it: threads that wait for a connection then send no further request."""
 
     def part(self, state: _Shard, index: int) -> None:
         """Read one part; with the last one of a shard its digest is compared."""

@@ -371,6 +371,8 @@ def test_a_run_whose_farewell_names_a_commit_is_not_fresh(store: FileStore, to: 
         store.delete(info.key)
     store.put(f"{KEYS.farewells}00000001-a.json", b'{"verdict": "LOST", "commit": null}')
     store.put(f"{KEYS.farewells}00000001-b.json", b"no json")
+    for number in range(110):  # more than a reader looks at: the newest ones decide
+        store.put(f"{KEYS.farewells}00000001-a{number:03d}.json", b'{"commit": null}')
     with pytest.raises(NothingToRestore, match="has no commit") as caught:
         restore(store, KEYS, to)
     assert caught.value.is_fresh

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def note(line: str) -> None:
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
 
 
-class _Shown:
+class _Shown(ABC):
     """Work done of all work: a bar on a terminal, else a line for every tenth; on standard error.
 
     Args:
@@ -191,8 +192,9 @@ class _Shown:
             self._tenths = tenths
             self._line(tenths, done, total, max(time.monotonic() - self._began_mono_s, 1e-3))
 
+    @abstractmethod
     def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        raise NotImplementedError
+        """Print the line of another tenth."""
 
     def __enter__(self) -> Self:
         return self

@@ -117,7 +117,7 @@ def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
 
 
 def _steer_precaution(transition: Transition) -> None:
-    """Word that may not come true, or not for long: one checkpoint more, and nobody stops for it."""
+    """Advisory notices: take one more checkpoint, and let training continue."""
     state = transition.state
     early = [n for n in state.notices.values() if n.identity not in state.concluded]
     if state.evacuation is not None:

@@ -124,7 +124,7 @@ def _learn(transition: Transition, size_bytes: int, duration_s: float) -> None:
     is_limited = limit is not None and transition.state.evacuation is None  # any notice lifts it
     is_at_limit = is_limited and size_bytes >= THROTTLED * (limit or 0.0) * duration_s
     if is_at_limit and (known is None or known * duration_s >= size_bytes):
-        return  # the store may be faster: nobody knows how much, only that it is not slower
+        return  # the limit was measured: the store is at least this fast
     transition.state = replace(
         transition.state,
         bandwidth_bytes_per_s=planner.updated_bandwidth(known, size_bytes, duration_s),
@@ -171,7 +171,7 @@ def reconcile(transition: Transition) -> None:
     _change_flight(transition)
     flight = transition.state.flight
     if flight is not None and not flight.is_sealed and transition.state.early is None:
-        transition.do(CancelFlush(flight.flush_id))  # nobody waits for it any more
+        transition.do(CancelFlush(flight.flush_id))  # no request waits for this set any more
         transition.state = replace(transition.state, flight=None)
 
 

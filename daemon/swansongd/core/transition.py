@@ -23,7 +23,7 @@ EXIT_FENCED = FencedError.exit_code
 
 
 class Transition:
-    """The state as it becomes, and the orders so far.  Whoever changes the state assigns a new value."""
+    """The state as it becomes, and the orders so far.  A change of the state assigns a new value."""
 
     def __init__(self, state: State, now: float) -> None:
         self.state = state

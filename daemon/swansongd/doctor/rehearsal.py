@@ -43,7 +43,7 @@ FLUSH_S = 45.0
 """Limit of one flush: 5 MiB over a link of 1 Mbit/s."""
 _PART_BYTES_MIN = 64 * 2**10
 _BUDGET_S = 3.0
-"""Time in which one call is retried: enough for a lost connection, and short for somebody who waits."""
+"""Time in which one call is retried: enough for a lost connection, and short for an operator."""
 _CONNECTIONS = 2
 _STEP = 1
 # Names as the hooks write them.  Stores differ in the order in which they list these two.

@@ -63,7 +63,7 @@ class Credentials(Generic[Value]):
         """Whether the store has accepted nothing since the last reading."""
 
     def get(self) -> Value:
-        """The known credentials; asks nobody unless they have expired."""
+        """The known credentials; asks no source of them unless they have expired."""
         value = self._value
         if value is None or self._is_over(self._source):
             with self._lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a store warm, so that a flush needs nobody but the store.
+"""Keeps a store warm, so that a flush depends on the store alone.
 
 On Compute Engine the metadata server, and with it the credentials, may be gone seconds after the notice.
 """
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 class Warmer:
     """Calls ``store.warm()`` at once, every minute, and whenever told to, in a thread of its own.
 
-    Failures are logged, once until it works again, and tried again sooner; they concern nobody else.
+    Failures are logged, once until it works again, and tried again sooner; no other thread depends on them.
 
     Args:
         store: without retries of its own: this is one.
