@@ -434,7 +434,8 @@ def test_service_that_comes_late(imds: str) -> None:
         assert "refused" in run.statuses[-1].reason
         with EmulatorProcess("emulators.aws_imds", "--port", port):
             until(lambda: run.is_now(Health.OK), what="health")
-    assert [status.health for status in run.statuses] == [Health.DEGRADED, Health.BLIND, Health.OK]
+            seen = [status.health for status in run.statuses]
+    assert seen == [Health.DEGRADED, Health.BLIND, Health.OK]
 
 
 def test_stops_in_the_middle_of_a_request(imds: str) -> None:
