@@ -17,11 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from emulators.process import EmulatorProcess
-from rig import EXAMPLES, Process, Vm, control
 from swansong.protocol import MAX_MESSAGE_BYTES, ProtocolError, Status, StatusQuery, decode, encode
 
 from demo.screen import Screen
+from testkit import EXAMPLES
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Process, Vm, control
 
 T = TypeVar("T")
 

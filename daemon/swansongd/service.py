@@ -23,7 +23,7 @@ import structlog
 from swansong import protocol
 
 import swansongd
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -60,10 +60,15 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
+from swansongd.flush.assembly import Storage, utc_now
+from swansongd.host.fdstore import Kept
+from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import Severity, Verdict
-from swansongd.rates import LogLimit
-from swansongd.rejoin import Rejoin
+from swansongd.observe import log as logs
+from swansongd.observe.report import status_line, status_report
+from swansongd.observe.timeline import Timeline
+from swansongd.restore.resume import Rejoin
 from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws_events import AwsAsgSource
@@ -78,16 +83,11 @@ from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import Scanner
-from swansongd.storage import Storage, utc_now
-from swansongd.telemetry import log as logs
-from swansongd.telemetry.kept import Kept
-from swansongd.telemetry.report import status_line, status_report
-from swansongd.telemetry.sdnotify import SystemdNotifier
-from swansongd.telemetry.timeline import Timeline
-from swansongd.threads import Worker
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import SignalSender
+from swansongd.util.rates import LogLimit
+from swansongd.util.threads import Worker
 
 _TICK_S = 1.0
 _TICK_URGENT_S = 0.1

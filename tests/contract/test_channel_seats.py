@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from channel_peer import Client, PeerProcess, RunningChannel
 from swansong import protocol
 from swansong.protocol import Message
 from swansongd.core.events import (
@@ -28,7 +27,9 @@ from swansongd.trainers.admission import (
     CONNECTIONS_RESERVED,
     QUERIES_MAX,
 )
-from waiting import until
+
+from testkit.channel_peer import Client, PeerProcess, RunningChannel
+from testkit.waiting import until
 
 TRAINER, OTHER_TRAINER = 65534, 65533
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")

@@ -10,17 +10,18 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import google_crc32c
 import pytest
-from bodies import BytesBody
-from contract.store_backends import OURS, PART, SERVERS, Cloud, get_range, send_part
-from contract.store_by_hand import signed
 from swansongd.errors import Exists, NotFound, StoreError
 from swansongd.stores.base import CRC32C_UNTOLD
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "stores.md"
+from testkit import REPOSITORY
+from testkit.bodies import BytesBody
+from testkit.store_backends import OURS, PART, SERVERS, Cloud, get_range, send_part
+from testkit.store_by_hand import signed
+
+PAGE = REPOSITORY / "docs" / "stores.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 CONTENT = os.urandom(PART + 1)
 WRONG = base64.b64encode(b"none").decode()

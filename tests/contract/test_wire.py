@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.raw_server import Peer, RawServer, Request, Script, certificate
 from crc32c import crc32c
 from swansongd.errors import Permanent, Transient
-from swansongd.stores import connections
 from swansongd.stores.base import WINDOW_BYTES
-from swansongd.stores.wire import Answer, Wire
-from waiting import until
+from swansongd.stores.http import pool
+from swansongd.stores.http.client import Answer, Wire
+
+from testkit.raw_server import Peer, RawServer, Request, Script, certificate
+from testkit.waiting import until
 
 CONTENT = os.urandom(2 * WINDOW_BYTES + 12_345)
 TRAILER = "x-amz-checksum-crc32c"
@@ -438,7 +439,7 @@ def test_what_is_idle_is_closed_and_costs_nothing(
     plain: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Idle connections are closed in time, and the watching thread ends with the last one."""
-    monkeypatch.setattr(connections, "IDLE_S_MAX", 0.2)
+    monkeypatch.setattr(pool, "IDLE_S_MAX", 0.2)
     ended = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -727,7 +728,7 @@ def test_slow_is_not_stalled(plain: Place) -> None:
 @pytest.mark.fault("O02")
 def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """One far slower than the others is freed to go elsewhere; slow again, it is left to end."""
-    monkeypatch.setattr(connections, "_OUTLIER_AFTER_S", 0.3)
+    monkeypatch.setattr(pool, "_OUTLIER_AFTER_S", 0.3)
     done = threading.Event()
     begun: list[bool] = []
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import swansong
-from hooks.job_store import MemoryJobStore
-from swansong._agree import Agreement, Ranks
-from swansong._agree_nodes import Assembly
-from swansong._rounds import Decision, JobStore, say_absent, take_part
+from swansong._ranks.agreement import Agreement, Ranks
+from swansong._ranks.assembly import Assembly
+from swansong._ranks.rounds import Decision, JobStore, say_absent, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
@@ -25,7 +24,9 @@ from swansong.protocol import (
     Request,
     Sealed,
 )
-from waiting import until
+
+from testkit.job_store import MemoryJobStore
+from testkit.waiting import until
 
 TRIALS = {"memory": 2000, "torch": 300}
 """Single rounds, in which every rank comes when it likes."""
@@ -465,7 +466,7 @@ def test_a_vm_without_a_daemon_is_named_at_once(
 
     When the daemon has come all the same, they meet.
     """
-    monkeypatch.setattr("swansong._rounds.ABSENT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.rounds.ABSENT_S", 0.5)
     job = Job(connect, nodes=2, local=1)
     present, other = job.ranks[1 - absent], job.ranks[absent]
     try:
@@ -559,7 +560,7 @@ def test_ranks_that_do_not_go_back_together_do_not_go_back(
     connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After different steps, or not all of them: everybody who came is told so, and nothing is chosen."""
-    monkeypatch.setattr("swansong._agree_nodes.COMING_LIMIT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.assembly.COMING_LIMIT_S", 0.5)
 
     def decide(_: int) -> dict[str, object]:
         raise AssertionError

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
 from swansong import protocol
-from swansong._agree import Agreement, Due, Ranks
+from swansong._ranks.agreement import Agreement, Due, Ranks
 from swansong.protocol import (
     Accepted,
     Declined,
@@ -25,7 +23,10 @@ from swansong.protocol import (
     Sealed,
     Target,
 )
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
+from testkit.waiting import until
 
 RANKS = 4
 

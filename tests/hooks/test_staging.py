@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import swansong
-from swansong._staging import finish, remove_leftovers, write_checkpoint
+from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
 from swansong.protocol import RankManifest
 
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
@@ -130,7 +130,7 @@ def test_what_may_not_be_uploaded_fails_the_save(
 SWAPS = """
 import os, sys
 from pathlib import Path
-from swansong._staging import finish, write_checkpoint
+from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.protocol import RankManifest
 
 root, what = Path(sys.argv[1]), sys.argv[2]

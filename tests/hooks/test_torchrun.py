@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks.fake_daemon import FakeDaemon
-from swansong._agree import Ranks
-from swansong._agree_nodes import advise_on_launcher
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.assembly import advise_on_launcher
 from swansong.protocol import Hello, Incarnation, Sealed
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 

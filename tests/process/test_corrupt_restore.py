@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from clouds import Bucket
+
+from testkit.clouds import Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

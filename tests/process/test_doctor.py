@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket, Gcp
-from emulators import tls
-from emulators.process import EmulatorProcess
-from rig import BIN, CREDENTIALS, Vm, control, environment
-from store_tap import StoreTap
-from swansongd.stores.tree import MARKER
-from waiting import until
+from swansongd.stores.file.tree import MARKER
+
+from testkit.clouds import Aws, Bucket, Gcp
+from testkit.emulators import tls
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
+from testkit.store_tap import StoreTap
+from testkit.waiting import until
 
 SECRET = "a-secret-that-nobody-may-read"
 ELSEWHERE = "# with rights on the account: "
@@ -100,7 +101,7 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
 
 def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_path: Path) -> None:
     """The same with the metadata server of Compute Engine and a bucket of GCS."""
-    with EmulatorProcess("emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
+    with EmulatorProcess("testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
         store = {"url": "gs://ckpt/team", "endpoint": gcs.url}
         vm = new_vm("a", store, metadata=gcp.metadata)
         vm.start_daemon()

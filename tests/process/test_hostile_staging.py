@@ -13,18 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import committed
 import pytest
-from as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
-from rig import Vm
 from swansong import protocol
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
+
+from testkit import REPOSITORY, committed
+from testkit.as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
+from testkit.rig import Vm
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 
 NAME = "rank-00000/model.bin"
 FILES = {NAME: bytes(range(256)) * 40}
-DAEMON_AS = Path(__file__).parents[1] / "daemon_as.py"
+DAEMON_AS = REPOSITORY / "testkit" / "daemon_as.py"
 
 
 class Site(Vm):

@@ -8,18 +8,19 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import CREDENTIALS, Vm
 from swansongd.trainers.admission import CONNECTIONS_PER_USER
-from waiting import until
+
+from testkit import REPOSITORY
+from testkit.clouds import Aws, Bucket
+from testkit.rig import CREDENTIALS, Vm
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(100)
 
-FAULTY_DAEMON = str(Path(__file__).with_name("faulty_daemon.py"))
+FAULTY_DAEMON = str(REPOSITORY / "testkit" / "faulty_daemon.py")
 
 
 class Liar:

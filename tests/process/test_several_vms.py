@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Process, Vm
-from staged import write_files
 from swansong import protocol
 from swansong.protocol import FileEntry, RankManifest
-from waiting import until
+
+from testkit.rig import Process, Vm
+from testkit.staged import write_files
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 

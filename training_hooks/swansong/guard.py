@@ -23,13 +23,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swansong._agree import CheckpointRequest, Due, Ranks
-from swansong._agree_nodes import advise_on_launcher
-from swansong._conversation import Conversation
-from swansong._health import Health
-from swansong._progress import PauseWatch, Reporter
-from swansong._restore import RestoreError, load_checkpoint, where_to_go_back, where_to_go_on
-from swansong._saving import CLOSE_PATIENCE_S, Saver
+from swansong._checkpoint.health import Health
+from swansong._checkpoint.restore import (
+    RestoreError,
+    load_checkpoint,
+    where_to_go_back,
+    where_to_go_on,
+)
+from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
+from swansong._daemon.progress import PauseWatch, Reporter
+from swansong._daemon.session import Conversation
+from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
+from swansong._ranks.assembly import advise_on_launcher
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 

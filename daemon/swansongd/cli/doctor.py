@@ -16,8 +16,8 @@ from swansongd.cli.talk import Daemon
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
-from swansongd.telemetry import log
-from swansongd.telemetry.log import printable
+from swansongd.observe import log
+from swansongd.observe.log import printable
 
 _STYLES = {
     Level.OK: "green",

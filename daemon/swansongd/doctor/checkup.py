@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import (
     configuration,
     daemon,

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from swansongd.config import Config, load
+from swansongd.config.config import Config, load
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Finding, Judgement, failure, ok, warning
 from swansongd.errors import ConfigError

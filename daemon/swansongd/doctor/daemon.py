@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swansongd import __version__
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
 from swansongd.doctor.sandbox import properties

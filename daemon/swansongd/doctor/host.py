@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning

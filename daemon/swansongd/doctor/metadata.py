@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.findings import (
     Check,

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from swansong import openat
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
-from swansongd.stores import mounts
+from swansongd.stores.file import mounts
 
 FAMILY = "staging"
 

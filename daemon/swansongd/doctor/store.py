@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from swansongd import signing
-from swansongd.clerk import expect_recorded_store
-from swansongd.config import Config
+from swansongd.bucket import signing
+from swansongd.bucket.signing import Signer
+from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes, staging, store_fixes
 from swansongd.doctor.accounts import Account
 from swansongd.doctor.clock import judge_skew, skew_s
@@ -29,16 +29,16 @@ from swansongd.doctor.findings import (
 )
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
-from swansongd.signing import Signer
+from swansongd.flush.committer import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
-from swansongd.stores import mounts
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.configured import open_configured
-from swansongd.stores.files import FileStore
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
-from swansongd.stores.wire import Wire
-from swansongd.threads import parallel
+from swansongd.stores.file import mounts
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.http.client import Wire
+from swansongd.stores.s3.store import S3Store
+from swansongd.util.threads import parallel
 
 FAMILY = "store"
 

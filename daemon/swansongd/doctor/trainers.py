@@ -12,7 +12,7 @@ from typing import Any
 
 from swansong.protocol import DEFAULT_SOCKET
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group, with_trainers
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning

@@ -32,7 +32,6 @@ from swansong.protocol import Message, ProtocolError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused
 from swansongd.errors import ConfigError
-from swansongd.rates import LogLimit
 from swansongd.trainers import peers, translate
 from swansongd.trainers.admission import (
     CONNECTIONS_PER_USER,
@@ -49,6 +48,7 @@ from swansongd.trainers.connection import (
     close_socket,
     listen,
 )
+from swansongd.util.rates import LogLimit
 
 ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 1.0

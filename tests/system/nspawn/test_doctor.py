@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import control
-from system.nspawn.container import DAEMON, TRAINER, Container
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.container import DAEMON, TRAINER, Container
+from testkit.rig import control
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(400, func_only=True)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from system.nspawn import build
-from system.nspawn.container import DAEMON, Container
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn import build
+from testkit.nspawn.container import DAEMON, Container
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
