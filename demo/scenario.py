@@ -261,7 +261,7 @@ class Stage:
             how = f"swansong restore: {megabytes(found)} in {found['seconds']:.1f} s"
         else:
             self._train(watch)
-            found = watch.until(lambda: watch.daemon.lines.all(event="rejoin"), "a restore")[0]
+            found = watch.until(lambda: watch.daemon.lines.all(event="resume"), "a restore")[0]
             how = "guard.restore()"
         text = f"restored step {found['step']} of generation {found['generation']} ({how})"
         self._screen.say(watch.name, text, style="bold green")

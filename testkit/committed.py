@@ -50,7 +50,7 @@ def commit(
     step: int = 100,
     node: int = 0,
     nodes: int = 1,
-    attempt: str = "a1",
+    upload_nonce: str = "a1",
     loss: float = 2.5,
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
@@ -60,7 +60,7 @@ def commit(
     checkpoint = CheckpointId(step, "abc")
     shards = []
     for path, data in files.items():
-        key = keys.shard(generation, checkpoint, attempt, node, path)
+        key = keys.shard(generation, checkpoint, upload_nonce, node, path)
         store.put(key, data)
         shards.append(
             StoredShard(
@@ -79,7 +79,7 @@ def commit(
         kind=kind,
         node=node,
         nodes=nodes,
-        nonce=f"{attempt}{node}",
+        nonce=f"{upload_nonce}{node}",
         shards=tuple(shards),
         health={"loss": loss} if health is None else health,
         created="2030-01-01T00:00:00Z",

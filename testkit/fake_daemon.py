@@ -151,7 +151,7 @@ class FakeDaemon:
                 if connection not in self._connections:
                     self._connections.append(connection)
         if isinstance(message, Finish):
-            return [Finished(message.incarnation)]
+            return [Finished(message.job_start_id)]
         if isinstance(message, RestoreQuery):
             if self.on_query is not None:
                 self.on_query(message.query_id)

@@ -36,7 +36,7 @@ from swansongd.core.events import (
     Flushed,
     FlushFailed,
     GenerationClaimed,
-    IncarnationBegun,
+    JobStarted,
     JoinGeneration,
     NoticeRaised,
     PartsCounted,
@@ -102,7 +102,7 @@ class Start:
 
     number: int
     members: list[Vm]
-    session: str
+    job_start_id: str
     finished: set[Vm] = field(default_factory=set)
     has_begun: bool = False
     resumed: CommitRef | None = None
@@ -118,11 +118,11 @@ class Start:
         return len(self.members) == 1
 
     def is_ready(self, state: State) -> bool:
-        """Whether the daemon of rank 0 may choose where to resume, as its rejoin has it."""
+        """Whether the daemon of rank 0 may choose where to resume, as its resume has it."""
         is_of_it = (
-            nodes.is_alone(state.incarnation)
+            nodes.is_alone(state.job_start_id)
             if self.is_alone
-            else state.incarnation == self.session
+            else state.job_start_id == self.job_start_id
         )
         return is_of_it and state.finishing is None and state.generation is not None
 
@@ -166,13 +166,15 @@ class Vm:
             sealed_under=self.record[1].generation if self.record else None,
         )
         abandoned = frozenset(self.record[2] if self.record else ())
-        return State(settings=settings, incarnation=joined, abandoned=abandoned, unusable=abandoned)
+        return State(
+            settings=settings, job_start_id=joined, abandoned=abandoned, unusable=abandoned
+        )
 
     def start_daemon(self) -> None:
         self.life += 1
         self.state = self._new_state()
         self._flush_id = ""
-        self.wanted = self.state.incarnation
+        self.wanted = self.state.job_start_id
         self._scan()
         self._tick()
         if self.record is not None:
@@ -201,9 +203,9 @@ class Vm:
         if start.is_alone:
             return
         if start.has_begun:
-            self.post(lambda: IncarnationBegun(start.session), 0.1, after_s=0.1)
+            self.post(lambda: JobStarted(start.job_start_id), 0.1, after_s=0.1)
         else:
-            self.post(lambda: FinishAsked(start.session), 0.1, after_s=0.1)
+            self.post(lambda: FinishAsked(start.job_start_id), 0.1, after_s=0.1)
 
     def post(self, event: Callable[[], Event], delay_up_to_s: float, after_s: float = 0.0) -> None:
         life = self.life
@@ -252,8 +254,8 @@ class Vm:
             case AskTrainers(request_id, _, deadline_mono_s, connections):
                 if self.connection in connections:
                     self.fleet.asked(self, request_id, deadline_mono_s)
-            case TellFinished(incarnation):
-                self.fleet.finished(self, incarnation)
+            case TellFinished(job_start_id):
+                self.fleet.finished(self, job_start_id)
             case StartFlush():
                 self._flush(action)
             case CancelFlush(flush_id):
@@ -261,9 +263,9 @@ class Vm:
                     self._flush_id = ""
             case CommitManifest():
                 self._commit(action)
-            case JoinGeneration(incarnation, abandoned):
-                self.wanted = incarnation
-                self._claim(incarnation, abandoned)
+            case JoinGeneration(job_start_id, abandoned):
+                self.wanted = job_start_id
+                self._claim(job_start_id, abandoned)
             case CheckComplete():
                 self.post(lambda: self._counted(action), 0.3)
             case Rescan():
@@ -276,12 +278,12 @@ class Vm:
             case _:
                 pass
 
-    def _claim(self, incarnation: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
+    def _claim(self, job_start_id: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
         """Join; None: the daemon was restarted, and has joined before."""
         life = self.life
 
         def happens() -> None:
-            if not self.is_alive or life != self.life or incarnation != self.wanted:
+            if not self.is_alive or life != self.life or job_start_id != self.wanted:
                 return
             try:
                 newest = commit.newest_whole_commit(self.store, KEYS)
@@ -292,7 +294,7 @@ class Vm:
                 else:
                     nonce = f"{self.fleet.random.getrandbits(64):x}"
                     claim = commit.claim_generation(
-                        self.store, KEYS, identity={}, nonce=nonce, incarnation=incarnation
+                        self.store, KEYS, identity={}, nonce=nonce, job_start_id=job_start_id
                     ).content
             except FencedError as error:
                 self.step(fence_found(error))
@@ -301,7 +303,7 @@ class Vm:
             else:
                 is_first = abandoned is None
                 if abandoned is not None:
-                    self.record = incarnation, claim, abandoned
+                    self.record = job_start_id, claim, abandoned
                 generation = claim.generation
                 self.step(GenerationClaimed(generation, newest, is_rollback=not is_first))
 
@@ -461,9 +463,9 @@ class Fleet:
 
         self.at(delay_s, happens)
 
-    def finished(self, vm: Vm, incarnation: str) -> None:
+    def finished(self, vm: Vm, job_start_id: str) -> None:
         start = self.start
-        if start is not None and start.session == incarnation:
+        if start is not None and start.job_start_id == job_start_id:
             start.finished.add(vm)
 
     def _await_finished(self, start: Start, give_up_s: float) -> None:
@@ -473,7 +475,7 @@ class Fleet:
             start.has_begun = True
             if not start.is_alone:
                 for vm in start.members:
-                    vm.post(lambda: IncarnationBegun(start.session), 0.3)
+                    vm.post(lambda: JobStarted(start.job_start_id), 0.3)
             self._await_choice(start)
         else:
             self.at(0.1, lambda: self._await_finished(start, give_up_s))
@@ -639,8 +641,8 @@ class Fleet:
         plain = SimStore(lambda *_: False)
         plain.objects = self.bucket.objects
         claim = catalog.claim_of(plain, KEYS, generation)
-        name = "" if claim is None else claim.incarnation
-        return next((start for start in self.starts if start.session == name), None)
+        name = "" if claim is None else claim.job_start_id
+        return next((start for start in self.starts if start.job_start_id == name), None)
 
     def concluded(self, vm: Vm, conclusion: Conclude) -> None:
         if not conclusion.is_final:

@@ -415,7 +415,7 @@ def test_a_right_that_is_lacking_asks_for_credentials_once(
 
 
 def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
-    """Permanent, and says which setting to mend."""
+    """Permanent, and says which setting to fix."""
     store = cloud.open(profile="nobody")
     for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:

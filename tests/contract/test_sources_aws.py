@@ -118,7 +118,7 @@ def test_hibernate_leaves_no_time(imds: str) -> None:
 
 
 @pytest.mark.fault("N03")
-def test_401_is_mended_within_the_poll(imds: str) -> None:
+def test_401_is_fixed_within_the_poll(imds: str) -> None:
     """A refused token is replaced and the question asked anew at once; health never suffers."""
     with SourceRun(spot(imds)) as run:
         polls(imds, 2)
@@ -265,7 +265,7 @@ def test_without_date_a_clock_that_is_ahead_ends_nothing(imds: str) -> None:
 
 @pytest.mark.fault("N04")
 def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
-    """If nothing answers, the reason does not send anybody to mend the hop limit."""
+    """If nothing answers, the reason does not send anybody to fix the hop limit."""
     control(imds, "fault", kind="hang")
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")

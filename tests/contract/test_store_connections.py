@@ -156,7 +156,7 @@ def test_a_receipt_that_the_store_never_gave(cloud: Cloud) -> None:
 def test_a_server_that_is_not_trusted(
     cloud_environment: None, untrusted_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certificate that nobody here knows is Permanent: trying again does not mend it."""
+    """A certificate that nobody here knows is Permanent: trying again does not fix it."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
     s3 = S3Store(f"s3://{BUCKET}", untrusted_url)
     gcs = GcsStore(f"gs://{BUCKET}", untrusted_url)

@@ -178,7 +178,7 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
     """Small requests get through, whatever is larger than a packet hangs: that is noticed soon, the deadline
-    holds, nothing is taken for stored; and when the path is mended all goes on."""
+    holds, nothing is taken for stored; and when the path is fixed all goes on."""
     through = cloud.open(cloud.by(proxy), **LIMITS)
     store = retrying(through, budget_s=30.0)
     store.put_shard("old", BytesBody(CONTENT))

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, Transient
 from swansongd.stores import credentials
-from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt
+from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs.store import GcsStore
 
@@ -422,7 +422,7 @@ def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
     listed = store.parts(upload)
     assert [part.number for part in listed] == [1, 2]
     assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
-    assert {part.crc32c for part in listed} == {CRC32C_UNTOLD}
+    assert {part.crc32c for part in listed} == {CRC32C_UNKNOWN}
     third = store.put_part(upload, 3, BytesBody(b"3"))
     with pytest.raises(Permanent):
         store.complete(upload, [*listed, third])

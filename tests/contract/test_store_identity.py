@@ -404,9 +404,9 @@ def test_doctor_leaves_a_bare_mount_point_bare(
     assert "not mounted" in bucket().found
     (tmp_path / "staging" / "r" / ".swansongd" / "claim.json").unlink()
     fstab(monkeypatch, tmp_path, f"nfs:/x {root} nfs4 _netdev 0 0")
-    assert bucket().mend.endswith(f"mount {root}")
+    assert bucket().fix.endswith(f"mount {root}")
     config.write_text(config.read_text().replace(root.as_uri(), f"{root.as_uri()}/below"))
-    assert bucket().mend.endswith(f"mount {root}")
+    assert bucket().fix.endswith(f"mount {root}")
 
 
 @pytest.mark.parametrize("name", ["ENOTCONN", "ENODEV", "ESTALE"])

@@ -69,7 +69,7 @@ def test_a_manifest_is_understood_or_refused(data: bytes) -> None:
 @given(
     data=st.binary(max_size=200)
     | st.dictionaries(
-        st.sampled_from(["version", "run", "generation", "nonce", "identity", "incarnation", "x"]),
+        st.sampled_from(["version", "run", "generation", "nonce", "identity", "job_start_id", "x"]),
         json_values,
     ).map(lambda body: json.dumps(body).encode())
 )

@@ -203,7 +203,7 @@ def test_a_link_that_is_swapped_in_leads_nowhere(tmp_path: Path, what: str) -> N
 
 
 @pytest.mark.fault("D12")
-def test_a_new_incarnation_removes_what_its_last_one_left(tmp_path: Path) -> None:
+def test_a_new_job_start_removes_what_its_last_one_left(tmp_path: Path) -> None:
     """Everything of that rank goes, finished or not, and other ranks' files stay."""
     partial = tmp_path / PARTIAL
     for directory in ("rank-00000.writing", "rank-00000", "rank-00001"):

@@ -165,7 +165,7 @@ def test_a_vm_without_ipv4_is_watched(
 def test_a_token_that_gets_lost_is_told_from_a_service_that_is_away(
     network: Any, clouds: Any, new_vm: Any, witness: str
 ) -> None:
-    """The operator reads what to mend; nothing is asked without a token in earnest."""
+    """The operator reads what to fix; nothing is asked without a token in earnest."""
     aws = clouds.aws()
     network.lose_puts()
     vm = new_vm("aws")

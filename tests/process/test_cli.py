@@ -416,11 +416,11 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
 
 def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> None:
     """Newer ones are passed over; with none that is known to be healthy there is nothing to restore."""
-    commit(place.store, {"a": b"unknown"}, step=1, attempt="x")
+    commit(place.store, {"a": b"unknown"}, step=1, upload_nonce="x")
     refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
     assert refused.returncode == 17
-    commit(place.store, {"a": b"good"}, step=2, attempt="y", health={"loss_is_finite": 1.0})
-    commit(place.store, {"a": b"bad"}, step=3, attempt="z", health={"loss_is_finite": 0.0})
+    commit(place.store, {"a": b"good"}, step=2, upload_nonce="y", health={"loss_is_finite": 1.0})
+    commit(place.store, {"a": b"bad"}, step=3, upload_nonce="z", health={"loss_is_finite": 0.0})
     restored = place.run_json("restore", "--healthy", "--to", str(place.to))
     assert (restored["step"], restored["skipped"]) == (2, [])
     assert (place.to / "a").read_bytes() == b"good"

@@ -68,7 +68,11 @@ class Site(Vm):
 
         def make() -> None:
             committed.commit(
-                FileStore(f"file://{self.bucket}"), FILES, run="run", step=step, attempt=f"a{step}"
+                FileStore(f"file://{self.bucket}"),
+                FILES,
+                run="run",
+                step=step,
+                upload_nonce=f"a{step}",
             )
 
         as_user(DAEMON, make)
@@ -169,7 +173,7 @@ def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     forged = {
         "run": "run", "store_url": f"file://{site.bucket}", "boot_id": boot_id, "generation": 77,
-        "incarnation": "", "nonce": "0123456789abcdef",
+        "job_start_id": "", "nonce": "0123456789abcdef",
     }  # fmt: skip
 
     def plant() -> None:

@@ -157,7 +157,7 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: st
             liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
             assert "run.several_vms" in liar.hear()["reason"]
         with Liar(vm) as liar:
-            liar.say(type="incarnation", id=f"i{number}")
+            liar.say(type="job_start", id=f"i{number}")
             assert "run.several_vms" in liar.hear()["reason"]
     report = vm.status()
     assert (report["generation"], report["state"]) == (generation, "IDLE")

@@ -32,7 +32,7 @@ from swansong._checkpoint.restore import (
 )
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._daemon.progress import PauseWatch, Reporter
-from swansong._daemon.session import Conversation
+from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
 from swansong._ranks.assembly import advise_on_launcher
 from swansong.protocol import Committed, RankManifest, Restored
@@ -123,7 +123,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
-        self._talk = Conversation(
+        self._talk = DaemonSession(
             ranks,
             run=run,
             every_steps=every_steps,
@@ -275,8 +275,8 @@ class Guard:
         log.warning("went back from step %s to step %s", at_step, step)
         # A set of a step that is done anew is another one than that of the first time.
         self._saver.forget()
-        attempt = f"{self._ranks.attempt}~{self._rollbacks}"
-        self._ranks = dataclasses.replace(self._ranks, attempt=attempt)
+        restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
+        self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
         self._health.forget()
         self._agreement.step = step
         self._started(step)

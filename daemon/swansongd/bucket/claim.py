@@ -31,14 +31,14 @@ class ClaimObject:
     generation: int
     nonce: str
     """Distinguishes this claim from all others."""
-    incarnation: str = ""
+    job_start_id: str = ""
     """Names one start of a job over several VMs, which share the generation; else empty."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Boot id, host name and time of the claim; informational."""
 
     def is_shared_with(self, other: ClaimObject) -> bool:
         """Whether both give the same generation to the same VM, or to the same start of a job."""
-        is_same_start = bool(self.incarnation) and self.incarnation == other.incarnation
+        is_same_start = bool(self.job_start_id) and self.job_start_id == other.job_start_id
         return self.generation == other.generation and (self.nonce == other.nonce or is_same_start)
 
 
@@ -51,8 +51,8 @@ def encode(claim: ClaimObject, signer: Signer | None = None) -> bytes:
         "nonce": claim.nonce,
         "identity": dict(claim.identity),
     }
-    if claim.incarnation:
-        body["incarnation"] = claim.incarnation
+    if claim.job_start_id:
+        body["job_start_id"] = claim.job_start_id
     if signer is not None:
         body = signer.signed(FORMAT, body)
     return json.dumps(body, sort_keys=True).encode()
@@ -74,8 +74,8 @@ def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
                 body.get("generation"), "generation of the claim", 1, bounds.GENERATION_MAX
             ),
             nonce=bounds.identifier(body.get("nonce"), "nonce of the claim"),
-            incarnation=bounds.text(
-                body.get("incarnation", ""), "incarnation of the claim", bounds.ID_CHARS_MAX
+            job_start_id=bounds.text(
+                body.get("job_start_id", ""), "job_start_id of the claim", bounds.ID_CHARS_MAX
             ),
             identity={
                 bounds.text(name, "a key of the identity", bounds.ID_CHARS_MAX): bounds.text(

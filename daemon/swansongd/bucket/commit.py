@@ -38,7 +38,7 @@ from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
 _LOOK_BACK = 5
-"""The claim of an incarnation is among this many newest ones."""
+"""The claim of a job start is among this many newest ones."""
 
 _log = structlog.get_logger(__name__)
 
@@ -63,31 +63,31 @@ def claim_generation(
     *,
     identity: Mapping[str, str],
     nonce: str,
-    incarnation: str = "",
+    job_start_id: str = "",
 ) -> Claim:
     """Claim the next generation of the run; whoever loses the race for a number takes a later one.
 
     The claim is then created once more: a store that lets that happen ignores create-if-absent.  The
     bytes are the same, so nothing is damaged by asking.
 
-    With an ``incarnation``, VMs that name the same one share a generation: the first claims it.
+    With a ``job_start_id``, VMs that name the same one share a generation: the first claims it.
 
     Args:
         identity: who claims: instance, boot, host name; for people.
         nonce: tells this claim from everybody else's.
-        incarnation: names one start of a job over several VMs; empty for a run on one VM.
+        job_start_id: names one start of a job over several VMs; empty for a run on one VM.
 
     Raises:
-        FencedError: the incarnation has a generation, and another one has taken the run over since.
+        FencedError: the job start has a generation, and another one has taken the run over since.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
     """
     numbers = catalog.claimed(store, keys)
-    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK if incarnation else 1)
+    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK if job_start_id else 1)
     newest = recent[0][0] if recent else 0
-    for number, found in recent if incarnation else ():
-        if found is not None and found.incarnation == incarnation:
+    for number, found in recent if job_start_id else ():
+        if found is not None and found.job_start_id == job_start_id:
             if number < newest:
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True)
@@ -104,7 +104,7 @@ def claim_generation(
             run=keys.run,
             generation=generation,
             nonce=nonce,
-            incarnation=incarnation,
+            job_start_id=job_start_id,
             identity=identity,
         )
         data = claims.encode(claim, keys.signer)
@@ -113,7 +113,7 @@ def claim_generation(
             store.put(key, data, if_absent=True)
         except Exists:
             winner = catalog.claim_of(store, keys, generation)
-            if winner is not None and incarnation and winner.incarnation == incarnation:
+            if winner is not None and job_start_id and winner.job_start_id == job_start_id:
                 return Claim(winner, honours_if_absent=True)
             if winner is None or winner.nonce != nonce:
                 continue

@@ -64,10 +64,10 @@ class RunKeys:
         return f"{self.generations}{_generation(generation)}.json"
 
     def shard(
-        self, generation: int, checkpoint: CheckpointId, attempt: str, node: int, path: str
+        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, path: str
     ) -> str:
-        """Key of a shard.  ``attempt`` is new for each flush, so that no key is ever written twice."""
-        name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{attempt}"
+        """Key of a shard.  ``upload_nonce`` is new for each flush, so that no key is ever written twice."""
+        name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{upload_nonce}"
         return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}/{path}"
 
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:

@@ -96,8 +96,8 @@ def _ask(socket: Path) -> dict[str, Any]:
 def _show(out: Console, finding: Finding, name: str) -> None:
     line = Text("  ").append(f"{finding.level:<8}", style=_STYLES[finding.level])
     out.print(line.append(f" {name}: {printable(finding.found)}"), soft_wrap=True)
-    if finding.mend:
-        out.print(Text(f"           mend: {printable(finding.mend)}"), soft_wrap=True)
+    if finding.fix:
+        out.print(Text(f"           fix: {printable(finding.fix)}"), soft_wrap=True)
 
 
 def _summary(found: list[Finding]) -> str:

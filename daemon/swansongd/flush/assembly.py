@@ -19,13 +19,13 @@ from swansongd.config.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
 from swansongd.errors import StoreError, Transient
-from swansongd.flush.committer import Clerk, expect_recorded_store
+from swansongd.flush.committer import Committer, expect_recorded_store
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import Journal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
+from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
-from swansongd.sources.base import HealthTracker
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.configured import open_configured
 from swansongd.stores.file.store import FileStore
@@ -35,7 +35,7 @@ from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
 
 SMALL_CONNECTIONS = 4
-"""Beside those of the flush: for the clerk, a restore, and keeping warm."""
+"""Beside those of the flush: for the committer, a restore, and keeping warm."""
 _CALL_BUDGET_S = 20.0
 """How long one call to the store is tried again in the background before it counts as failed."""
 _BLIND_AFTER_S = 60.0
@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Storage:
-    """The store, the flush to it, the clerk's small objects in it, and who keeps it warm and clean.
+    """The store, the flush to it, the committer's small objects in it, and who keeps it warm and clean.
 
     Args:
         config: of the daemon.
@@ -114,7 +114,7 @@ class Storage:
             part_size_bytes=config.flush.part_size_bytes,
             is_urgent=self._is_urgent,
         )
-        self.clerk = Clerk(
+        self.committer = Committer(
             small_store,
             self.keys,
             staging.own,
@@ -137,13 +137,13 @@ class Storage:
 
     def start(self) -> None:
         """Claim a generation, keep warm, sweep; returns at once."""
-        self.clerk.start()
+        self.committer.start()
         self.warmer.start()
         self._sweeper.start()
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """A notice has come."""
-        self.clerk.hurry()
+        self.committer.expedite()
         self.warmer.now()
 
     def _store_id(self) -> str:

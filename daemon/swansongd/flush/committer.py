@@ -64,7 +64,7 @@ class ClaimRecord:
     """The generation that this boot has claimed; lies in staging, and dies with it.
 
     The record alone proves nothing: it counts only if the claim object in the store carries its nonce, or
-    the incarnation that it names.  It is written before each claim and again after it, so a daemon that was
+    the job start that it names.  It is written before each claim and again after it, so a daemon that was
     killed between the two recognises its own claim.
     """
 
@@ -74,7 +74,7 @@ class ClaimRecord:
     generation: int
     """0 before the first claim."""
     nonce: str
-    incarnation: str = ""
+    job_start_id: str = ""
     """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
     next_nonce: str = ""
     """Of a claim that was ordered, and that may have been made; empty for none."""
@@ -122,8 +122,8 @@ class ClaimRecord:
                     body.get("generation"), "generation", 0, bounds.GENERATION_MAX
                 ),
                 nonce=bounds.text(body.get("nonce"), "nonce", bounds.ID_CHARS_MAX),
-                incarnation=bounds.text(
-                    body.get("incarnation"), "incarnation", bounds.ID_CHARS_MAX
+                job_start_id=bounds.text(
+                    body.get("job_start_id"), "job_start_id", bounds.ID_CHARS_MAX
                 ),
                 next_nonce=bounds.text(
                     body.get("next_nonce", ""), "next_nonce", bounds.ID_CHARS_MAX
@@ -147,7 +147,7 @@ class ClaimRecord:
             run=self.run,
             generation=self.generation,
             nonce=self.nonce,
-            incarnation=self.incarnation,
+            job_start_id=self.job_start_id,
         )
         return bool(self.nonce) and own.is_shared_with(claim)
 
@@ -184,7 +184,7 @@ def _checkpoint_id(value: object) -> CheckpointId:
     return CheckpointId(int(step), nonce)
 
 
-class Clerk:
+class Committer:
     """Claims, commits and says farewell.
 
     Args:
@@ -196,7 +196,7 @@ class Clerk:
         post: takes what came of it.
         wall: wall clock in UTC, as text; informational.
         health: told of what worked and what failed.
-        several_vms: whether the generation is that of an incarnation of the job, see :meth:`join`.
+        several_vms: whether the generation is that of a job start of the job, see :meth:`join`.
         store_id: reads the id of a store of files; recorded with the claim.
     """
 
@@ -229,13 +229,13 @@ class Clerk:
         """Generation of the sets that earlier lives left in staging; None if unknown."""
         self.abandoned = frozenset(record.abandoned)
         """Sets that earlier lives left in staging and that are not of the line of states."""
-        if record.boot_id != boot_id or bool(record.incarnation) != several_vms:
+        if record.boot_id != boot_id or bool(record.job_start_id) != several_vms:
             # Another boot is another VM; what lies in staging is still of that generation.
-            record = replace(record, boot_id=boot_id, nonce="", incarnation="", next_nonce="")
+            record = replace(record, boot_id=boot_id, nonce="", job_start_id="", next_nonce="")
         self._record = record
         self._held: ClaimObject | None = None
         """The claim of the generation that this VM commits under."""
-        self.incarnation = record.incarnation
+        self.job_start_id = record.job_start_id
         """The one that this boot has joined last; empty before it has."""
         self._has_read_back = False
         """Whether a manifest of this life was read back, and was the one that was written."""
@@ -243,13 +243,13 @@ class Clerk:
         self._stop = threading.Event()
         self._idle = threading.Event()
         self._hurry = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
 
     def start(self) -> None:
         """Claim a generation as soon as the store lets us, then take orders."""
         self._thread.start()
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """There is a notice: do not sleep over the claim."""
         self._hurry.set()
 
@@ -285,8 +285,8 @@ class Clerk:
         self._jobs.put(run)
 
     def join(self, order: JoinGeneration) -> None:
-        """Share the generation of this incarnation; posts GenerationClaimed or FenceFound."""
-        self.incarnation = order.incarnation
+        """Share the generation of this job start; posts GenerationClaimed or FenceFound."""
+        self.job_start_id = order.job_start_id
         self._jobs.put(lambda: self._join(order))
 
     def check_complete(self, order: CheckComplete) -> None:
@@ -305,7 +305,7 @@ class Clerk:
         self._hurry.set()
 
     def _run(self) -> None:
-        may_claim = not self._several_vms or bool(self._record.incarnation)
+        may_claim = not self._several_vms or bool(self._record.job_start_id)
         if may_claim and not self._claim(self._claimed) and not self._several_vms:
             return
         while not self._stop.is_set():
@@ -313,15 +313,15 @@ class Clerk:
             try:
                 job()
             except Exception:
-                _log.exception("clerk_fault")
+                _log.exception("committer_fault")
 
     # ------------------------------------------------------------------ the claim
 
     def _claim(self, find: Callable[[], ClaimObject], *, is_first: bool = True) -> bool:
         wait_s = _CLAIM_RETRY_S
         refused = ""
-        incarnation = self.incarnation
-        while not self._stop.is_set() and incarnation == self.incarnation:
+        job_start_id = self.job_start_id
+        while not self._stop.is_set() and job_start_id == self.job_start_id:
             try:
                 self._store.check()
                 self._note_store()
@@ -357,17 +357,17 @@ class Clerk:
         return False
 
     def _join(self, order: JoinGeneration) -> None:
-        if order.incarnation != self.incarnation:
+        if order.job_start_id != self.job_start_id:
             return  # yet another one has begun meanwhile
-        self._note_claim(order.abandoned, order.incarnation)
-        self._claim(lambda: self._claim_new(order.incarnation), is_first=False)
+        self._note_claim(order.abandoned, order.job_start_id)
+        self._claim(lambda: self._claim_new(order.job_start_id), is_first=False)
 
     def _claimed(self) -> ClaimObject:
         record = self._record
         if record.next_nonce:
             return self._claim_ordered(record)
         if not record.nonce:
-            return self._claim_new(record.incarnation)
+            return self._claim_new(record.job_start_id)
         claim = catalog.claim_of(self._store, self._keys, record.generation)
         if claim is None or not record.is_of_claim(claim):
             _log.warning(
@@ -376,7 +376,7 @@ class Clerk:
                 claim=f"{self._store.url}/{self._keys.generation(record.generation)}",
                 hint="The claim is gone, or is not the one that this VM made; another one is made",
             )
-            return self._claim_new(record.incarnation)
+            return self._claim_new(record.job_start_id)
         # A daemon that was restarted continues under its number, unless it was overtaken.
         commit.ensure_not_fenced(self._store, self._keys, claim)
         return claim
@@ -392,14 +392,14 @@ class Clerk:
                 return claim
             if record.nonce and is_newer:
                 raise FencedError(record.generation, newest)
-        return self._claim_new(record.incarnation)
+        return self._claim_new(record.job_start_id)
 
-    def _note_claim(self, abandoned: tuple[CheckpointId, ...], incarnation: str = "") -> None:
+    def _note_claim(self, abandoned: tuple[CheckpointId, ...], job_start_id: str = "") -> None:
         """Record, before the claim, that a generation without these sets is to begin."""
         self._save(
             replace(
                 self._record,
-                incarnation=incarnation,
+                job_start_id=job_start_id,
                 next_nonce=secrets.token_hex(16),
                 abandoned=abandoned[-_ABANDONED_MAX:],
             )
@@ -421,14 +421,14 @@ class Clerk:
                 hint="After a restart the daemon will claim another generation, which is harmless",
             )
 
-    def _claim_new(self, incarnation: str = "") -> ClaimObject:
+    def _claim_new(self, job_start_id: str = "") -> ClaimObject:
         url = self._store.url
         if not self._record.next_nonce:
             self._save(replace(self._record, next_nonce=secrets.token_hex(16)))
         nonce = self._record.next_nonce
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
-            self._store, self._keys, identity=identity, nonce=nonce, incarnation=incarnation
+            self._store, self._keys, identity=identity, nonce=nonce, job_start_id=job_start_id
         )
         if not claim.honours_if_absent:
             _log.error(
@@ -440,7 +440,7 @@ class Clerk:
             self._record,
             generation=claim.generation,
             nonce=nonce,
-            incarnation=incarnation,
+            job_start_id=job_start_id,
             next_nonce="",
         )
         self._save(record)

@@ -34,12 +34,12 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.body import Cancelled
 from swansongd.flush.journal import SETS_MAX, Journal
-from swansongd.flush.queue import FlushSet, Order, Outcome, Task
-from swansongd.flush.uploader import ShardSender
+from swansongd.flush.queue import Order, Outcome, Task, UploadQueue
+from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
-from swansongd.util.concurrency import LOOK_S, Width
+from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
 
 _PROGRESS_INTERVAL_S = 0.05
 
@@ -84,7 +84,7 @@ class FlushEngine:
         self._cpus = len(os.sched_getaffinity(0))
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._sender = ShardSender(
+        self._sender = ShardUploader(
             store,
             run_directory,
             journal,
@@ -95,9 +95,9 @@ class FlushEngine:
         )
         self._idle = 0
         self._is_watched = False
-        self._sets: dict[CheckpointId, FlushSet] = {}
-        self._active: FlushSet | None = None
-        self._ordered: tuple[Order, FlushSet] | None = None
+        self._sets: dict[CheckpointId, UploadQueue] = {}
+        self._active: UploadQueue | None = None
+        self._ordered: tuple[Order, UploadQueue] | None = None
         """What the next free worker begins: whoever gives the order must not wait for the journal."""
         self._is_beginning = False
         self._progress_mono_s = monotonic()
@@ -118,8 +118,8 @@ class FlushEngine:
                 self._halt()
             # A set that grows is ordered again and again: each time from two would cost it the wire.
             before = flush_set.order
-            width = Width(self._connections) if before is None else before.width
-            width.count_anew()
+            width = ConcurrencyLimit(self._connections) if before is None else before.width
+            width.reset_counters()
             self._ordered = Order(flush_id, staged, is_sealed, width), flush_set
             self._changed.notify()
 
@@ -133,18 +133,18 @@ class FlushEngine:
             if order is not None and order.flush_id == flush_id:
                 self._halt()
 
-    def _new_set(self, staged: Staged, generation: int) -> FlushSet:
+    def _new_set(self, staged: Staged, generation: int) -> UploadQueue:
         others = [
             checkpoint for checkpoint, other in self._sets.items() if other is not self._active
         ]
         for checkpoint in others[: len(self._sets) - SETS_MAX + 1]:
             del self._sets[checkpoint]
         key_of = partial(self._key_of, generation, staged)
-        made = self._sets[staged.id] = FlushSet(str(staged.id), key_of, self._nonce)
+        made = self._sets[staged.id] = UploadQueue(str(staged.id), key_of, self._nonce)
         return made
 
-    def _key_of(self, generation: int, staged: Staged, path: str, attempt: str) -> str:
-        return self._keys.shard(generation, staged.id, attempt, staged.node, path)
+    def _key_of(self, generation: int, staged: Staged, path: str, upload_nonce: str) -> str:
+        return self._keys.shard(generation, staged.id, upload_nonce, staged.node, path)
 
     def _halt(self) -> None:
         flush_set, self._active = self._active, None
@@ -188,7 +188,7 @@ class FlushEngine:
                 self._fail(order, flush_set, f"{type(error).__name__}: {error}", void=False)
             self._leave(order, flush_set, task, outcome)
 
-    def _take(self) -> tuple[Order, FlushSet, Task | Literal["begin"]]:
+    def _take(self) -> tuple[Order, UploadQueue, Task | Literal["begin"]]:
         with self._changed:
             while True:
                 if self._ordered is not None and not self._is_beginning:
@@ -208,7 +208,7 @@ class FlushEngine:
         keeps_watch = self._active is not None and not self._is_watched
         self._is_watched |= keeps_watch
         self._idle += 1
-        self._changed.wait(LOOK_S if keeps_watch else None)
+        self._changed.wait(SAMPLE_S if keeps_watch else None)
         self._idle -= 1
         if keeps_watch:
             self._is_watched = False
@@ -227,7 +227,7 @@ class FlushEngine:
         if self._idle and (not self._is_watched or (open_to and open_to[1].has_task())):
             self._changed.notify()
 
-    def _open_to_more(self) -> tuple[Order, FlushSet] | None:
+    def _open_to_more(self) -> tuple[Order, UploadQueue] | None:
         """What is being sent, if one more worker may take part."""
         active = self._active
         if active is None or active.order is None:
@@ -238,7 +238,7 @@ class FlushEngine:
     def _leave(
         self,
         order: Order,
-        flush_set: FlushSet,
+        flush_set: UploadQueue,
         task: Task | Literal["begin"],
         outcome: Outcome,
     ) -> None:
@@ -254,7 +254,7 @@ class FlushEngine:
             self._close_if_over(order, flush_set)
         self._report(flush_set, at_once=task == "begin")
 
-    def _fail(self, order: Order, flush_set: FlushSet, reason: str, *, void: bool) -> None:
+    def _fail(self, order: Order, flush_set: UploadQueue, reason: str, *, void: bool) -> None:
         with self._changed:
             # A set that is not sealed may still change: its files are looked at again when it is.
             if flush_set.order is not order or (void and not order.is_sealed):
@@ -264,7 +264,7 @@ class FlushEngine:
                 self._active = None
         self._post(FlushFailed(order.flush_id, reason, void))
 
-    def _begin(self, order: Order, flush_set: FlushSet) -> None:
+    def _begin(self, order: Order, flush_set: UploadQueue) -> None:
         held = self._journal.held(flush_set.name)
         with self._changed:
             if self._ordered is None or self._ordered[0] is not order:
@@ -276,7 +276,7 @@ class FlushEngine:
             if before is not None:
                 self._close_if_over(before, flush_set)
 
-    def _end(self, order: Order, flush_set: FlushSet) -> None:
+    def _end(self, order: Order, flush_set: UploadQueue) -> None:
         if not scan.same_listing(self._run_directory, order.staged):
             raise StagingError(
                 f"{order.staged.directory} changed while it was read",
@@ -291,12 +291,12 @@ class FlushEngine:
         referenced = [item.shard.size_bytes for item in held if item.is_referenced]
         self._post(Flushed(order.flush_id, tuple(item.shard for item in held), sum(referenced)))
 
-    def _close_if_over(self, order: Order, flush_set: FlushSet) -> None:
+    def _close_if_over(self, order: Order, flush_set: UploadQueue) -> None:
         if flush_set.order is not order and not order.workers and order.directory is not None:
             order.directory.close()
             order.directory = None
 
-    def _report(self, flush_set: FlushSet, *, at_once: bool = False) -> None:
+    def _report(self, flush_set: UploadQueue, *, at_once: bool = False) -> None:
         """Say how far the flush is, now and then."""
         now = self._monotonic()
         if not at_once and now - self._progress_mono_s < _PROGRESS_INTERVAL_S:

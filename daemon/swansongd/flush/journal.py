@@ -8,8 +8,8 @@ all of it, and what a power cut takes away is sent again.  A record is a claim, 
 reads one of an earlier daemon asks the store whether it is so.
 
 The file counts only if it lies in a directory of this user and was written by it; each record is checked
-field by field.  Its content is held in memory as well, as :class:`HeldUpload` and :class:`HeldShard`, which
-is what a flush works with.  Methods may be called from any thread.
+field by field.  A flush works with its content in memory, as :class:`UploadRecord` and
+:class:`ShardRecord`.  Methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swansong import bounds, openat
 
 from swansongd.digests import PART_SIZE_BYTES_MAX, part_count
 from swansongd.model import StagedFile, StoredShard
-from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt, Upload
+from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt, Upload
 
 FILE_NAME = "uploads.journal"
 _TEMPORARY = f".{FILE_NAME}.new"
@@ -50,7 +50,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart:
+class PartRecord:
     """A part that the store has acknowledged, and the BLAKE3 of its bytes."""
 
     receipt: PartReceipt
@@ -58,12 +58,12 @@ class HeldPart:
 
 
 @dataclass(eq=False, slots=True)
-class HeldUpload:
+class UploadRecord:
     """A multipart upload under way, and its parts so far, by number."""
 
     file: StagedFile
     upload: Upload
-    parts: dict[int, HeldPart] = field(default_factory=dict)
+    parts: dict[int, PartRecord] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +76,7 @@ class HeldUpload:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldShard:
+class ShardRecord:
     """A shard that is stored whole."""
 
     file: StagedFile
@@ -87,7 +87,7 @@ class HeldShard:
     """It was stored by another set."""
 
 
-Held = HeldUpload | HeldShard
+Held = UploadRecord | ShardRecord
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Contents:
 
     sets: dict[str, dict[str, Held]] = field(default_factory=dict)
     """By set and path."""
-    known: dict[str, HeldShard] = field(default_factory=dict)
+    known: dict[str, ShardRecord] = field(default_factory=dict)
     """The shards of the newest committed set, by path."""
 
     def apply(self, record: Record) -> None:
@@ -107,12 +107,12 @@ class Contents:
         """
         match record.get("is"):
             case "upload":
-                self.put(_set(record), HeldUpload(_file(record), _upload(record)))
+                self.put(_set(record), UploadRecord(_file(record), _upload(record)))
             case "part":
                 held = self.sets.get(_set(record), {}).get(_text(record, "path"))
-                if isinstance(held, HeldUpload):
+                if isinstance(held, UploadRecord):
                     receipt = _receipt(record, held.parts_max)
-                    held.parts[receipt.number] = HeldPart(receipt, _digest(record.get("digest")))
+                    held.parts[receipt.number] = PartRecord(receipt, _digest(record.get("digest")))
             case "shard":
                 self.put(_set(record), _shard(record))
             case "known":
@@ -126,7 +126,9 @@ class Contents:
             case "committed":
                 held_of_set = self.sets.pop(_set(record), {})
                 self.known = {
-                    path: held for path, held in held_of_set.items() if isinstance(held, HeldShard)
+                    path: held
+                    for path, held in held_of_set.items()
+                    if isinstance(held, ShardRecord)
                 }
             case unknown:
                 raise ValueError(unknown)
@@ -137,7 +139,7 @@ class Contents:
             yield _shard_record("", held) | {"is": "known"}
         for name, paths in self.sets.items():
             for path, held_of_path in paths.items():
-                if isinstance(held_of_path, HeldShard):
+                if isinstance(held_of_path, ShardRecord):
                     yield _shard_record(name, held_of_path)
                     continue
                 yield _upload_record(name, held_of_path)
@@ -181,7 +183,7 @@ class Journal:
         with self._lock:
             return dict(self._contents.sets.get(set_name, {}))
 
-    def known(self, path: str) -> HeldShard | None:
+    def known(self, path: str) -> ShardRecord | None:
         """The shard that the newest committed set has under this path."""
         with self._lock:
             return self._contents.known.get(path)
@@ -190,22 +192,22 @@ class Journal:
         """Whether a flush may still go on with this upload."""
         with self._lock:
             return any(
-                isinstance(held, HeldUpload) and held.upload.upload_id == upload_id
+                isinstance(held, UploadRecord) and held.upload.upload_id == upload_id
                 for paths in self._contents.sets.values()
                 for held in paths.values()
             )
 
-    def upload_begun(self, set_name: str, file: StagedFile, upload: Upload) -> HeldUpload:
+    def upload_begun(self, set_name: str, file: StagedFile, upload: Upload) -> UploadRecord:
         with self._lock:
-            self._take(_upload_record(set_name, HeldUpload(file, upload)))
+            self._take(_upload_record(set_name, UploadRecord(file, upload)))
             held = self._contents.sets[set_name][file.path]
-        assert isinstance(held, HeldUpload)
+        assert isinstance(held, UploadRecord)
         return held
 
     def part_stored(
-        self, set_name: str, held: HeldUpload, receipt: PartReceipt, digest: bytes
+        self, set_name: str, held: UploadRecord, receipt: PartReceipt, digest: bytes
     ) -> None:
-        part = HeldPart(receipt, digest)
+        part = PartRecord(receipt, digest)
         path = held.file.path
         body = _encoded(_part_record(set_name, path, part))
         with self._lock:
@@ -214,7 +216,7 @@ class Journal:
             if self._contents.sets.get(set_name, {}).get(path) is held:
                 self._append(body)
 
-    def shard_stored(self, set_name: str, held: HeldShard) -> None:
+    def shard_stored(self, set_name: str, held: ShardRecord) -> None:
         body = _encoded(_shard_record(set_name, held))
         with self._lock:
             self._contents.put(set_name, held)
@@ -228,7 +230,7 @@ class Journal:
             if held_of_set is None:
                 return
             for path, held in list(held_of_set.items()):
-                if not isinstance(held, HeldShard) or held.shard not in named:
+                if not isinstance(held, ShardRecord) or held.shard not in named:
                     self._take({"is": "dropped", "set": set_name, "path": path})
             self._take({"is": "committed", "set": set_name})
 
@@ -239,7 +241,7 @@ class Journal:
                 return
             for shard in shards:
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
-                self._take(_shard_record("", HeldShard(file, shard, ())) | {"is": "known"})
+                self._take(_shard_record("", ShardRecord(file, shard, ())) | {"is": "known"})
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -374,13 +376,13 @@ def _chained(body: bytes, chain: str) -> str:
 # ---------------------------------------------------------------------- records
 
 
-def _upload_record(set_name: str, held: HeldUpload) -> Record:
+def _upload_record(set_name: str, held: UploadRecord) -> Record:
     upload = held.upload
     fields = [upload.key, upload.upload_id, upload.size_bytes, upload.part_size_bytes]
     return {"is": "upload", "set": set_name, "file": _fields(held.file), "upload": fields}
 
 
-def _part_record(set_name: str, path: str, part: HeldPart) -> Record:
+def _part_record(set_name: str, path: str, part: PartRecord) -> Record:
     receipt = part.receipt
     return {
         "is": "part",
@@ -391,7 +393,7 @@ def _part_record(set_name: str, path: str, part: HeldPart) -> Record:
     }
 
 
-def _shard_record(set_name: str, held: HeldShard) -> Record:
+def _shard_record(set_name: str, held: ShardRecord) -> Record:
     shard = held.shard
     return {
         "is": "shard",
@@ -459,11 +461,11 @@ def _receipt(record: Record, parts_max: int) -> PartReceipt:
     return PartReceipt(
         bounds.integer(number, "a part number", 1, parts_max),
         bounds.text(etag, "an ETag"),
-        bounds.integer(crc32c, "a CRC32C", CRC32C_UNTOLD, _CRC32C_MAX),
+        bounds.integer(crc32c, "a CRC32C", CRC32C_UNKNOWN, _CRC32C_MAX),
     )
 
 
-def _shard(record: Record) -> HeldShard:
+def _shard(record: Record) -> ShardRecord:
     file = _file(record)
     digest, key, part_size_bytes, crc32c = _list(record, "shard", 4)
     shard = StoredShard(
@@ -476,6 +478,6 @@ def _shard(record: Record) -> HeldShard:
     )
     count = part_count(shard.size_bytes, shard.part_size_bytes) if record.get("parts") else 0
     digests = tuple(_digest(part) for part in _list(record, "parts", count))
-    return HeldShard(
+    return ShardRecord(
         file, shard, digests, bounds.boolean(record.get("is_referenced"), "is_referenced")
     )

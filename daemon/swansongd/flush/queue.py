@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swansongd.digests import part_count
-from swansongd.flush.journal import Held, HeldShard, HeldUpload
+from swansongd.flush.journal import Held, ShardRecord, UploadRecord
 from swansongd.model import Staged, StagedFile
 from swansongd.staging.scan import SetDirectory
-from swansongd.util.concurrency import Width
+from swansongd.util.concurrency import ConcurrencyLimit
 
 ADVANCE = 0
 """In the place of the number of a part: the next step of the shard as a whole."""
@@ -38,7 +38,7 @@ class Shard:
     file: StagedFile
     key: str
     held: Held | None = None
-    is_believed: bool = True
+    is_confirmed: bool = True
     """False for what an earlier daemon held, until the store has been asked."""
     is_cut: bool = False
     """Whether its parts stand in the queue, or have been taken from it."""
@@ -47,14 +47,14 @@ class Shard:
     renewals: int = 0
 
     @property
-    def stored(self) -> HeldShard | None:
+    def stored(self) -> ShardRecord | None:
         """Not None once it is whole."""
-        return self.held if self.is_believed and isinstance(self.held, HeldShard) else None
+        return self.held if self.is_confirmed and isinstance(self.held, ShardRecord) else None
 
     @property
-    def upload(self) -> HeldUpload | None:
+    def upload(self) -> UploadRecord | None:
         """The upload that it is being sent by."""
-        return self.held if self.is_believed and isinstance(self.held, HeldUpload) else None
+        return self.held if self.is_confirmed and isinstance(self.held, UploadRecord) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ class Order:
     flush_id: str
     staged: Staged
     is_sealed: bool
-    width: Width
+    width: ConcurrencyLimit
     is_ending: bool = False
     sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that none waits for another to count."""
@@ -82,12 +82,12 @@ class Order:
 Task = tuple[Shard, int] | Literal["end"]
 
 
-class FlushSet:
+class UploadQueue:
     """The books.
 
     Args:
         name: of the set, in the journal.
-        key_of: key of a path under a given attempt.
+        key_of: key of a path under a given upload nonce.
         nonce: a new word for each attempt.
     """
 
@@ -181,10 +181,10 @@ class FlushSet:
             stored_bytes = 0
         self._add(shard, stored_bytes - shard.counted_bytes)
 
-    def stored(self, shard: Shard, held: HeldShard) -> None:
+    def stored(self, shard: Shard, held: ShardRecord) -> None:
         """The shard is whole."""
         shard.held = held
-        shard.is_believed = True
+        shard.is_confirmed = True
         if self.shards.get(shard.file.path) is shard:
             self.count(shard)
             self._left -= 1
@@ -232,7 +232,7 @@ class FlushSet:
         earlier = held.get(file.path)
         if earlier is not None and earlier.file == file:
             shard.held = earlier
-            shard.is_believed = False
+            shard.is_confirmed = False
         return shard
 
     def _cut(self, shard: Shard) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from swansongd.errors import StoreError, Transient
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
 
 FAILING_AFTER_S = 2.0
 """Attempts that fail for a shorter time are usual: a store that throttles, a connection that was closed."""

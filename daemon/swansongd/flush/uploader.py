@@ -12,18 +12,18 @@ import structlog
 from swansongd.digests import part_count, shard_digest
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, within_means
-from swansongd.flush.journal import HeldShard, HeldUpload, Journal
-from swansongd.flush.queue import ADVANCE, FlushSet, Order, Shard
+from swansongd.flush.journal import Journal, ShardRecord, UploadRecord
+from swansongd.flush.queue import ADVANCE, Order, Shard, UploadQueue
 from swansongd.model import StoredShard
 from swansongd.staging import scan
-from swansongd.stores.base import CRC32C_UNTOLD, ObjectStore, PartReceipt
+from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
 from swansongd.stores.checksums import crc32c_of_parts
 
 _log = structlog.get_logger(__name__)
 
 
-class ShardSender:
-    """Carries out the tasks of a :class:`FlushSet`, in as many threads as call.
+class ShardUploader:
+    """Carries out the tasks of a :class:`UploadQueue`, in as many threads as call.
 
     Args:
         store, run_directory, journal, part_size_bytes, is_urgent: as of the engine.
@@ -38,7 +38,7 @@ class ShardSender:
         journal: Journal,
         *,
         lock: Condition,
-        report: Callable[[FlushSet], None],
+        report: Callable[[UploadQueue], None],
         part_size_bytes: int,
         is_urgent: Callable[[], bool],
     ) -> None:
@@ -50,10 +50,10 @@ class ShardSender:
         self._part_size_bytes = part_size_bytes
         self._is_urgent = is_urgent
 
-    def carry_out(self, order: Order, flush_set: FlushSet, shard: Shard, number: int) -> None:
+    def carry_out(self, order: Order, flush_set: UploadQueue, shard: Shard, number: int) -> None:
         """Send part ``number``, or take the next step of the shard as a whole; raises what hinders it."""
         upload = shard.upload
-        if not shard.is_believed:
+        if not shard.is_confirmed:
             self._recover(flush_set, shard)
         elif upload is None:
             self._open(order, flush_set, shard)
@@ -62,10 +62,10 @@ class ShardSender:
         elif upload.is_whole:
             self._complete(flush_set, shard, upload)
 
-    def _recover(self, flush_set: FlushSet, shard: Shard) -> None:
+    def _recover(self, flush_set: UploadQueue, shard: Shard) -> None:
         """Ask the store about what the journal says, and believe what both say."""
         held = shard.held
-        if isinstance(held, HeldShard):
+        if isinstance(held, ShardRecord):
             if self._is_there(held.shard):
                 self._stored(flush_set, shard, held)
             else:
@@ -89,10 +89,10 @@ class ShardSender:
                     is_true = _agree(part.receipt, receipts.get(number))
                     if not is_true and number not in shard.in_flight:
                         del held.parts[number]
-                shard.is_believed = True
+                shard.is_confirmed = True
                 flush_set.count(shard)
 
-    def _open(self, order: Order, flush_set: FlushSet, shard: Shard) -> None:
+    def _open(self, order: Order, flush_set: UploadQueue, shard: Shard) -> None:
         """Reference the shard, store it in one request, or begin its upload."""
         file = shard.file
         referenced = self._reference(order, flush_set, shard)
@@ -128,9 +128,9 @@ class ShardSender:
             part_size_bytes=part_size_bytes,
             crc32c=crc32c,
         )
-        self._stored(flush_set, shard, HeldShard(file, stored, (body.digest,)))
+        self._stored(flush_set, shard, ShardRecord(file, stored, (body.digest,)))
 
-    def _reference(self, order: Order, flush_set: FlushSet, shard: Shard) -> HeldShard | None:
+    def _reference(self, order: Order, flush_set: UploadQueue, shard: Shard) -> ShardRecord | None:
         """The shard as the newest committed set has stored it, when it has the same bytes.
 
         Its first part tells nearly always when it has not.  Where nothing is known of the parts the whole
@@ -154,10 +154,10 @@ class ShardSender:
                     return None
         if shard_digest(digests) != known.shard.digest or not self._is_there(known.shard):
             return None
-        return HeldShard(file, known.shard, tuple(digests), is_referenced=True)
+        return ShardRecord(file, known.shard, tuple(digests), is_referenced=True)
 
     def _send_part(
-        self, order: Order, flush_set: FlushSet, shard: Shard, held: HeldUpload, number: int
+        self, order: Order, flush_set: UploadQueue, shard: Shard, held: UploadRecord, number: int
     ) -> None:
         upload = held.upload
         offset = (number - 1) * upload.part_size_bytes
@@ -173,7 +173,7 @@ class ShardSender:
                 raise Cancelled from None
         self._journal.part_stored(flush_set.name, held, receipt, body.digest)
 
-    def _complete(self, flush_set: FlushSet, shard: Shard, held: HeldUpload) -> None:
+    def _complete(self, flush_set: UploadQueue, shard: Shard, held: UploadRecord) -> None:
         whole = _whole(held)
         receipts = [held.parts[number].receipt for number in sorted(held.parts)]
         try:
@@ -182,19 +182,19 @@ class ShardSender:
             self._renew(flush_set, shard, error)
         except BaseException:
             with self._lock:
-                shard.is_believed = False  # the next try asks for the parts first
+                shard.is_confirmed = False  # the next try asks for the parts first
                 flush_set.count(shard)
             raise
         else:
             self._stored(flush_set, shard, whole)
 
-    def _renew(self, flush_set: FlushSet, shard: Shard, error: StoreError) -> None:
+    def _renew(self, flush_set: UploadQueue, shard: Shard, error: StoreError) -> None:
         _log.warning("shard_sent_anew", key=shard.key, error=str(error))
         with self._lock:
             if not flush_set.renew(shard):
                 raise error
 
-    def _stored(self, flush_set: FlushSet, shard: Shard, held: HeldShard) -> None:
+    def _stored(self, flush_set: UploadQueue, shard: Shard, held: ShardRecord) -> None:
         self._journal.shard_stored(flush_set.name, held)
         with self._lock:
             flush_set.stored(shard, held)
@@ -212,7 +212,7 @@ class ShardSender:
         mine.close()
         return order.directory
 
-    def _moved(self, order: Order, flush_set: FlushSet) -> Callable[[int], None]:
+    def _moved(self, order: Order, flush_set: UploadQueue) -> Callable[[int], None]:
         """Counts what leaves, window by window: with many parts under way none of them may end for long."""
 
         def moved(size_bytes: int) -> None:
@@ -227,7 +227,7 @@ class ShardSender:
 
 
 def _body(
-    flush_set: FlushSet,
+    flush_set: UploadQueue,
     shard: Shard,
     fd: int,
     offset: int,
@@ -245,16 +245,16 @@ def _agree(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
     """Whether the store has the part that we have a receipt of."""
     if theirs is None or theirs != ours:
         return False
-    return theirs.crc32c in (ours.crc32c, CRC32C_UNTOLD)
+    return theirs.crc32c in (ours.crc32c, CRC32C_UNKNOWN)
 
 
-def _whole(held: HeldUpload) -> HeldShard:
+def _whole(held: UploadRecord) -> ShardRecord:
     """The shard that comes of an upload that has all its parts."""
     upload = held.upload
     parts = [held.parts[number] for number in sorted(held.parts)]
     digests = tuple(part.digest for part in parts)
     lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
-    return HeldShard(
+    return ShardRecord(
         held.file,
         StoredShard(
             path=held.file.path,

@@ -39,7 +39,7 @@ _NOTICES_MAX = 64
 _FACTS_MAX = 64
 
 
-class Kept:
+class FdStore:
     """Without room in the store of systemd, nothing is kept and nothing comes back.
 
     Args:

@@ -23,7 +23,7 @@ from swansongd.model import StoredShard
 from swansongd.restore.journal import Noted
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
-from swansongd.util.concurrency import LOOK_S, Width
+from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
 from swansongd.util.threads import Task, parallel
 
 Progress = Callable[[int, int], None]
@@ -107,7 +107,7 @@ class Reader:
             there.
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
-        pace = _Pace(total_bytes, Width(self.connections), progress, self.stop)
+        pace = _Pace(total_bytes, ConcurrencyLimit(self.connections), progress, self.stop)
         reading = _Reading(self.store, target, noted or {}, pace, self._refused)
         # The largest first: what comes last should be small, so that no connection is idle for long.
         largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
@@ -153,7 +153,7 @@ class _Pace:
     def __init__(
         self,
         total_bytes: int,
-        width: Width,
+        width: ConcurrencyLimit,
         progress: Progress | None,
         stop: threading.Event | None,
     ) -> None:
@@ -172,7 +172,7 @@ class _Pace:
         """Wait until one more part may be under way; raises Stopped."""
         with self._changed:
             while self._under_way >= self._width.now and not self._is_stopped:
-                self._changed.wait(LOOK_S)  # when nothing moves, nobody else looks
+                self._changed.wait(SAMPLE_S)  # when nothing moves, nobody else looks
                 self._look()
             self._under_way += 1
         try:
@@ -202,7 +202,7 @@ class _Pace:
         now_mono_s = time.monotonic()
         if now_mono_s < self._look_again_mono_s:
             return  # the time of all threads together costs more than a small file
-        self._look_again_mono_s = now_mono_s + LOOK_S / 4
+        self._look_again_mono_s = now_mono_s + SAMPLE_S / 4
         before = self._width.now
         self._width.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
         if self._width.now > before:

@@ -63,14 +63,14 @@ Reply = Callable[[Message], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _CachedAnswer:
     """The last answer, and what was known when it was given."""
 
     answer: Restored
     mono_s: float
     newest: CommitRef | None
     local: CheckpointId | None
-    incarnation: str = ""
+    job_start_id: str = ""
     """Of the job, as it was then: the answer is for no other start."""
 
     def still_stands(self) -> bool:
@@ -88,7 +88,7 @@ class _Ticket:
     give_up_mono_s: float
 
 
-class Rejoin:
+class Resume:
     """Answers queries in one thread, in the order in which they came.
 
     Args:
@@ -119,18 +119,18 @@ class Rejoin:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self._given: _Given | None = None
+        self._given: _CachedAnswer | None = None
         self._went_back: tuple[int, float, Restored] | None = None
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
-        threading.Thread(target=self._serve, name="rejoin", daemon=True).start()
+        threading.Thread(target=self._serve, name="resume", daemon=True).start()
 
     def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
         """Answer with Restored in the end, with Restoring until then; returns at once.
 
         A rollback posts RolledBack before its answer.  Over several VMs the answer to a rollback only
-        names the checkpoint: all ranks ask for it by name once they have begun another incarnation, and
+        names the checkpoint: all ranks ask for it by name once they have begun another job start, and
         that takes the place of RolledBack.
         """
         ticket = _Ticket(
@@ -155,12 +155,12 @@ class Rejoin:
             except SwansongError as error:
                 answer = Restored(ticket.query.query_id, error=error.line())
             except Exception as error:
-                _log.exception("rejoin_fault")
+                _log.exception("resume_fault")
                 answer = Restored(ticket.query.query_id, error=f"{type(error).__name__}: {error}")
             with self._changed:
                 self._current = None
             _log.info(
-                "rejoin",
+                "resume",
                 step=answer.step,
                 generation=answer.generation,
                 path=answer.path,
@@ -171,7 +171,7 @@ class Rejoin:
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
 
-        A query for an incarnation that has not begun waits without holding up those behind it.
+        A query for a job start that has not begun waits without holding up those behind it.
         """
         with self._changed:
             while not self._stop.is_set():
@@ -191,11 +191,11 @@ class Rejoin:
         """
         query, state = ticket.query, self._state()
         if query.generation >= 0:
-            return not query.incarnation or state.incarnation == query.incarnation
+            return not query.job_start_id or state.job_start_id == query.job_start_id
         if query.rollback or not state.settings.several_vms:
             return True
-        wanted = query.incarnation
-        is_wanted = state.incarnation == wanted if wanted else nodes.is_alone(state.incarnation)
+        wanted = query.job_start_id
+        is_wanted = state.job_start_id == wanted if wanted else nodes.is_alone(state.job_start_id)
         return is_wanted and state.finishing is None and state.generation is not None
 
     def _find(self, ticket: _Ticket) -> Restored:
@@ -231,10 +231,12 @@ class Rejoin:
         local = None if own is None else own.id
         given = self._given
         if given is not None and not (
-            given.local == local and given.incarnation == state.incarnation and given.still_stands()
+            given.local == local
+            and given.job_start_id == state.job_start_id
+            and given.still_stands()
         ):
             given = None
-        if state.settings.several_vms and not nodes.is_alone(state.incarnation):
+        if state.settings.several_vms and not nodes.is_alone(state.job_start_id):
             own = given = None  # what lies in staging is a part only, and the choice is for all
         if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
             return given.answer
@@ -248,12 +250,12 @@ class Rejoin:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
-        self._given = _Given(
+        self._given = _CachedAnswer(
             answer=answer,
             mono_s=self._monotonic(),
             newest=newest,
             local=local,
-            incarnation=state.incarnation,
+            job_start_id=state.job_start_id,
         )
         return answer
 
@@ -263,7 +265,9 @@ class Rejoin:
         if given is not None and given.newest == wanted and given.still_stands():
             return given.answer  # to another rank of this VM
         answer = self._fetched(self._store(), wanted, lambda ref, _: ref == wanted)
-        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=wanted, local=None)
+        self._given = _CachedAnswer(
+            answer=answer, mono_s=self._monotonic(), newest=wanted, local=None
+        )
         return answer
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
@@ -294,7 +298,9 @@ class Rejoin:
         if committed is None:
             raise self._nothing_before(before_step)
         answer = self._fetched(store, committed, lambda ref, _: ref == committed)
-        self._given = _Given(answer=answer, mono_s=self._monotonic(), newest=committed, local=None)
+        self._given = _CachedAnswer(
+            answer=answer, mono_s=self._monotonic(), newest=committed, local=None
+        )
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:

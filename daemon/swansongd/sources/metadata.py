@@ -21,7 +21,7 @@ from typing import Self
 from urllib.parse import urlencode, urlsplit
 
 from swansongd.errors import Transient
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
 from swansongd.util.http1 import AnswerReader, left_s, receive_until, request_head
 
 DEFAULT_URL = "http://169.254.169.254"

@@ -55,7 +55,7 @@ CLOSE_TIMEOUT_S = 1.0
 _MESSAGES_PER_TURN = 16
 _SWEEP_S = 1.0
 _COMPLAINT_EVERY_S = 60.0
-_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.Incarnation)
+_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.JobStart)
 _SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

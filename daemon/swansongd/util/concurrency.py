@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 FIRST = 2
 """Enough where nothing but this process is in the way: one part computes while another waits."""
-LOOK_S = 0.1
+SAMPLE_S = 0.1
 _GAIN = 1.1
 _LOOKS = 3
 """More of them must have paid by then: the first look is spent on making connections."""
@@ -23,7 +23,7 @@ _CONTENT_S = 2.0
 
 
 @dataclass(slots=True)
-class Width:
+class ConcurrencyLimit:
     """Doubles as long as that pays, and takes back what did not.
 
     Attributes:
@@ -44,7 +44,7 @@ class Width:
     def __post_init__(self) -> None:
         self.now = self._before = min(FIRST, self.most)
 
-    def count_anew(self) -> None:
+    def reset_counters(self) -> None:
         """The bytes are counted from nothing again; what has been found stays."""
         self._seen, self._before, self._looks = None, self.now, 0
 
@@ -60,7 +60,7 @@ class Width:
             return
         seen_mono_s, seen_bytes, seen_cpu_s = self._seen
         took_s = now_mono_s - seen_mono_s
-        if took_s < LOOK_S:
+        if took_s < SAMPLE_S:
             return
         self._seen = now_mono_s, moved_bytes, cpu_s
         rate = (moved_bytes - seen_bytes) / took_s

@@ -54,7 +54,7 @@ def test_an_upgrade_asks_for_a_restart(
     judged = judged_version(vm)
     assert judged["level"] == "warning"
     assert judged["found"].startswith("the daemon runs version ")
-    vm.run("sh", "-c", judged["mend"].removeprefix("sudo "))
+    vm.run("sh", "-c", judged["fix"].removeprefix("sudo "))
     until(lambda: vm.status()["version"] in judged["found"], what="the new daemon")
     assert judged_version(vm)["level"] == "ok"
 

@@ -22,7 +22,7 @@ CLAIM = ClaimObject(
     run="r",
     generation=7,
     nonce="0af1",
-    incarnation="start~1",
+    job_start_id="start~1",
     identity={"boot_id": "b", "host": "Grüße", "claimed": "2030-01-01T00:00:00Z"},
 )
 SIGNER = Signer(b"k" * 32)
@@ -31,13 +31,13 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 fields = st.sampled_from(
-    ["version", "run", "generation", "nonce", "incarnation", "identity", "signature", "other"]
+    ["version", "run", "generation", "nonce", "job_start_id", "identity", "signature", "other"]
 )
 
 
 def test_round_trip() -> None:
-    """With and without a name of an incarnation, signed and not."""
-    for claim in (CLAIM, replace(CLAIM, incarnation="", identity={})):
+    """With and without a name of a job start, signed and not."""
+    for claim in (CLAIM, replace(CLAIM, job_start_id="", identity={})):
         assert decode(encode(claim)) == claim
         assert decode(encode(claim, SIGNER), SIGNER) == decode(encode(claim, SIGNER)) == claim
 
@@ -84,7 +84,7 @@ def test_a_changed_claim_loses_its_signature() -> None:
         body | {"generation": 8},
         body | {"run": "q"},
         body | {"nonce": "0af2"},
-        body | {"incarnation": "start~2"},
+        body | {"job_start_id": "start~2"},
         body | {"identity": {}},
         body | {"more": 1},
         body | {"signature": of_a_manifest},

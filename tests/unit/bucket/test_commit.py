@@ -53,8 +53,8 @@ def a_manifest(step: int = 10, nonce: str = "abc", generation: int = 1) -> Manif
     )
 
 
-def held(generation: int = 1, nonce: str = "us", incarnation: str = "") -> ClaimObject:
-    return ClaimObject(run="r", generation=generation, nonce=nonce, incarnation=incarnation)
+def held(generation: int = 1, nonce: str = "us", job_start_id: str = "") -> ClaimObject:
+    return ClaimObject(run="r", generation=generation, nonce=nonce, job_start_id=job_start_id)
 
 
 def create(
@@ -227,7 +227,7 @@ def test_a_number_that_another_vm_has_claimed_again_is_lost(tmp_path: Path, when
 
 
 def test_the_vms_of_one_start_share_what_one_of_them_claims_again(tmp_path: Path) -> None:
-    """The nonce is that of another VM, the incarnation is theirs."""
+    """The nonce is that of another VM, the job start is theirs."""
     store = file_store(tmp_path / "store")
     commit.ensure_not_fenced(store, KEYS, held(1, "one", "start"))
     commit.ensure_not_fenced(store, KEYS, held(1, "two", "start"))
@@ -302,10 +302,10 @@ def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committe
 
 
 def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None:
-    """The name of an incarnation comes from the trainer."""
+    """The name of a job start comes from the trainer."""
     store = file_store(tmp_path / "store")
-    with pytest.raises(CorruptError, match="incarnation"):
-        commit.claim_generation(store, KEYS, identity={}, nonce="n", incarnation="x" * 10_000)
+    with pytest.raises(CorruptError, match="job_start_id"):
+        commit.claim_generation(store, KEYS, identity={}, nonce="n", job_start_id="x" * 10_000)
     assert list(store.list("")) == []
 
 
@@ -471,13 +471,13 @@ def test_a_signed_manifest_of_another_generation_is_not_taken_for_ours(tmp_path:
 
 
 @pytest.mark.fault("S25")
-def test_an_incarnation_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
+def test_an_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
     """All VMs of a start share the signed claim of it."""
     store = file_store(tmp_path / "store")
 
     def join(keys: RunKeys, nonce: str) -> int:
         return commit.claim_generation(
-            store, keys, identity={}, nonce=nonce, incarnation="start"
+            store, keys, identity={}, nonce=nonce, job_start_id="start"
         ).generation
 
     assert join(KEYS, "planted") == 1

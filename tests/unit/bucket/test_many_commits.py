@@ -33,7 +33,7 @@ def store() -> MemoryStore:
     """Five commits of the same ten shards, the newest with one more of its own."""
     made = MemoryStore()
     first = commit(made, FILES, step=1)
-    own = commit(made, {"own": b"own"}, step=5, attempt="a5")
+    own = commit(made, {"own": b"own"}, step=5, upload_nonce="a5")
     for step in range(2, 6):
         shards = first.shards + (own.shards if step == 5 else ())
         again = replace(first, step=step, shards=shards)

@@ -22,7 +22,7 @@ from swansongd.core.events import (
     FlushProgress,
     GenerationClaimed,
     HistoryRead,
-    IncarnationBegun,
+    JobStarted,
     JoinGeneration,
     Log,
     PeerRequested,
@@ -63,7 +63,7 @@ SAID = (
     protocol.Accepted,
     protocol.Agreed,
     protocol.PeerRequest,
-    protocol.Incarnation,
+    protocol.JobStart,
     protocol.Sealed,
     protocol.Failed,
     protocol.Declined,
@@ -225,18 +225,18 @@ def node(nodes: int = 2) -> Story:
 
 
 @pytest.mark.fault("S12", "G04")
-def test_a_flood_of_incarnations_makes_a_handful_of_claims_and_the_last_one_counts() -> None:
+def test_a_flood_of_job_starts_makes_a_handful_of_claims_and_the_last_one_counts() -> None:
     """300 starts of the job in 10 s: a claim is never removed again.  The job that stays gets its own."""
     story = node()
     for number in range(300):
         story.now += 1 / 30
-        story.tell(IncarnationBegun(f"start-{number}"))
+        story.tell(JobStarted(f"start-{number}"))
     claims = story.all(JoinGeneration)
     assert len(claims) <= CLAIMS_MAX
-    assert claims[0].incarnation == "start-0"
+    assert claims[0].job_start_id == "start-0"
     assert any(line.event == "claim_delayed" for line in story.all(Log))
     story.wait(WINDOW_S)
-    assert story.all(JoinGeneration)[-1].incarnation == "start-299"
+    assert story.all(JoinGeneration)[-1].job_start_id == "start-299"
     assert len(story.all(JoinGeneration)) == CLAIMS_MAX + 1
 
 
@@ -258,7 +258,7 @@ def test_a_flood_of_rollbacks_makes_a_handful_of_claims() -> None:
 def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() -> None:
     """149 of them in 9 s, each with a deadline that has passed: a few evacuations, and training continues."""
     story = node()
-    story.tell(IncarnationBegun("start"))
+    story.tell(JobStarted("start"))
     story.tell(GenerationClaimed(3, None, is_rollback=True))
     before = len(story.all(Conclude))
     for number in range(149):

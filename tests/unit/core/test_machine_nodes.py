@@ -18,7 +18,7 @@ from swansongd.core.events import (
     FenceFound,
     FinishAsked,
     GenerationClaimed,
-    IncarnationBegun,
+    JobStarted,
     JoinGeneration,
     Log,
     Mark,
@@ -63,16 +63,16 @@ class Node(Story):
         self.state = replace(
             self.state,
             settings=settings,
-            incarnation=goes_on_with,
+            job_start_id=goes_on_with,
             abandoned=frozenset(abandoned),
             unusable=frozenset(abandoned),
         )
         self.scan()
 
-    def begin(self, incarnation: str = "first", generation: int = 3, step: int = 7) -> None:
+    def begin(self, job_start_id: str = "first", generation: int = 3, step: int = 7) -> None:
         """A trainer comes, says which start of the job it is of, and the claim is shared."""
         self.join_one_of(2, step=step)
-        self.tell(IncarnationBegun(incarnation))
+        self.tell(JobStarted(job_start_id))
         self.tell(GenerationClaimed(generation, None, is_rollback=True))
 
     def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100) -> None:
@@ -103,16 +103,16 @@ class Node(Story):
 
 
 def test_nothing_is_claimed_before_the_job_says_which_start_it_is() -> None:
-    """A claim by each VM would fence the others; one incarnation, said by all ranks, is joined once."""
+    """A claim by each VM would fence the others; one job start, said by all ranks, is joined once."""
     node = Node()
     node.join_one_of(2)
     assert not node.all(JoinGeneration)
-    node.tell(IncarnationBegun("first"))
-    node.tell(IncarnationBegun("first"))
-    assert [order.incarnation for order in node.all(JoinGeneration)] == ["first"]
+    node.tell(JobStarted("first"))
+    node.tell(JobStarted("first"))
+    assert [order.job_start_id for order in node.all(JoinGeneration)] == ["first"]
 
 
-def test_a_job_that_has_one_vm_left_is_an_incarnation_of_its_own() -> None:
+def test_a_job_that_has_one_vm_left_is_an_job_start_of_its_own() -> None:
     """The trainers need not say it; once for all ranks, and another one after it had grown meanwhile."""
     node = Node()
     node.join_one_of(1)
@@ -121,7 +121,7 @@ def test_a_job_that_has_one_vm_left_is_an_incarnation_of_its_own() -> None:
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     node.begin("grown", generation=5)
     node.join_one_of(1)
-    names = [order.incarnation for order in node.all(JoinGeneration)]
+    names = [order.job_start_id for order in node.all(JoinGeneration)]
     assert len(set(names)) == len(names) == 3
 
 
@@ -131,7 +131,7 @@ def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
     node.begin()
     node.seal_part(10)
     assert node.flushes == [10]
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     assert node.all(CancelFlush)
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     node.seal_part(8)
@@ -140,7 +140,7 @@ def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
 
 
 @pytest.mark.parametrize(("goes_on_with", "flushed"), [("first", [10]), ("", []), ("zeroth", [])])
-def test_what_lay_in_staging_at_the_start_is_of_the_incarnation_that_was_joined_then(
+def test_what_lay_in_staging_at_the_start_is_of_the_job_start_that_was_joined_then(
     goes_on_with: str, flushed: list[int]
 ) -> None:
     """A daemon that was restarted goes on; a disk from an earlier boot, or start, holds nothing of ours."""
@@ -161,7 +161,7 @@ def test_a_fence_between_two_starts_ends_nothing() -> None:
     assert not node.all(Exit)
     assert node.all(CancelFlush)
     assert node.state.generation is None
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     node.tell(FenceFound(4))
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     node.seal_part(11)
@@ -302,7 +302,7 @@ def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_
     node.notice(in_s=100)
     first = node.request_id
     node.leave()
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     node.join_one_of(2, pid=200)
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     node.wait(1.5)
@@ -480,7 +480,7 @@ def test_parts_are_looked_for_one_answer_after_the_other() -> None:
 
 
 def finished(node: Node) -> list[str]:
-    return [told.incarnation for told in node.all(TellFinished)]
+    return [told.job_start_id for told in node.all(TellFinished)]
 
 
 @pytest.mark.fault("N09", "G17")
@@ -508,8 +508,8 @@ def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
     assert len(node.all(JoinGeneration)) == 1, "a claim would fence VMs that have not finished"
     node.tell(FinishAsked("second"))
     assert finished(node) == ["second", "second"], "a rank that came late hears it as well"
-    node.tell(IncarnationBegun("second"))
-    assert node.last(JoinGeneration).incarnation == "second"
+    node.tell(JobStarted("second"))
+    assert node.last(JoinGeneration).job_start_id == "second"
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert not finished(node)
     node.wait(0.2)
     assert finished(node) == ["second"]
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert node.all(CancelFlush)
     assert node.state.flight is None
@@ -568,7 +568,7 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> No
     assert len(node.all(JoinGeneration)) == 1
     node.counted(node.commit_own_part(), 2)
     assert len(node.all(JoinGeneration)) == 2
-    assert is_alone(node.last(JoinGeneration).incarnation)
+    assert is_alone(node.last(JoinGeneration).job_start_id)
 
 
 def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() -> None:
@@ -580,7 +580,7 @@ def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() ->
     node.tell(FinishAsked("second"))
     node.scan()
     node.seal_part(3)
-    assert node.last(JoinGeneration).incarnation == "second"
+    assert node.last(JoinGeneration).job_start_id == "second"
     assert node.all(CancelFlush)
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
@@ -592,7 +592,7 @@ def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
     node = Node()
     node.begin()
     node.seal_part(43)
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     old = node.staging[0]
     order = node.last(JoinGeneration)
     assert order.abandoned == (old.id,)
@@ -629,7 +629,7 @@ def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
         node.tell(FenceFound(4))
     fences = [line for line in node.all(Log) if line.event == "fenced"]
     assert len(fences) == 1
-    node.tell(IncarnationBegun("second"))
+    node.tell(JobStarted("second"))
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert status_report(node.state, node.now)["newer_generation"] is None
     assert node.state.phase is not Phase.FENCED
@@ -652,6 +652,6 @@ def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     """It asked for a generation, and another start had taken the run over."""
     node = Node()
     node.join_one_of(2)
-    node.tell(IncarnationBegun("first"))
+    node.tell(JobStarted("first"))
     node.tell(FenceFound(7))
     assert node.state.phase is Phase.FENCED

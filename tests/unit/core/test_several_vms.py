@@ -26,12 +26,12 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import State
 from swansongd.errors import FencedError, Transient
-from swansongd.flush.committer import ClaimRecord, Clerk
+from swansongd.flush.committer import ClaimRecord, Committer
 from swansongd.flush.journal import Journal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
-from swansongd.restore.resume import Rejoin
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
+from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
@@ -49,10 +49,10 @@ def store(tmp_path: Path) -> FileStore:
     return committed.file_store(tmp_path / "bucket")
 
 
-def claim(store: FileStore, incarnation: str) -> int:
-    nonce = f"{incarnation}{threading.get_ident()}"
+def claim(store: FileStore, job_start_id: str) -> int:
+    nonce = f"{job_start_id}{threading.get_ident()}"
     return commit.claim_generation(
-        store, KEYS, identity={}, nonce=nonce, incarnation=incarnation
+        store, KEYS, identity={}, nonce=nonce, job_start_id=job_start_id
     ).generation
 
 
@@ -86,7 +86,7 @@ def test_a_start_that_was_overtaken_gets_no_second_generation(store: FileStore) 
 
 
 class Desk:
-    """The clerk of one VM."""
+    """The committer of one VM."""
 
     def __init__(self, directory: Path, store: FileStore) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
@@ -94,11 +94,11 @@ class Desk:
         self.own.mkdir(exist_ok=True)
         self.store = store
 
-    def open(self) -> Clerk:
+    def open(self) -> Committer:
         def note(event: Event) -> None:
             assert isinstance(event, SourceChanged)
 
-        clerk = Clerk(
+        committer = Committer(
             self.store,
             KEYS,
             self.own,
@@ -111,8 +111,8 @@ class Desk:
             ),
             several_vms=True,
         )
-        clerk.start()
-        return clerk
+        committer.start()
+        return committer
 
     def next(self, kind: type[Event]) -> Event:
         while not isinstance(event := self.events.get(timeout=20), kind):
@@ -120,39 +120,39 @@ class Desk:
         return event
 
 
-def test_a_clerk_joins_when_told_and_remembers_over_a_restart(
+def test_a_committer_joins_when_told_and_remembers_over_a_restart(
     tmp_path: Path, store: FileStore
 ) -> None:
     """No claim of its own; one generation for two VMs; after a restart at once the same."""
     desks = [Desk(tmp_path / name, store) for name in ("a", "b")]
-    clerks = [desk.open() for desk in desks]
+    committers = [desk.open() for desk in desks]
     assert list(store.list(KEYS.generations)) == []
-    for desk, clerk in zip(desks, clerks, strict=True):
-        clerk.join(JoinGeneration("first"))
+    for desk, committer in zip(desks, committers, strict=True):
+        committer.join(JoinGeneration("first"))
         claimed = desk.next(GenerationClaimed)
         assert claimed == GenerationClaimed(1, None, is_rollback=True)
-    clerks[0].close()
+    committers[0].close()
     again = desks[0].open()
-    assert again.incarnation == "first"
+    assert again.job_start_id == "first"
     assert desks[0].next(GenerationClaimed) == GenerationClaimed(1, None)
-    clerks[1].join(JoinGeneration("second"))
+    committers[1].join(JoinGeneration("second"))
     assert desks[1].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
     again.check_fence()
     assert desks[0].next(FenceFound) == FenceFound(2)
     again.join(JoinGeneration("second"))
     assert desks[0].next(GenerationClaimed) == GenerationClaimed(2, None, is_rollback=True)
-    for clerk in (again, clerks[1]):
-        clerk.close()
+    for committer in (again, committers[1]):
+        committer.close()
 
 
 def test_a_record_names_the_sets_that_were_abandoned(tmp_path: Path, store: FileStore) -> None:
     """In a number that is bounded, those of the greatest steps; a restarted daemon reads them."""
     desk = Desk(tmp_path / "a", store)
-    clerk = desk.open()
+    committer = desk.open()
     sets = tuple(CheckpointId(step, "abc") for step in range(2000))
-    clerk.join(JoinGeneration("first", sets))
+    committer.join(JoinGeneration("first", sets))
     desk.next(GenerationClaimed)
-    clerk.close()
+    committer.close()
     again = desk.open()
     assert again.abandoned == frozenset(sets[-1000:])
     again.close()
@@ -165,27 +165,27 @@ def recorded(desk: Desk) -> ClaimRecord:
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_if_the_claim_is_that_of_its_incarnation(
+def test_a_record_counts_if_the_claim_is_that_of_its_job_start(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """The nonce is that of the VM which claimed.  A record of another incarnation joins its own again."""
+    """The nonce is that of the VM which claimed.  A record of another job start joins its own again."""
     first, second = (Desk(tmp_path / name, store) for name in "ab")
     for desk in (first, second):
-        clerk = desk.open()
-        clerk.join(JoinGeneration("start"))
+        committer = desk.open()
+        committer.join(JoinGeneration("start"))
         assert desk.next(GenerationClaimed) == GenerationClaimed(1, None, is_rollback=True)
-        clerk.close()
+        committer.close()
     assert recorded(first).nonce != recorded(second).nonce
     with capture_logs() as logs:
         for desk in (first, second):
             desk.open().close()
             assert desk.next(GenerationClaimed) == GenerationClaimed(1, None)
     assert not [line for line in logs if line["event"] == "claim_record_refused"]
-    forged = replace(recorded(second), incarnation="another start", nonce="forged")
+    forged = replace(recorded(second), job_start_id="another start", nonce="forged")
     forged.save(second.own)
     second.open().close()
     assert second.next(GenerationClaimed) == GenerationClaimed(2, None)
-    assert recorded(second).incarnation == "another start"
+    assert recorded(second).job_start_id == "another start"
     assert claim(store, "another start") == 2
 
 
@@ -195,10 +195,10 @@ def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
     """A claim for one VM alone would fence the others: nothing is claimed before a trainer comes."""
     desk = Desk(tmp_path / "a", store)
     ClaimRecord("r", store.url, "boot", 1, "n").save(desk.own)
-    clerk = desk.open()
-    assert clerk.drain(10)
+    committer = desk.open()
+    assert committer.drain(10)
     assert list(store.list("")) == []
-    clerk.close()
+    committer.close()
 
 
 @pytest.mark.fault("G17")
@@ -207,17 +207,17 @@ def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
 ) -> None:
     """Of this step and this number of VMs; and the newest of several that is whole is named."""
     desk = Desk(tmp_path / "a", store)
-    clerk = desk.open()
+    committer = desk.open()
     refs = (CommitRef(1, 9), CommitRef(1, 8), CommitRef(1, 7))
     order = CheckComplete(refs, 2)
     for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}, {"step": 8, "node": 0}):
-        committed.commit(store, FILES, nodes=2, generation=1, attempt=f"{options}", **options)
-    clerk.check_complete(order)
+        committed.commit(store, FILES, nodes=2, generation=1, upload_nonce=f"{options}", **options)
+    committer.check_complete(order)
     assert desk.next(PartsCounted) == PartsCounted(refs[0], 1, refs[1])
-    committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, attempt="x")
-    clerk.check_complete(order)
+    committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, upload_nonce="x")
+    committer.check_complete(order)
     assert desk.next(PartsCounted) == PartsCounted(refs[0], 2, refs[0])
-    clerk.close()
+    committer.close()
 
 
 def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -> None:
@@ -228,10 +228,10 @@ def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -
             raise Transient("503")
 
     desk = Desk(tmp_path / "a", Broken(store.url))
-    clerk = desk.open()
-    clerk.check_complete(CheckComplete((CommitRef(1, 9),), 2))
+    committer = desk.open()
+    committer.check_complete(CheckComplete((CommitRef(1, 9),), 2))
     assert desk.next(PartsCounted) == PartsCounted(CommitRef(1, 9), 0, None)
-    clerk.close()
+    committer.close()
 
 
 @pytest.mark.fault("S25")
@@ -239,7 +239,7 @@ def test_an_unsigned_part_makes_no_checkpoint_whole(tmp_path: Path, store: FileS
     """A reader with a key would refuse it."""
     keys = RunKeys("r", Signer(b"k" * 32))
     for node in (0, 1):
-        committed.commit(store, FILES, step=9, node=node, nodes=2, attempt=f"a{node}")
+        committed.commit(store, FILES, step=9, node=node, nodes=2, upload_nonce=f"a{node}")
     assert commit.parts_committed(store, keys, CommitRef(1, 9), 2) == 1
 
 
@@ -251,15 +251,15 @@ class Vm:
         story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
-        self.state: State = replace(story.state, settings=settings, incarnation="start")
-        self.rejoin = Rejoin(store, KEYS, run, lambda: self.state, threading.Event())
+        self.state: State = replace(story.state, settings=settings, job_start_id="start")
+        self.resume = Resume(store, KEYS, run, lambda: self.state, threading.Event())
         self.answers: queue.Queue[Message] = queue.Queue()
 
     def ask(self, wanted: CommitRef | None = None) -> Restored:
-        query = RestoreQuery("q", incarnation="start")
+        query = RestoreQuery("q", job_start_id="start")
         if wanted is not None:
             query = RestoreQuery("q", generation=wanted.generation, step=wanted.step)
-        self.rejoin.ask(query, self.answers.put, lambda _: None)
+        self.resume.ask(query, self.answers.put, lambda _: None)
         return self.answer()
 
     def answer(self) -> Restored:
@@ -275,12 +275,12 @@ def test_one_vm_chooses_what_is_whole_and_the_others_take_just_that(
     """Neither a set on somebody's disk, nor a part, nor what has been completed since."""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": FILES["weights.bin"]}
-        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
-    committed.commit(store, {"rank-00000/w": b"1"}, step=30, node=0, nodes=2, attempt="b0")
+        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
+    committed.commit(store, {"rank-00000/w": b"1"}, step=30, node=0, nodes=2, upload_nonce="b0")
     first, second = Vm(tmp_path / "v0", store), Vm(tmp_path / "v1", store)
     chosen = first.ask()
     assert (chosen.step, chosen.error) == (20, "")
-    committed.commit(store, {"rank-00001/w": b"1"}, step=30, node=1, nodes=2, attempt="b1")
+    committed.commit(store, {"rank-00001/w": b"1"}, step=30, node=1, nodes=2, upload_nonce="b1")
     taken = second.ask(CommitRef(chosen.generation, chosen.step))
     assert (taken.step, taken.error) == (20, "")
     names = {"rank-00000/w", "rank-00001/w"}
@@ -297,17 +297,17 @@ def test_a_choice_is_made_under_the_generation_of_its_start(
     """Before the claim, a VM of the earlier start could still commit a newer checkpoint."""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
+        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
     vm = Vm(tmp_path / "v0", store)
     claimed = vm.state
-    vm.state = replace(claimed, incarnation="earlier")
-    vm.rejoin.ask(RestoreQuery("q", incarnation="start"), vm.answers.put, lambda _: None)
-    vm.rejoin.ask(RestoreQuery("named", generation=1, step=20), vm.answers.put, lambda _: None)
+    vm.state = replace(claimed, job_start_id="earlier")
+    vm.resume.ask(RestoreQuery("q", job_start_id="start"), vm.answers.put, lambda _: None)
+    vm.resume.ask(RestoreQuery("named", generation=1, step=20), vm.answers.put, lambda _: None)
     assert vm.answer().query_id == "named", "the other query waits, and holds nobody up"
     vm.state = replace(claimed, generation=None)
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=30, node=node, nodes=2, attempt=f"b{node}")
+        committed.commit(store, files, step=30, node=node, nodes=2, upload_nonce=f"b{node}")
     vm.state = claimed
     second = vm.answer()
     assert (second.query_id, second.step) == ("q", 30)
@@ -319,9 +319,9 @@ def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path, store: F
     vm = Vm(tmp_path / "v0", store)
     own = a_set(50)
     vm.state = replace(
-        vm.state, incarnation="alone:vm:2", staged=(own,), inherited=frozenset(), generation=2
+        vm.state, job_start_id="alone:vm:2", staged=(own,), inherited=frozenset(), generation=2
     )
-    vm.rejoin.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
+    vm.resume.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
     answer = vm.answer()
     assert (answer.step, Path(answer.path).name) == (50, own.directory)
 
@@ -333,9 +333,9 @@ def test_an_answer_to_one_start_is_not_given_to_the_next(tmp_path: Path, store: 
     assert vm.ask().path == ""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=20, node=node, nodes=2, attempt=f"a{node}")
-    vm.state = replace(vm.state, incarnation="alone:vm:1")
-    vm.rejoin.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
+        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
+    vm.state = replace(vm.state, job_start_id="alone:vm:1")
+    vm.resume.ask(RestoreQuery("q"), vm.answers.put, lambda _: None)
     assert vm.answer().step == 20
 
 

@@ -85,7 +85,7 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check(family="f", name=name, ask=ask, mend=f"mend {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check(family="f", name=name, ask=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
     found = list(
         examine(
@@ -97,7 +97,7 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None
     assert [finding.level for finding in found] == [Level.FAILURE, Level.FAILURE, Level.OK]
     assert "KeyError" in found[0].found
     assert found[1].found == "no answer within 0.05 s"
-    assert found[1].mend == "mend b"
+    assert found[1].fix == "fix b"
 
 
 def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> None:
@@ -109,7 +109,7 @@ def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> Non
     well = ok("well")
     found = examine(
         [
-            check("a", failure("bad", "mend")),
+            check("a", failure("bad", "fix")),
             check("b", well, "a"),
             check("c", well, "b"),
             check("d", well),
@@ -122,12 +122,12 @@ def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> Non
     ]  # fmt: skip
 
 
-def test_the_command_in_the_words_of_an_error_mends_it() -> None:
+def test_the_command_in_the_words_of_an_error_fixes_it() -> None:
     """What stands between backticks wins over the command of the check."""
-    judged = of_error(Permanent("too low; mend it with `raise it`"), "other")
-    assert (judged.found, judged.mend) == ("too low", "sudo raise it")
+    judged = of_error(Permanent("too low; fix it with `raise it`"), "other")
+    assert (judged.found, judged.fix) == ("too low", "sudo raise it")
     judged = of_error(Permanent("no", hint="Do that"), "other")
-    assert (judged.found, judged.mend) == ("no. Do that", "other")
+    assert (judged.found, judged.fix) == ("no. Do that", "other")
 
 
 # ---------------------------------------------------------------- judgements
@@ -144,7 +144,7 @@ def test_signing_key(tmp_path: Path) -> None:
     key.chmod(0o444)
     public = judge_signing_key(key, account)
     assert public.level == "failure"
-    assert public.mend.startswith(f"sudo chown {account.name}: '{key}' && sudo chmod 0400 '{key}'")
+    assert public.fix.startswith(f"sudo chown {account.name}: '{key}' && sudo chmod 0400 '{key}'")
     key.chmod(0o400)
     os.chown(key, account.uid, account.gid)
     assert judge_signing_key(key, account).level == "ok"
@@ -165,7 +165,7 @@ def test_signing_key(tmp_path: Path) -> None:
 )
 def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) -> None:
     """The cloud that is watched must be the one that the firmware names, an emulator excepted."""
-    assert judge_cloud(configured, detected, emulated=emulated, mend="m").level == level
+    assert judge_cloud(configured, detected, emulated=emulated, fix="m").level == level
 
 
 @pytest.mark.fault("S15", "S16")
@@ -228,7 +228,7 @@ def test_space(free: Room, newest: Room, level: str) -> None:
     """Two checkpoints should fit, one must: their bytes, and their number of files."""
     judged = judge_space(Path("/s"), free, newest)
     assert judged.level == level
-    assert bool(judged.mend) == (level != "ok")
+    assert bool(judged.fix) == (level != "ok")
 
 
 @pytest.mark.fault("S1", "S7")
@@ -315,7 +315,7 @@ def test_paths_of_the_sandbox(
     """The unit must be able to start, and to write to staging."""
     judged = judge_paths(words, [Path(staging)], is_strict=is_strict, missing=missing)
     assert judged.level == level
-    assert not judged.mend or staging in judged.mend
+    assert not judged.fix or staging in judged.fix
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_running_and_installed_version(running: object, level: Level) -> None:
     assert judgement.level is level
     assert "0.1.0+1.gabc" in judgement.found
     if level is Level.WARNING:
-        assert judgement.mend == "restart it"
+        assert judgement.fix == "restart it"
         assert str(running) in judgement.found
 
 
@@ -557,7 +557,7 @@ def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("facts", "found", "mend"),
+    ("facts", "found", "fix"),
     [
         ({"Result": "oom-kill", "MemoryMax": "1000"}, "want of memory", "MemoryMax=infinity"),
         ({"LoadState": "masked"}, "masked", "unmask"),
@@ -578,12 +578,12 @@ def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Pa
         ({"Result": "watchdog", "ExecMainCode": "3", "ExecMainStatus": "6"}, "signal 6", "journal"),
     ],
 )
-def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, mend: str) -> None:
+def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, fix: str) -> None:
     """The cause, as systemd recorded it, comes with the command that ends it."""
     judged = judge_down({"ActiveState": "failed", **facts}, Path("/s/r/.swansongd/claim.json"))
     assert judged.level == "failure"
     assert found in judged.found
-    assert mend in judged.mend
+    assert fix in judged.fix
 
 
 def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]:
@@ -621,7 +621,7 @@ def test_the_daemons_own_word_of_its_store() -> None:
     assert good.level == "ok"
     bad = judge_store({"health": "degraded", "reason": "Read-only file system", "for_s": 1.0}, "m")
     assert bad is not None
-    assert (bad.level, bad.mend) == ("failure", "m")
+    assert (bad.level, bad.fix) == ("failure", "m")
     assert "Read-only file system" in bad.found
 
 
@@ -660,7 +660,7 @@ def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
     killed = refused({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
     assert killed.level == "failure"
     assert "want of memory" in killed.found
-    assert "MemoryMax=infinity" in killed.mend
+    assert "MemoryMax=infinity" in killed.fix
     assert "status 226" in refused({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
 
 

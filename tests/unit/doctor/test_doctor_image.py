@@ -74,7 +74,7 @@ def test_a_secret_is_found(root: Path, name: str, text: str) -> None:
     (found,) = (f for f in examine(image.checks(config(), root)) if f.name == "secrets")
     assert found.level is Level.FAILURE
     assert f"/{name}" in found.found
-    assert found.mend == f"sudo rm /{name}"
+    assert found.fix == f"sudo rm /{name}"
     assert text not in found.found
 
 

@@ -126,7 +126,7 @@ def test_a_request_that_the_store_refuses_fails_its_step(
     findings = rehearsed(config)
     assert failures(findings) == [step]
     assert "405 MethodNotAllowed" in findings[step].found
-    assert findings[step].mend
+    assert findings[step].fix
     assert store.objects == {}
     assert store.open == {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clerk against a real directory as store: what it claims, commits and leaves behind."""
+"""The committer against a real directory as store: what it claims, commits and leaves behind."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from swansongd.core.events import (
     SourceChanged,
 )
 from swansongd.errors import NotFound
-from swansongd.flush import committer as clerks
-from swansongd.flush.committer import ClaimRecord, Clerk
-from swansongd.flush.journal import HeldShard, Journal
+from swansongd.flush import committer as committers
+from swansongd.flush.committer import ClaimRecord, Committer
+from swansongd.flush.journal import Journal, ShardRecord
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -52,7 +52,7 @@ NOW = "2030-01-01T00:00:00Z"
 
 
 class Desk:
-    """A store, the daemon's own directory, and the clerks that come and go there."""
+    """A store, the daemon's own directory, and the committers that come and go there."""
 
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
@@ -69,15 +69,15 @@ class Desk:
         """How often the store was asked for its commits."""
 
     @contextmanager
-    def clerk(
+    def committer(
         self, *, boot: str = "boot-1", store: ObjectStore | None = None, keys: RunKeys = KEYS
-    ) -> Iterator[Clerk]:
+    ) -> Iterator[Committer]:
         def note(event: Event) -> None:
             assert isinstance(event, SourceChanged)
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
-        clerk = Clerk(
+        committer = Committer(
             store or self._counting(),
             keys,
             self.own,
@@ -89,11 +89,11 @@ class Desk:
                 HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note)
             ),
         )
-        clerk.start()
+        committer.start()
         try:
-            yield clerk
+            yield committer
         finally:
-            clerk.close()
+            committer.close()
 
     def _counting(self) -> ObjectStore:
         desk = self
@@ -123,8 +123,8 @@ class Desk:
         os.rename(hidden, self.bucket)
 
     def claimed(self, **options: Any) -> int:
-        """Start a clerk, and end it when it has its generation."""
-        with self.clerk(**options):
+        """Start a committer, and end it when it has its generation."""
+        with self.committer(**options):
             event = self.next()
         assert isinstance(event, GenerationClaimed), event
         return event.generation
@@ -157,7 +157,7 @@ def test_the_claim_says_what_is_committed(desk: Desk) -> None:
     """GenerationClaimed carries the newest whole commit, of whatever generation."""
     committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
     desk.store.put(KEYS.generation(4), b"{}")
-    with desk.clerk():
+    with desk.committer():
         assert desk.next() == GenerationClaimed(5, CommitRef(4, 70))
 
 
@@ -170,7 +170,7 @@ def test_the_age_of_the_newest_commit_comes_after_the_claim(
     """NewestDated carries the age by the manifest, and no negative one where a clock is wrong."""
     committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
     desk.now = now
-    with desk.clerk():
+    with desk.committer():
         events = iter(lambda: desk.events.get(timeout=10), None)
         dated = next(event for event in events if isinstance(event, NewestDated))
     assert dated == NewestDated(CommitRef(4, 70), age_s)
@@ -202,8 +202,8 @@ def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
         b'{"run": "r"',
         b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": "1"}',
         b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": true}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1, "incarnation": ""}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "", "generation": 1, "incarnation": []}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1, "job_start_id": ""}',
+        b'{"run": "r", "store_url": "URL", "boot_id": "", "generation": 1, "job_start_id": []}',
         b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1e999}',
         b"[" * 100_000,
         b" " * 20_000 + b"{}",
@@ -228,7 +228,7 @@ def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
 @pytest.mark.fault("S25")
 def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
     """A forged record leads to a new generation and a line in the log, not to another's generation."""
-    with desk.clerk(boot="another VM"):
+    with desk.committer(boot="another VM"):
         assert desk.next() == GenerationClaimed(1, None)
     a_record(desk).save(desk.own)
     with capture_logs() as logs:
@@ -258,11 +258,11 @@ def test_a_record_outlived_by_its_bucket_does_not_count(desk: Desk) -> None:
 def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
     """An outage says nothing about the claim: the number is kept."""
     assert desk.claimed() == 1
-    with ExitStack() as clerk:
+    with ExitStack() as committer:
         with desk.outage():
-            working = clerk.enter_context(desk.clerk())
+            working = committer.enter_context(desk.committer())
             until(lambda: desk.health, what="the first failure")
-        working.hurry()
+        working.expedite()
         assert desk.next() == GenerationClaimed(1, None)
 
 
@@ -302,9 +302,9 @@ def test_a_claim_beyond_the_format_is_refused_loudly_and_the_daemon_stays(desk: 
     """One planted object: one line in the log, the way out in the health; gone, the claim is made."""
     planted = KEYS.generation(bounds.GENERATION_MAX)
     desk.store.put(planted, b"{}")
-    with capture_logs() as logs, desk.clerk() as clerk:
+    with capture_logs() as logs, desk.committer() as committer:
         until(lambda: desk.health, what="the first failure")
-        clerk.hurry()
+        committer.expedite()
         until(lambda: desk.tries > 2, what="another try")
         assert desk.events.empty()
         assert stored(desk, "") == [planted]
@@ -321,9 +321,9 @@ def test_an_unknown_object_among_the_commits_costs_no_generation(desk: Desk) -> 
     """The claim waits, instead of taking a number at each try."""
     planted = f"{KEYS.commits}junk"
     desk.store.put(planted, b"")
-    with desk.clerk() as clerk:
+    with desk.committer() as committer:
         until(lambda: desk.health, what="the first failure")
-        clerk.hurry()
+        committer.expedite()
         until(lambda: desk.tries > 2, what="another try")
         assert stored(desk, "") == [planted]
         desk.store.delete(planted)
@@ -334,7 +334,7 @@ def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> 
     """Its own number is recorded, a newer one is claimed: FenceFound, and nothing is claimed."""
     assert desk.claimed() == 1
     desk.store.put(KEYS.generation(2), b"{}")
-    with desk.clerk():
+    with desk.committer():
         assert desk.next() == FenceFound(2)
     assert stored(desk, KEYS.generations)[-1] == KEYS.generation(2)
 
@@ -348,23 +348,23 @@ def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None
 
 def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path) -> None:
     """The store does not make it: its file system may not be mounted yet."""
-    with desk.clerk(store=FileStore(f"file://{tmp_path}/new")) as clerk:
+    with desk.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
         until(lambda: "does not exist" in desk.reason, what="the first failure")
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
-        clerk.hurry()
+        committer.expedite()
         assert desk.next() == GenerationClaimed(1, None)
 
 
 def test_the_claim_waits_for_the_store(desk: Desk) -> None:
     """Health says that the store fails while it does; then the generation is claimed, and health is ok."""
-    with ExitStack() as clerk:
+    with ExitStack() as committer:
         with desk.outage():
-            working = clerk.enter_context(desk.clerk())
+            working = committer.enter_context(desk.committer())
             until(lambda: desk.health, what="the first failure")
             assert Health.OK not in desk.health[-1:]
             assert desk.events.empty()
-        working.hurry()
+        working.expedite()
         assert desk.next() == GenerationClaimed(1, None)
         assert desk.health[-1:] == [Health.OK]
 
@@ -372,14 +372,14 @@ def test_the_claim_waits_for_the_store(desk: Desk) -> None:
 def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the clerk would have slept, ``hurry`` wakes it."""
-    monkeypatch.setattr(clerks, "_CLAIM_RETRY_S", 1000.0)
-    monkeypatch.setattr(clerks, "_CLAIM_RETRY_S_MAX", 1000.0)
-    with ExitStack() as clerk:
+    """However long the committer would have slept, ``hurry`` wakes it."""
+    monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
+    monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
+    with ExitStack() as committer:
         with desk.outage():
-            working = clerk.enter_context(desk.clerk())
+            working = committer.enter_context(desk.committer())
             until(lambda: desk.health, what="the first failure")
-        working.hurry()
+        working.expedite()
         assert desk.next() == GenerationClaimed(1, None)
 
 
@@ -387,14 +387,14 @@ def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
 
 
 @pytest.fixture
-def working(desk: Desk) -> Iterator[Clerk]:
-    """A clerk that has claimed generation 1."""
-    with desk.clerk() as clerk:
+def working(desk: Desk) -> Iterator[Committer]:
+    """A committer that has claimed generation 1."""
+    with desk.committer() as committer:
         assert desk.next() == GenerationClaimed(1, None)
-        yield clerk
+        yield committer
 
 
-def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Clerk) -> None:
+def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Committer) -> None:
     """What lies in the store is what was ordered."""
     working.commit(an_order())
     assert desk.next() == CommitDone("f10", CommitRef(1, 10))
@@ -404,7 +404,7 @@ def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Clerk) -> No
     assert made.created == NOW
 
 
-def test_the_same_commit_twice_is_one(desk: Desk, working: Clerk) -> None:
+def test_the_same_commit_twice_is_one(desk: Desk, working: Committer) -> None:
     """A lost reply makes the daemon order it again: its own nonce is found, and that is success."""
     for _ in range(2):
         working.commit(an_order())
@@ -412,7 +412,7 @@ def test_the_same_commit_twice_is_one(desk: Desk, working: Clerk) -> None:
     assert len(stored(desk, KEYS.commits)) == 1
 
 
-def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Clerk) -> None:
+def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Committer) -> None:
     """The first one stands."""
     working.commit(an_order())
     desk.next()
@@ -424,7 +424,7 @@ def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Clerk) -> N
     assert manifest.decode(desk.store.get(key)).nonce == "abc"
 
 
-def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Clerk) -> None:
+def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Committer) -> None:
     """CommitFailed without conflict, health not ok; when the store is back, the same order works."""
     with desk.outage():
         working.commit(an_order())
@@ -446,7 +446,7 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
                 raise TypeError("a fault in the code")
             super().put(key, data, if_absent=if_absent)
 
-    with desk.clerk(store=Faulty(desk.store.url)) as working:
+    with desk.committer(store=Faulty(desk.store.url)) as working:
         assert desk.next() == GenerationClaimed(1, None)
         working.commit(an_order(5))
         event = desk.next()
@@ -467,7 +467,7 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
     ],
 )
 def test_a_set_that_no_manifest_can_hold_is_given_up_once(
-    desk: Desk, working: Clerk, unusable: dict[str, Any]
+    desk: Desk, working: Committer, unusable: dict[str, Any]
 ) -> None:
     """One answer that makes the set unusable, no object in the store; the sets beside it are committed."""
     order = an_order(5)
@@ -495,44 +495,44 @@ def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
             return super().get(key)
 
     store = Forgetful(desk.store.url)
-    with desk.clerk(store=store) as clerk:
+    with desk.committer(store=store) as committer:
         assert desk.next() == GenerationClaimed(1, None)
         for _ in range(3):
-            clerk.commit(an_order())
+            committer.commit(an_order())
             event = desk.next()
             assert isinstance(event, CommitFailed)
             assert not event.conflict
         store.forgets = False
-        clerk.commit(an_order())
+        committer.commit(an_order())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
         gets = store.gets
-        clerk.commit(an_order(11))
+        committer.commit(an_order(11))
         assert desk.next() == CommitDone("f11", CommitRef(1, 11))
         assert store.gets == gets
 
 
 @pytest.mark.fault("S25")
 def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> None:
-    """A higher claim, junk beside it, and a higher commit: the clerk continues, and logs what it ignores."""
+    """With a higher claim, junk beside it and a higher commit the committer continues, and logs each."""
     keys = RunKeys("r", Signer(b"k" * 32))
-    with desk.clerk(keys=keys) as clerk, capture_logs() as logs:
+    with desk.committer(keys=keys) as committer, capture_logs() as logs:
         assert desk.next() == GenerationClaimed(1, None)
         desk.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
         desk.store.put(f"{KEYS.generations}junk", b"")
         committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
-        clerk.commit(an_order())
+        committer.commit(an_order())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-        clerk.check_fence()
-        assert clerk.drain(10)
+        committer.check_fence()
+        assert committer.drain(10)
         assert desk.events.empty()
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
-    with desk.clerk(keys=keys):
+    with desk.committer(keys=keys):
         assert desk.next() == GenerationClaimed(1, CommitRef(1, 10))
-    with desk.clerk(keys=keys, boot="boot-2"):
+    with desk.committer(keys=keys, boot="boot-2"):
         assert desk.next() == GenerationClaimed(2, CommitRef(1, 10))
 
 
-def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -> None:
+def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Committer) -> None:
     """FenceFound, and no manifest."""
     desk.store.put(KEYS.generation(3), b"{}")
     working.commit(an_order())
@@ -540,7 +540,7 @@ def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Clerk) -
     assert not stored(desk, KEYS.commits)
 
 
-def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Clerk) -> None:
+def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Committer) -> None:
     """Our own generation is no fence."""
     working.check_fence()
     assert working.drain(10)
@@ -550,7 +550,7 @@ def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Cle
     assert desk.next() == FenceFound(2)
 
 
-def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Clerk) -> None:
+def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Committer) -> None:
     """The clock stands still here; no farewell takes another's name, and none is lost."""
     bodies = [json.dumps({"verdict": verdict}).encode() for verdict in ("PARTIAL", "SAFE")]
     for body in bodies:
@@ -561,7 +561,7 @@ def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Clerk) -> No
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
-def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Clerk) -> None:
+def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Committer) -> None:
     with desk.outage():
         working.farewell(1, b"{}")
         assert working.drain(10)
@@ -570,13 +570,13 @@ def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Cle
 
 
 def test_drain_waits_for_what_was_ordered_and_not_for_ever(desk: Desk) -> None:
-    """With a store that never lets the clerk claim, False comes within the time given."""
-    with desk.outage(), desk.clerk() as clerk:
-        clerk.farewell(1, b"{}")
-        assert not clerk.drain(0.05)
+    """With a store that never lets the committer claim, False comes within the time given."""
+    with desk.outage(), desk.committer() as committer:
+        committer.farewell(1, b"{}")
+        assert not committer.drain(0.05)
 
 
-def test_orders_are_carried_out_in_order(desk: Desk, working: Clerk) -> None:
+def test_orders_are_carried_out_in_order(desk: Desk, working: Committer) -> None:
     """Twenty commits, ordered at once, answered one after the other."""
     for step in range(1, 21):
         working.commit(an_order(step))
@@ -588,7 +588,7 @@ def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
     """What it has stored can be referenced; a commit of which a node is missing is none."""
     old = committed.commit(desk.store, {"model": b"m" * 2500}, step=10)
     committed.commit(desk.store, {"model": b"n" * 2500}, step=20, nodes=2)
-    with desk.clerk():
+    with desk.committer():
         known = until(lambda: desk.journal.known("model"), what="the newest commit to be read")
     assert known.shard == old.shards[0]
 
@@ -598,11 +598,11 @@ def test_what_was_committed_is_known(desk: Desk) -> None:
     made = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
     shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
-    with desk.clerk() as clerk:
+    with desk.committer() as committer:
         assert isinstance(desk.next(), GenerationClaimed)
         order = replace(an_order(), shards=(shard,))
-        desk.journal.shard_stored(str(order.staged.id), HeldShard(file, shard, (b"d" * 32,) * 3))
-        clerk.commit(order)
+        desk.journal.shard_stored(str(order.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
+        committer.commit(order)
         assert isinstance(desk.next(), CommitDone)
         known = desk.journal.known("model")
     assert known is not None
@@ -610,33 +610,33 @@ def test_what_was_committed_is_known(desk: Desk) -> None:
 
 
 def test_a_commit_that_cannot_be_read_seeds_nothing(desk: Desk) -> None:
-    """The claim stands, and the clerk goes on working."""
+    """The claim stands, and the committer goes on working."""
     made = committed.commit(desk.store, {"model": b"m"})
     committed.flip_bit(desk.bucket / KEYS.commit(made.ref, 0, 1), 99)
-    with desk.clerk() as clerk:
+    with desk.committer() as committer:
         assert isinstance(desk.next(), GenerationClaimed)
-        assert clerk.drain(10)
+        assert committer.drain(10)
     assert desk.journal.known("model") is None
 
 
 def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: Desk) -> None:
     """After a rollback, for the same boot; a restarted daemon goes on under it.  Never over a newer VM's."""
-    with desk.clerk() as clerk:
+    with desk.committer() as committer:
         assert desk.next() == GenerationClaimed(1, None)
-        clerk.claim_next(ClaimGeneration(1))
+        committer.claim_next(ClaimGeneration(1))
         assert desk.next() == GenerationClaimed(2, None, is_rollback=True)
-    with desk.clerk() as clerk:
+    with desk.committer() as committer:
         assert desk.next() == GenerationClaimed(2, None)
-        with desk.clerk(boot="other"):
+        with desk.committer(boot="other"):
             assert desk.next() == GenerationClaimed(3, None)
-        clerk.claim_next(ClaimGeneration(2))
+        committer.claim_next(ClaimGeneration(2))
         assert desk.next() == FenceFound(3)
 
 
 def test_what_became_of_earlier_vms_is_told(desk: Desk) -> None:
     """Once for each claim, after it; a first VM has nothing to tell."""
-    with desk.clerk(boot="first"):
+    with desk.committer(boot="first"):
         assert desk.next() == GenerationClaimed(1, None)
-    with desk.clerk(boot="second"):
+    with desk.committer(boot="second"):
         assert desk.next() == GenerationClaimed(2, None)
         assert desk.events.get(timeout=10) == HistoryRead(0.0, 1)

@@ -24,9 +24,9 @@ from swansongd.flush.journal import (
     FILE_NAME,
     SETS_MAX,
     Contents,
-    HeldShard,
-    HeldUpload,
     Journal,
+    ShardRecord,
+    UploadRecord,
     replay,
 )
 from swansongd.model import StagedFile, StoredShard
@@ -39,7 +39,7 @@ HEADER = {"is": "journal", "version": 1, "run": "r", "store": "s3://b"}
 UPLOAD = Upload("k", "u1", 2500, 1000)
 
 
-def a_shard(path: str, key: str = "k") -> HeldShard:
+def a_shard(path: str, key: str = "k") -> ShardRecord:
     file = StagedFile(path=path, size_bytes=2500, mtime_ns=1, inode=2)
     shard = StoredShard(
         path=path,
@@ -49,7 +49,7 @@ def a_shard(path: str, key: str = "k") -> HeldShard:
         part_size_bytes=1000,
         crc32c=7,
     )
-    return HeldShard(file, shard, (b"a" * 32, b"b" * 32, b"c" * 32))
+    return ShardRecord(file, shard, (b"a" * 32, b"b" * 32, b"c" * 32))
 
 
 def opened(directory: Path, *, run: str = "r", store_url: str = "s3://b") -> Journal:
@@ -66,7 +66,7 @@ def written(directory: Path, seed: int) -> list[list[object]]:
     choose = random.Random(seed)
     journal = opened(directory)
     said = [facts(journal._contents)]
-    uploads: list[tuple[str, HeldUpload]] = []
+    uploads: list[tuple[str, UploadRecord]] = []
     keys = count()
     for _ in range(choose.randrange(1, 25)):
         name = f"{choose.randrange(6)}.n"
@@ -85,7 +85,7 @@ def written(directory: Path, seed: int) -> list[list[object]]:
                 journal.shard_stored(name, a_shard(path, f"k{next(keys)}"))
             case _:
                 held_now = journal.held(name).values()
-                shards = [held.shard for held in held_now if isinstance(held, HeldShard)]
+                shards = [held.shard for held in held_now if isinstance(held, ShardRecord)]
                 journal.committed(name, shards[: choose.randrange(3)])
         said.append(facts(copy.deepcopy(journal._contents)))
     return said
@@ -169,7 +169,7 @@ def test_all_of_it_is_there_in_the_next_life(tmp_path: Path) -> None:
     second = opened(tmp_path)
     assert second.held("1.a")["x"] == a_shard("x")
     upload = second.held("1.a")["d/a"]
-    assert isinstance(upload, HeldUpload)
+    assert isinstance(upload, UploadRecord)
     assert (upload.file, upload.upload) == (FILE, UPLOAD)
     (part,) = upload.parts.values()
     assert (part.receipt.number, part.receipt.etag, part.receipt.crc32c) == (2, '"e;%"', 5)
@@ -299,7 +299,7 @@ def test_no_record_raises_or_is_taken_over_unchecked(
     bad = record | changes if raw is None else raw.replace(b"\n", b" ")
     contents = replay(a_journal(UPLOADED, bad), HEADER)
     for held in contents.sets.get("1.a", {}).values():
-        if isinstance(held, HeldUpload):
+        if isinstance(held, UploadRecord):
             assert not held.is_whole
             assert all(held.upload.part_length_bytes(number) > 0 for number in held.parts)
         else:

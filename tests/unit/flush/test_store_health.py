@@ -10,7 +10,7 @@ from swansongd.core.events import Event, SourceChanged
 from swansongd.errors import Permanent, Transient
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 from swansongd.model import Health
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
 
 
 class Clock:
@@ -85,7 +85,7 @@ def test_a_refusal_says_nothing_of_health() -> None:
 
 
 def test_an_operation_that_was_given_up_is_not_healed_by_other_answers() -> None:
-    """A store that refuses the flush answers the clerk's listings; only a flush that succeeds clears it."""
+    """A store that refuses the flush still answers listings; only a flush that succeeds clears the error."""
     watched = Watched()
     watched.health.failed("flush", "403 AccessDenied")
     watched.attempt(0.1)

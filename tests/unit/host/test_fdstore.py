@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from swansongd.host import fdstore
-from swansongd.host.fdstore import Kept
+from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 
 from testkit.story import a_notice
@@ -55,17 +55,17 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.fixture
-def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Kept]:
+def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
     """The next start of the daemon: what systemd holds is handed over, from a number on that is free."""
 
-    def start() -> Kept:
+    def start() -> FdStore:
         store = systemd.listen()
         # systemd begins at 3; in this process that is somebody else's, so behind all that are in use.
         first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
         monkeypatch.setattr(fdstore, "_FIRST_FD", first)
         for fd, held in enumerate(store.values(), first):
             os.dup2(held, fd)
-        return Kept(
+        return FdStore(
             systemd.notifier,
             {
                 "LISTEN_PID": str(os.getpid()),
@@ -78,11 +78,11 @@ def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def test_a_start_takes_the_lock_out_of_the_store(
-    systemd: Systemd, start_anew: Callable[[], Kept]
+    systemd: Systemd, start_anew: Callable[[], FdStore]
 ) -> None:
     """The newest lock comes back, and from then on only the process holds it, whatever fails next."""
     (read_old, old), (read_new, new) = os.pipe(), os.pipe()
-    first = Kept(systemd.notifier, {})
+    first = FdStore(systemd.notifier, {})
     assert first.lock_fd() is None
     first.keep_lock(old)
     first.keep_lock(new)
@@ -104,11 +104,11 @@ def test_a_start_takes_the_lock_out_of_the_store(
 
 
 def test_live_notices_come_back_with_their_deadlines(
-    systemd: Systemd, start_anew: Callable[[], Kept]
+    systemd: Systemd, start_anew: Callable[[], FdStore]
 ) -> None:
     """The same instants on the same clock; those that have run out since do not."""
     early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
-    first = Kept(systemd.notifier, {})
+    first = FdStore(systemd.notifier, {})
     first.keep_notices([early, late])
     second = start_anew()
     assert second.notices(now_mono_s=10.0) == [early, late]
@@ -151,7 +151,7 @@ def as_kept(**changes: object) -> bytes:
     ids=lambda content: repr(content[:20]),
 )
 def test_what_cannot_be_read_is_no_notice(
-    systemd: Systemd, start_anew: Callable[[], Kept], content: bytes
+    systemd: Systemd, start_anew: Callable[[], FdStore], content: bytes
 ) -> None:
     """Cut off in the middle, or of another version: the sources will tell again."""
     fd = os.memfd_create("x")
@@ -169,18 +169,18 @@ def test_a_number_of_descriptors_that_is_wrong_keeps_nobody_from_starting(
     facts = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": "a:b"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fdstore, "_FIRST_FD", 1_000_000)  # not open
-        assert Kept(systemd.notifier, facts).lock_fd() is None
+        assert FdStore(systemd.notifier, facts).lock_fd() is None
 
 
 def test_the_listener_comes_back_only_at_its_path(
-    systemd: Systemd, start_anew: Callable[[], Kept], tmp_path: Path
+    systemd: Systemd, start_anew: Callable[[], FdStore], tmp_path: Path
 ) -> None:
     """A connection made in between waits in it; at another path, or none, it is let go."""
     path = tmp_path / "trainer.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
-        Kept(systemd.notifier, {}).keep_listener(listener.fileno())
+        FdStore(systemd.notifier, {}).keep_listener(listener.fileno())
         systemd.listen()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(path))
@@ -196,4 +196,4 @@ def test_the_listener_comes_back_only_at_its_path(
 def test_what_was_handed_to_another_process_is_not_ours(systemd: Systemd) -> None:
     """LISTEN_PID names whom it was meant for."""
     others = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": fdstore.LOCK}
-    assert Kept(systemd.notifier, others).lock_fd() is None
+    assert FdStore(systemd.notifier, others).lock_fd() is None

@@ -20,8 +20,8 @@ from swansongd.core.events import Event, RolledBack, TrainerJoined
 from swansongd.core.state import State
 from swansongd.errors import Permanent
 from swansongd.model import CommitRef, Staged, TrainerView
-from swansongd.restore import resume as rejoin_module
-from swansongd.restore.resume import BUDGET_S, Rejoin
+from swansongd.restore import resume as resume_module
+from swansongd.restore.resume import BUDGET_S, Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.file.store import FileStore
 
@@ -58,26 +58,26 @@ class Vm:
     def commit(self, step: int, generation: int = 1, **options: Any) -> Path:
         """Commit; returns the file in which the store keeps the weights."""
         made = committed.commit(
-            self.store, FILES, step=step, generation=generation, attempt=f"a{step}", **options
+            self.store, FILES, step=step, generation=generation, upload_nonce=f"a{step}", **options
         )
         return self.bucket / made.shards[0].key
 
-    def rejoin(self) -> Rejoin:
-        return Rejoin(self.store, self.keys, self.run, lambda: self.state, threading.Event())
+    def resume(self) -> Resume:
+        return Resume(self.store, self.keys, self.run, lambda: self.state, threading.Event())
 
     def ask(self) -> Restored:
         """The answer of a daemon that has just started: none that it gave before stands."""
         answers: queue.Queue[Message] = queue.Queue()
-        self.rejoin().ask(RestoreQuery("q1"), answers.put, lambda _: None)
+        self.resume().ask(RestoreQuery("q1"), answers.put, lambda _: None)
         return self.answer(answers)
 
     def go_back(
-        self, before_step: int, rejoin: Rejoin | None = None, number: int = 1
+        self, before_step: int, resume: Resume | None = None, number: int = 1
     ) -> tuple[Restored, list[Event]]:
         answers: queue.Queue[Message] = queue.Queue()
         posted: list[Event] = []
         query = RestoreQuery("q1", rollback=number, before_step=before_step)
-        (rejoin or self.rejoin()).ask(query, answers.put, posted.append)
+        (resume or self.resume()).ask(query, answers.put, posted.append)
         return self.answer(answers), posted
 
     def answer(self, answers: queue.Queue[Message]) -> Restored:
@@ -198,8 +198,8 @@ def test_a_set_that_was_sealed_a_moment_ago_is_not_overlooked(vm: Vm) -> None:
         threading.Timer(0.05, found).start()
 
     answers: queue.Queue[Message] = queue.Queue()
-    rejoin = Rejoin(vm.store, vm.keys, vm.run, lambda: vm.state, threading.Event(), rescan=rescan)
-    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    resume = Resume(vm.store, vm.keys, vm.run, lambda: vm.state, threading.Event(), rescan=rescan)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
     assert vm.answer(answers).step == 110
 
 
@@ -221,7 +221,7 @@ def test_a_damaged_commit_is_passed_over(vm: Vm) -> None:
 
 
 def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
-    """Starting anew would bury what could be mended."""
+    """Starting anew would bury what could be fixed."""
     for step in (100, 200):
         committed.flip_bit(vm.commit(step), 77)
     answer = vm.ask()
@@ -300,11 +300,11 @@ def test_all_ranks_go_back_to_the_same_and_count_once(vm: Vm) -> None:
     """Whoever asks second for the same rollback gets the same answer; the next rollback gets its own."""
     for step in (10, 20):
         vm.commit(step, health=GOOD)
-    rejoin = vm.rejoin()
-    first, posted = vm.go_back(21, rejoin)
+    resume = vm.resume()
+    first, posted = vm.go_back(21, resume)
     assert (first.step, len(posted)) == (20, 1)
-    assert vm.go_back(15, rejoin) == (first, [])
-    second, posted = vm.go_back(15, rejoin, number=2)
+    assert vm.go_back(15, resume) == (first, [])
+    second, posted = vm.go_back(15, resume, number=2)
     assert (second.step, posted) == (10, [RolledBack(10)])
 
 
@@ -350,8 +350,8 @@ class SeveralVms:
         self.story.tell(TrainerJoined(view))
         self.begins("session")
 
-    def begins(self, incarnation: str) -> None:
-        self.vm.state = replace(self.story.state, incarnation=incarnation)
+    def begins(self, job_start_id: str) -> None:
+        self.vm.state = replace(self.story.state, job_start_id=job_start_id)
 
 
 def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(vm: Vm) -> None:
@@ -366,25 +366,25 @@ def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(v
     assert "no healthy checkpoint before step 10" in answer.error
 
 
-def test_what_was_chosen_is_given_when_the_new_incarnation_has_begun(vm: Vm) -> None:
+def test_what_was_chosen_is_given_when_the_new_job_start_has_begun(vm: Vm) -> None:
     """Not before: all that this daemon has to say of the steps that count no more, it has said by then."""
     vm.commit(10, health=GOOD)
     job = SeveralVms(vm)
     answers: queue.Queue[Message] = queue.Queue()
-    rejoin = vm.rejoin()
-    query = RestoreQuery("q1", generation=1, step=10, incarnation="session~1")
-    rejoin.ask(query, answers.put, lambda _: None)
+    resume = vm.resume()
+    query = RestoreQuery("q1", generation=1, step=10, job_start_id="session~1")
+    resume.ask(query, answers.put, lambda _: None)
     with pytest.raises(queue.Empty):
         answers.get(timeout=0.3)
     job.begins("session~1")
     assert vm.answer(answers).step == 10
 
 
-def test_an_incarnation_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
+def test_an_job_start_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
     """The job was started anew: an error, within the time in which trainers expect an answer."""
     SeveralVms(vm)
     now_s = [0.0]
-    rejoin = Rejoin(
+    resume = Resume(
         vm.store,
         RunKeys("r"),
         vm.run,
@@ -393,8 +393,8 @@ def test_an_incarnation_that_never_begins_is_not_waited_for_without_end(vm: Vm) 
         monotonic=lambda: now_s[0],
     )
     answers: queue.Queue[Message] = queue.Queue()
-    query = RestoreQuery("q1", generation=1, step=10, incarnation="other")
-    rejoin.ask(query, answers.put, lambda _: None)
+    query = RestoreQuery("q1", generation=1, step=10, job_start_id="other")
+    resume.ask(query, answers.put, lambda _: None)
     now_s[0] = BUDGET_S + 1
     assert "started again" in vm.answer(answers).error
 
@@ -427,13 +427,13 @@ def test_a_link_in_the_place_of_the_restored_directory_is_moved_aside(
 def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
     """A flood of queries makes no threads; those above the limit are refused at once, by name."""
     vm.commit(100)
-    rejoin = vm.rejoin()
+    resume = vm.resume()
     threads = threading.active_count()
     answers: queue.Queue[Message] = queue.Queue()
-    held = RestoreQuery("held", generation=1, step=100, incarnation="never begins")
-    for _ in range(rejoin_module.QUERIES_MAX):
-        rejoin.ask(held, answers.put, lambda _: None)
-    rejoin.ask(RestoreQuery("one too many"), answers.put, lambda _: None)
+    held = RestoreQuery("held", generation=1, step=100, job_start_id="never begins")
+    for _ in range(resume_module.QUERIES_MAX):
+        resume.ask(held, answers.put, lambda _: None)
+    resume.ask(RestoreQuery("one too many"), answers.put, lambda _: None)
     answer = answers.get(timeout=20)
     assert isinstance(answer, Restored)
     assert (answer.query_id, "wait already" in answer.error) == ("one too many", True)
@@ -443,25 +443,25 @@ def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
 def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
     """No reply to its long query fits a message: the others get theirs."""
     vm.commit(100)
-    rejoin = vm.rejoin()
+    resume = vm.resume()
 
     def broken(_: Message) -> None:
         raise ValueError("the message is too large")
 
     answers: queue.Queue[Message] = queue.Queue()
-    rejoin.ask(RestoreQuery("q0"), broken, lambda _: None)
-    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    resume.ask(RestoreQuery("q0"), broken, lambda _: None)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
     assert vm.answer(answers).step == 100
 
 
 def test_a_query_that_must_wait_holds_up_no_other(vm: Vm) -> None:
-    """An incarnation that never begins is waited for beside the queue, not in front of it."""
+    """A job start that never begins is waited for beside the queue, not in front of it."""
     vm.commit(100)
-    rejoin = vm.rejoin()
+    resume = vm.resume()
     answers: queue.Queue[Message] = queue.Queue()
-    waiting = RestoreQuery("q0", generation=1, step=100, incarnation="never begins")
-    rejoin.ask(waiting, lambda _: None, lambda _: None)
-    rejoin.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    waiting = RestoreQuery("q0", generation=1, step=100, job_start_id="never begins")
+    resume.ask(waiting, lambda _: None, lambda _: None)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
     assert vm.answer(answers).step == 100
 
 
@@ -497,6 +497,6 @@ def test_a_query_for_a_commit_that_is_not_there_reads_no_other(
     get = vm.store.get
     monkeypatch.setattr(vm.store, "get", lambda key: read.append(key) or get(key))
     answers: queue.Queue[Message] = queue.Queue()
-    vm.rejoin().ask(RestoreQuery("q1", generation=5, step=7), answers.put, lambda _: None)
+    vm.resume().ask(RestoreQuery("q1", generation=5, step=7), answers.put, lambda _: None)
     assert "step 7 of run r" in vm.answer(answers).error
     assert not read

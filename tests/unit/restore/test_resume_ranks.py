@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rejoin with a real store: ranks that ask one after another, or at once, start from one place."""
+"""The resume with a real store: ranks that ask one after another, or at once, start from one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.state import Settings, State
 from swansongd.restore import resume
-from swansongd.restore.resume import Rejoin
+from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import Sink
 from swansongd.stores.file.store import FileStore
@@ -39,7 +39,7 @@ class Held(FileStore):
 
 
 class Asked:
-    """A rejoin on a run directory, and what it has replied."""
+    """A resume on a run directory, and what it has replied."""
 
     def __init__(self, tmp_path: Path) -> None:
         file_store(tmp_path / "store")
@@ -48,7 +48,7 @@ class Asked:
         (tmp_path / "staging").mkdir()
         self.run = prepare(tmp_path / "staging", "r")
         state = State(settings=Settings(reserve_s=1.0, signals_trainer=False))
-        self.rejoin = Rejoin(
+        self.resume = Resume(
             self.store,
             RunKeys("r"),
             self.run,
@@ -60,7 +60,7 @@ class Asked:
     def ask(self, query_id: str) -> Callable[[], Message]:
         """Ask, and return what brings the next reply."""
         replies: queue.Queue[Message] = queue.Queue()
-        self.rejoin.ask(RestoreQuery(query_id), replies.put, lambda _: None)
+        self.resume.ask(RestoreQuery(query_id), replies.put, lambda _: None)
         return lambda: replies.get(timeout=20)
 
     def answer(self, query_id: str) -> Restored:
@@ -88,7 +88,7 @@ def test_a_commit_between_two_questions_of_one_start_is_not_mixed_in(tmp_path: P
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
-    commit(asked.store, FILES, step=110, attempt="a2")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
     asked.now_s += resume.ONE_START_S / 2
     assert asked.answer("rank-1").step == 100
     assert tree(Path(first.path)) == FILES
@@ -99,7 +99,7 @@ def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("first start")
-    commit(asked.store, FILES, step=110, attempt="a2")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
     asked.now_s += resume.ONE_START_S * 2
     later = asked.answer("second start")
     assert later.step == 110

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.events import SourceChanged
 from swansongd.model import DeadlineQuality, Health, SourceStatus
+from swansongd.observe.health import HealthTracker
 from swansongd.sources.aws import AwsSpotSource, Moment, read_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
-from swansongd.sources.base import HealthTracker, is_news
+from swansongd.sources.base import is_news
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
@@ -162,22 +163,20 @@ def test_no_body_is_too_strange(content: bytes) -> None:
 
 @pytest.mark.fault("N11")
 @pytest.mark.parametrize(
-    ("local_ahead_s", "mended_s"),
+    ("local_ahead_s", "fixed_s"),
     [(0.0, 0.0), (0.4, 0.4), (1200.0, 1.0), (-1200.0, 0.0)],
 )
-def test_date_of_the_answer_outweighs_the_local_clock(
-    local_ahead_s: float, mended_s: float
-) -> None:
+def test_date_of_the_answer_outweighs_the_local_clock(local_ahead_s: float, fixed_s: float) -> None:
     """The local clock counts only within the second that the server names."""
     answer = Answer(200, {"date": formatdate(NOON, usegmt=True)}, b"")
-    mended = Moment(1000.0, NOON + local_ahead_s).mended(answer)
-    assert mended == Moment(1000.0, NOON + mended_s)
+    fixed = Moment(1000.0, NOON + local_ahead_s).fixed(answer)
+    assert fixed == Moment(1000.0, NOON + fixed_s)
 
 
 @pytest.mark.parametrize("headers", [{}, {"date": "yesterday"}, {"date": ""}])
 def test_without_date_the_local_clock_counts(headers: dict[str, str]) -> None:
     """No Date, or one that cannot be read, leaves the local clock as it is."""
-    assert ASKED.mended(Answer(200, headers, b"")) == ASKED
+    assert ASKED.fixed(Answer(200, headers, b"")) == ASKED
 
 
 class Clock:

@@ -122,7 +122,7 @@ def test_transient_is_repeated_until_it_works(moody: Moody) -> None:
 
 @pytest.mark.parametrize("error", [Permanent("403"), NotFound("404"), Exists("412")])
 def test_nothing_else_is_repeated(moody: Moody, error: StoreError) -> None:
-    """What trying again does not mend is raised as it is, at once."""
+    """What trying again does not fix is raised as it is, at once."""
     moody.moods = [error]
     with pytest.raises(type(error)) as caught:
         retrying(moody).put("key", b"content")

@@ -31,7 +31,7 @@ class RestoreError(Exception):
     """There is a checkpoint, but it cannot be restored.  To start from scratch would be worse."""
 
 
-class RestoreDialogue:
+class RestoreClient:
     """One question at a time; the training loop waits for the answer, the thread brings it.
 
     Args:
@@ -53,12 +53,12 @@ class RestoreDialogue:
         before_step: int = -1,
         generation: int = -1,
         step: int = -1,
-        incarnation: str = "",
+        job_start_id: str = "",
     ) -> Restored:
         """The daemon's answer; its ``path`` is empty for a fresh run.
 
         Args:
-            rollback, before_step, generation, step, incarnation: see
+            rollback, before_step, generation, step, job_start_id: see
                 :class:`swansong.protocol.RestoreQuery`.
 
         Raises:
@@ -67,7 +67,7 @@ class RestoreDialogue:
         with self._changed:
             self._answer = None
             self._query = RestoreQuery(
-                secrets.token_hex(8), rollback, before_step, generation, step, incarnation
+                secrets.token_hex(8), rollback, before_step, generation, step, job_start_id
             )
             self._moved_mono_s = time.monotonic()
             self._send(self._query)
@@ -107,19 +107,19 @@ class RestoreDialogue:
             self._changed.notify_all()
 
 
-def where_to_go_on(dialogue: RestoreDialogue, assembly: Assembly | None) -> Restored:
+def where_to_go_on(client: RestoreClient, assembly: Assembly | None) -> Restored:
     """What the daemon of this VM has for us; over several VMs, what that of rank 0 has chosen for all.
 
     Raises:
         RestoreError: the ranks, or their daemons, cannot say it.
     """
     if assembly is None:
-        return dialogue.ask()
+        return client.ask()
     chosen: list[Restored] = []
 
     def choose(session: str) -> dict[str, Any]:
         try:
-            chosen.append(dialogue.ask(incarnation=session))
+            chosen.append(client.ask(job_start_id=session))
         except RestoreError as error:
             return {"error": f"rank 0: {error}"}
         return {"generation": chosen[0].generation, "step": chosen[0].step}
@@ -129,11 +129,11 @@ def where_to_go_on(dialogue: RestoreDialogue, assembly: Assembly | None) -> Rest
         return chosen[0]
     if choice["generation"] < 0:
         return Restored("")  # a fresh run
-    return dialogue.ask(generation=choice["generation"], step=choice["step"])
+    return client.ask(generation=choice["generation"], step=choice["step"])
 
 
 def where_to_go_back(
-    dialogue: RestoreDialogue,
+    client: RestoreClient,
     assembly: Assembly | None,
     *,
     number: int,
@@ -151,20 +151,20 @@ def where_to_go_back(
         RestoreError: there is none, or the ranks, or their daemons, cannot say it.
     """
     if assembly is None:
-        return _found(dialogue.ask(rollback=number, before_step=before_step))
+        return _found(client.ask(rollback=number, before_step=before_step))
 
     def choose(before_step: int) -> dict[str, Any]:
         try:
-            found = _found(dialogue.ask(rollback=number, before_step=before_step))
+            found = _found(client.ask(rollback=number, before_step=before_step))
         except RestoreError as error:
             return {"error": f"rank 0: {error}"}
         return {"generation": found.generation, "step": found.step}
 
     choice = _agreed(lambda: assembly.go_back(number, at_step, before_step, choose))
     # Each daemon ends what it did for the steps that count no more before it answers.
-    incarnation = assembly.begin_anew(number)
+    job_start_id = assembly.begin_anew(number)
     return _found(
-        dialogue.ask(generation=choice["generation"], step=choice["step"], incarnation=incarnation)
+        client.ask(generation=choice["generation"], step=choice["step"], job_start_id=job_start_id)
     )
 
 

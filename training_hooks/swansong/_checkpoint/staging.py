@@ -126,7 +126,7 @@ def write_checkpoint(
 def remove_leftovers(staging: str, rank: int) -> None:
     """Remove what this rank left in partial directories when it last died.
 
-    To be called by a new process before its first save: a manifest that an earlier incarnation put into
+    To be called by a new process before its first save: a manifest that an earlier job start put into
     a set of the same name must not help to seal that set.  Directories of other users are left alone.
 
     Raises:

@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable
 
-from swansong._checkpoint.restore import RestoreDialogue
+from swansong._checkpoint.restore import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
 from swansong._daemon.channel import Channel, socket_path
 from swansong._daemon.trust import open_directory
@@ -39,7 +39,7 @@ from swansong.protocol import (
 log = logging.getLogger("swansong")
 
 
-class Conversation:
+class DaemonSession:
     """One rank's; its parts are the channel, the agreement of the ranks, and the question where to go on.
 
     Args:
@@ -89,7 +89,7 @@ class Conversation:
         self.assembly = (
             Assembly(ranks, self.agreement, self.channel.send) if ranks.nodes > 1 else None
         )
-        self.restore = RestoreDialogue(self.channel.send)
+        self.restore = RestoreClient(self.channel.send)
 
     def hello(self) -> Hello:
         """Who this is, and how far it has come."""
@@ -156,7 +156,7 @@ class Conversation:
             self.agreement.withdraw(message.request_id)
         elif isinstance(message, Finished):
             if self.assembly is not None:
-                self.assembly.finished(message.incarnation)
+                self.assembly.finished(message.job_start_id)
         elif isinstance(message, Committed):
             self.last_committed = message
         elif isinstance(message, Fenced):

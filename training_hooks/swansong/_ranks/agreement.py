@@ -36,7 +36,7 @@ class Ranks:
     node: int = 0
     nodes: int = 1
     """How many VMs the job has."""
-    attempt: str = ""
+    restart_id: str = ""
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -68,7 +68,7 @@ class Ranks:
             local_world_size=local_world_size,
             node=number("GROUP_RANK", 0),
             nodes=number("GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
-            attempt=f"{elastic_id}/{restarts}" if elastic_id else "",
+            restart_id=f"{elastic_id}/{restarts}" if elastic_id else "",
         )
 
     def nonce(self, step: int, request_id: str, secret: str) -> str:
@@ -83,7 +83,7 @@ class Ranks:
         if self.world_size == 1:
             return secrets.token_hex(8)
         # The generation is no part of it: ranks may hear of it at different moments.
-        facts = "\0".join((secret, self.attempt, str(step), request_id))
+        facts = "\0".join((secret, self.restart_id, str(step), request_id))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ from swansong.protocol import (
     Agreed,
     Declined,
     Finish,
-    Incarnation,
+    JobStart,
     Message,
     PeerRequest,
     Request,
@@ -107,7 +107,7 @@ class Assembly:
         """The same, once all daemons have finished what earlier starts have sealed."""
         self._finished: str | None = None
         """The session that the daemon of this VM would let begin."""
-        self._incarnation: str | None = None
+        self._job_start_id: str | None = None
         """The session, or what it became when the ranks went back together."""
         self._problem = f"they have not all come yet; {_INIT_FIRST}"
         self._is_hopeless = False
@@ -179,8 +179,8 @@ class Assembly:
 
     def connected(self) -> None:
         """There is a (new) connection to the daemon: say what it must know."""
-        if self._incarnation is not None:
-            self._send(Incarnation(self._incarnation))
+        if self._job_start_id is not None:
+            self._send(JobStart(self._job_start_id))
         elif self._met is not None:
             self._send(Finish(self._met))
         if self._heard is not None:
@@ -258,10 +258,10 @@ class Assembly:
         return self._decision(key, decide_for_all)
 
     def begin_anew(self, number: int) -> str:
-        """The ranks have gone back so many times: the daemon goes on for another incarnation; its name."""
-        self._incarnation = f"{self._session}~{number}"
-        self._send(Incarnation(self._incarnation))
-        return self._incarnation
+        """The ranks have gone back so many times: the daemon goes on for another job start; its name."""
+        self._job_start_id = f"{self._session}~{number}"
+        self._send(JobStart(self._job_start_id))
+        return self._job_start_id
 
     def _decision(self, key: str, decide: Callable[[JobStore], dict[str, Any]]) -> dict[str, Any]:
         store = self._open_store()
@@ -386,9 +386,9 @@ class Assembly:
         self._calls = self._open_store()
         self._finish(store, self._met)
         with self._changed:
-            self._session = self._incarnation = self._met
+            self._session = self._job_start_id = self._met
             self._changed.notify_all()
-        self._send(Incarnation(self._met))
+        self._send(JobStart(self._met))
 
     def _without_daemon(self, ranks: list[int]) -> None:
         with self._changed:

@@ -45,7 +45,7 @@ _HINTS = {
     ),
     401: _CREDENTIALS,
     403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
-    404: "If it is the bucket that is missing: make it, or mend store.url",
+    404: "If it is the bucket that is missing: make it, or fix store.url",
 }
 
 

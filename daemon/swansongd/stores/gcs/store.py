@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores import answers
 from swansongd.stores.base import (
-    CRC32C_UNTOLD,
+    CRC32C_UNKNOWN,
     GET_BYTES_MAX,
     WINDOW_BYTES,
     Body,
@@ -164,7 +164,7 @@ class GcsStore:
                 return answers.parts(answer)
 
         return [
-            PartReceipt(part.number, answers.quoted(part.etag), CRC32C_UNTOLD)
+            PartReceipt(part.number, answers.quoted(part.etag), CRC32C_UNKNOWN)
             for part in all_pages(what, page)
             if part.size_bytes == upload.part_length_bytes(part.number)
         ]

@@ -71,8 +71,8 @@ _REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
 TRAILER_HINT = 'Set store.checksums = "header"'
 _HINTS = {
-    "NoSuchBucket": "Make the bucket, or mend store.url",
-    _CLOCK_CODE: "The clock of this VM is wrong: mend time synchronisation",
+    "NoSuchBucket": "Make the bucket, or fix store.url",
+    _CLOCK_CODE: "The clock of this VM is wrong: fix time synchronisation",
     "AccessDenied": _RIGHTS,
     "403": _RIGHTS,
     **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
@@ -411,5 +411,5 @@ def _classified(error: Exception, what: str, hint: str) -> StoreError:
     if isinstance(error, network):
         return Transient(message)
     if isinstance(error, of.ProfileNotFound):
-        return Permanent(message, hint="Mend store.profile")
+        return Permanent(message, hint="Fix store.profile")
     return Permanent(message, hint=hint)

@@ -19,7 +19,7 @@ import structlog
 from swansongd.errors import Exists, NotFound, Permanent, Transient
 from swansongd.stores import answers
 from swansongd.stores.base import (
-    CRC32C_UNTOLD,
+    CRC32C_UNKNOWN,
     GET_BYTES_MAX,
     Body,
     BytesBody,
@@ -194,7 +194,7 @@ class S3Store:
             PartReceipt(
                 part.number,
                 answers.quoted(part.etag),
-                CRC32C_UNTOLD if part.crc32c is None else part.crc32c,
+                CRC32C_UNKNOWN if part.crc32c is None else part.crc32c,
             )
             for part in listed_parts
             if part.size_bytes == upload.part_length_bytes(part.number)
