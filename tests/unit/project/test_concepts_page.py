@@ -12,7 +12,8 @@ import pytest
 from swansongd.core.planner import PlanKind
 from swansongd.model import Verdict
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from testkit import REPOSITORY
+
 TESTS = REPOSITORY / "tests"
 PAGE = (REPOSITORY / "docs" / "concepts.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| ([IV][0-9]+) \| .+ \| `([a-z0-9_/]+\.py)::(\w+)` \|$", re.MULTILINE)

@@ -11,7 +11,8 @@ from swansongd.core.planner import PlanKind
 from swansongd.core.state import Phase
 from swansongd.model import Verdict
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from testkit import REPOSITORY
+
 DAEMON = REPOSITORY / "daemon" / "swansongd"
 HOOKS = REPOSITORY / "training_hooks" / "swansong"
 PAGES = [

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from swansong import bounds
-from swansongd import catalog
-from swansongd import claim as claims
-from swansongd import manifest as manifests
+from swansongd.bucket import catalog
+from swansongd.bucket import claim as claims
+from swansongd.bucket import manifest as manifests
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
 from swansongd.digests import PART_SIZE_BYTES_MAX, part_digest, shard_digest
-from swansongd.keys import RunKeys
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
@@ -24,10 +24,11 @@ from swansongd.model import (
     StoredShard,
     Verdict,
 )
-from swansongd.signing import Signer
-from swansongd.telemetry.timeline import ENTRIES_MAX, Timeline
+from swansongd.observe.timeline import ENTRIES_MAX, Timeline
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+from testkit import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
 OBJECTS_PAGE = (DOCS / "format-objects.md").read_text(encoding="utf-8")
 SIGNER = Signer(b"k" * 32)
@@ -44,7 +45,7 @@ MANIFEST = manifests.Manifest(
     ),
     parent=CommitRef(7, 4100),
 )  # fmt: skip
-CLAIM = claims.ClaimObject(run="my-run", generation=7, nonce="0af1", incarnation="start")
+CLAIM = claims.ClaimObject(run="my-run", generation=7, nonce="0af1", job_start_id="start")
 FORMS = {
     "<run>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
     "<generation>": r"[0-9]{8}",
