@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two calls of the Auto Scaling API, strictly: what a lifecycle hook hears (moto knows neither).
 
-``python -m testkit.emulators.autoscaling --instance i-1 --group trainers --hook swansong``.  A lifecycle action
-waits for that instance from the start; a call for anything else is refused as the real service does.
+``python -m testkit.emulators.autoscaling --instance i-1 --group trainers --hook swansong``.  A lifecycle
+action waits for that instance from the start; a call for anything else is refused as the real service does.
 Control, below ``/_control/``::
 
     calls  (GET)                                      the parameters of every call that came

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Emulators run as processes of their own: started here, used by the tests and by the demo.
 
-Every emulator is a module that can be run (``python -m testkit.emulators.aws_imds --port 0``), prints one JSON
-object on its first line of standard output once it listens (``{"url": "http://127.0.0.1:40001"}``),
+Every emulator is a module that can be run (``python -m testkit.emulators.aws_imds --port 0``), prints one
+JSON object on its first line of standard output once it listens (``{"url": "http://127.0.0.1:40001"}``),
 and ends when it is killed or when its standard input closes (so that none outlives its starter).
 """
 
