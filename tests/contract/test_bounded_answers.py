@@ -20,6 +20,7 @@ from swansongd.sources.gcp import KeyWatch
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Wire
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.raw_server import Peer, RawServer, Script
@@ -281,9 +282,9 @@ def test_a_refusal_is_read_as_far_as_it_matters(kind: str, cloud_environment: No
 
     with RawServer(script) as server:
         store: Any = (
-            S3Store("s3://bucket", server.url, "us-east-1")
+            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
             if kind == "s3"
-            else GcsStore("gs://bucket", server.url)
+            else GcsStore("gs://bucket", GcsOptions(endpoint=server.url))
         )
 
         def ask() -> None:
@@ -316,7 +317,7 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
                 peer.answer(200, body)
 
     with RawServer(script) as server:
-        store = S3Store("s3://bucket", server.url, "us-east-1")
+        store = S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
 
         def ask() -> None:
             with pytest.raises(Transient):
@@ -338,8 +339,8 @@ def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: 
 
     with RawServer(script) as server:
         for store in (
-            S3Store("s3://bucket", server.url, "us-east-1"),
-            GcsStore("gs://bucket", server.url),
+            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1")),
+            GcsStore("gs://bucket", GcsOptions(endpoint=server.url)),
         ):
             with pytest.raises(StoreError) as caught:
                 store.get("key")

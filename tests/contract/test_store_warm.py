@@ -34,8 +34,10 @@ TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
 CLIENT = """
 import sys
 import threading
+from pathlib import Path
 import structlog
 from testkit.bodies import BytesBody
+from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
@@ -43,7 +45,9 @@ from swansongd.util.threads import parallel
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
-store = open_store(url, endpoint=endpoint, region="us-east-1", ca_bundle=ca_bundle)
+store = open_store(
+    StoreConfig(url=url, endpoint=endpoint, region="us-east-1", ca_bundle=Path(ca_bundle))
+)
 # On a loaded machine a connection that is far slower than the others is cut.
 tried = Retrying(store, give_up_mono_s=lambda: None, budget_s=30.0, stop=threading.Event())
 content = b"x" * (5 * 2**20)

@@ -19,6 +19,7 @@ from swansongd.stores import answers
 from swansongd.stores.base import ObjectInfo, Page, PartReceipt, Upload, listed
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Answer
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.access import Route
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.http1 import HEADERS_MAX, AnswerReader
@@ -328,7 +329,9 @@ class FakeWire:
 
 
 def s3(wire: Any, scheme: str = "http") -> S3Store:
-    store: Any = S3Store("s3://bucket/prefix", f"{scheme}://store", "us-east-1")
+    store: Any = S3Store(
+        "s3://bucket/prefix", S3Options(endpoint=f"{scheme}://store", region="us-east-1")
+    )
     found = Credentials("a", "b")
     store._access._credentials._load = lambda: found
     store._access._found_route = lambda: Route(wire, f"{scheme}://store", "/bucket", "us-east-1")
@@ -342,7 +345,7 @@ def s3_tls(wire: Any) -> S3Store:
 
 
 def gcs(wire: Any) -> GcsStore:
-    store: Any = GcsStore("gs://bucket/prefix", "http://store")
+    store: Any = GcsStore("gs://bucket/prefix", GcsOptions(endpoint="http://store"))
     store._access._wire = wire
     made: GcsStore = store
     return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import (
     RENEW_BELOW_S,
@@ -28,11 +27,10 @@ from swansongd.stores.base import (
 )
 from swansongd.stores.credentials import Credentials
 from swansongd.stores.http.client import REFUSAL_BYTES_MAX, Answer, Wire
+from swansongd.stores.options import GcsOptions
 from swansongd.util.http1 import retry_after_s
 
-_PUBLIC_ENDPOINT = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _STALL_S_MAX = 3.0
 
 _CREDENTIALS = (
@@ -63,47 +61,27 @@ class GcsAccess:
     Credentials are Google's application default ones: a file that GOOGLE_APPLICATION_CREDENTIALS names,
     those of gcloud, or the VM's service account from the metadata server.  No token is ever sent over
     plain http, and a store that is not Google's is used anonymously when there are none.
-
-    Args:
-        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
-        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
-        read_timeout_s: limit of one wait for an answer.
-
-    Raises:
-        ConfigError: the endpoint is no address of a store.
     """
 
-    def __init__(
-        self,
-        *,
-        endpoint: str | None,
-        connections: int,
-        ca_bundle: str | None,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-    ) -> None:
-        endpoint = endpoint or _emulator()
-        self._is_custom = endpoint is not None
-        self._endpoint = (endpoint or _PUBLIC_ENDPOINT).rstrip("/")
-        if not _ENDPOINT.fullmatch(self._endpoint):
-            raise ConfigError([f"store.endpoint: {endpoint!r:.80} must read https://host[:port]"])
+    def __init__(self, options: GcsOptions) -> None:
+        self._options = options
+        self._endpoint = options.address
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
-        self._ca_bundle = ca_bundle or trusted
-        self._read_timeout_s = read_timeout_s
+        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else trusted
         self._credentials = Credentials(
             "GCS",
             load=self._load_credentials,
             fetch=self._fetch_token,
             is_over=lambda found: _left_s(found) <= 0,
         )
-        self._transport = _Transport(trusted, read_timeout_s)
+        self._transport = _Transport(trusted, options.read_timeout_s)
         self._wire = Wire(
             self._endpoint,
-            connections=connections,
+            connections=options.connections,
             ca_bundle=self._ca_bundle,
-            connect_timeout_s=connect_timeout_s,
-            stall_s=min(_STALL_S_MAX, read_timeout_s),
-            reply_s=read_timeout_s,
+            connect_timeout_s=options.connect_timeout_s,
+            stall_s=min(_STALL_S_MAX, options.read_timeout_s),
+            reply_s=options.read_timeout_s,
         )
 
     def renew_credentials(self) -> None:
@@ -165,7 +143,7 @@ class GcsAccess:
             _http=session,
         )
         try:
-            found = client.get_bucket(bucket, timeout=self._read_timeout_s, retry=None)
+            found = client.get_bucket(bucket, timeout=self._options.read_timeout_s, retry=None)
             return list(found.lifecycle_rules)
         except (GoogleAPICallError, RequestException) as error:
             raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
@@ -181,9 +159,9 @@ class GcsAccess:
         try:
             return self._credentials.get()
         except _NoCredentials:
-            if self._is_custom:
-                return {}
-            raise
+            if self._options.is_google:
+                raise
+            return {}
 
     def _load_credentials(self) -> Any:
         """Google's default credentials, from the first source that has some."""
@@ -216,12 +194,6 @@ def _left_s(found: Any) -> float:
         return math.inf
     expiry: datetime = found.expiry
     return (expiry.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds()
-
-
-def _emulator() -> str | None:
-    """The server of STORAGE_EMULATOR_HOST, as a URL."""
-    named = os.environ.get("STORAGE_EMULATOR_HOST")
-    return named if not named or "://" in named else f"http://{named}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from swansongd.stores.base import (
 from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
 from swansongd.stores.gcs.access import Forbidden, GcsAccess
 from swansongd.stores.http.client import Answer
+from swansongd.stores.options import GcsOptions
 
 _HASH = "x-goog-hash"
 _ABSENT = {"x-goog-if-generation-match": "0"}
@@ -52,35 +53,15 @@ class GcsStore:
 
     Args:
         url: ``gs://bucket/prefix``.
-        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
-        connections: how many threads will call at once.
-        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
     part_size_bytes_min = 5 * 2**20
 
-    def __init__(
-        self,
-        url: str,
-        endpoint: str | None = None,
-        connections: int = 16,
-        *,
-        ca_bundle: str | None = None,
-        connect_timeout_s: float = 3.0,
-        read_timeout_s: float = 8.0,
-    ) -> None:
+    def __init__(self, url: str, options: GcsOptions) -> None:
         self.url = url
         self._bucket, self._prefix = bucket_and_prefix(url)
         self._local = threading.local()
-        self._access = GcsAccess(
-            endpoint=endpoint,
-            connections=connections,
-            ca_bundle=ca_bundle,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-        )
+        self._access = GcsAccess(options)
 
     # ------------------------------------------------------------ small objects
 

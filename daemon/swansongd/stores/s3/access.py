@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from urllib3.exceptions import HTTPError
@@ -23,6 +23,7 @@ from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import Body, Sink, is_certificate_problem, named
 from swansongd.stores.credentials import Credentials
 from swansongd.stores.http.client import Answer, Wire
+from swansongd.stores.options import Addressing, S3Options
 from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     Identity,
@@ -31,8 +32,6 @@ from swansongd.stores.s3.sigv4 import (
     signed_headers,
 )
 from swansongd.util.http1 import retry_after_s
-
-Addressing = Literal["auto", "path", "virtual"]
 
 _SAMPLE_KEY = "k"
 _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -109,48 +108,19 @@ class S3Access:
 
     Args:
         bucket: its name.
-        endpoint: of an S3-compatible store or a VPC endpoint.
-        region: of the bucket; without it boto3's own configuration and the store's redirect decide.
-        connections: how many threads will call at once.
-        profile: of the AWS configuration files; without it the default chain decides.
-        ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
-        addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
-    def __init__(
-        self,
-        bucket: str,
-        *,
-        endpoint: str | None,
-        region: str | None,
-        connections: int,
-        profile: str | None,
-        ca_bundle: str | None,
-        addressing: Addressing,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-    ) -> None:
+    def __init__(self, bucket: str, options: S3Options) -> None:
         self._bucket = bucket
-        self._endpoint = endpoint
-        self._region = region
-        self._connections = connections
-        self._profile = profile
-        self._ca_bundle = ca_bundle
-        if addressing == "auto":
-            # Given no style, botocore names the global host in addresses, which redirects new buckets.
-            is_host_name = _HOST_NAME.fullmatch(bucket) is not None
-            addressing = "path" if endpoint else "virtual" if is_host_name else "auto"
-        self._addressing = addressing
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+        self._options = options
+        self._region = options.region
+        """Also learned from the store."""
         self._lock = threading.Lock()
         self._made_client: Any = None
         self._credentials = Credentials(
             "S3", load=self._load_credentials, fetch=_identity_of, is_over=_has_expired
         )
-        self._trusted = ca_bundle
+        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
 
@@ -291,11 +261,11 @@ class S3Access:
         endpoint = f"{parts.scheme}://{parts.netloc}"
         wire = Wire(
             endpoint,
-            connections=self._connections,
-            ca_bundle=self._trusted,
-            connect_timeout_s=self._connect_timeout_s,
-            stall_s=min(_STALL_S, self._read_timeout_s),
-            reply_s=self._read_timeout_s,
+            connections=self._options.connections,
+            ca_bundle=self._ca_bundle,
+            connect_timeout_s=self._options.connect_timeout_s,
+            stall_s=min(_STALL_S, self._options.read_timeout_s),
+            reply_s=self._options.read_timeout_s,
         )
         region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
         return Route(wire, endpoint, parts.path.removesuffix(f"/{_SAMPLE_KEY}"), region)
@@ -310,17 +280,25 @@ class S3Access:
 
         with self._lock:
             if self._made_client is None:
-                base = botocore.session.Session(profile=self._profile)
-                self._trusted = self._ca_bundle or base.get_config_variable("ca_bundle")
+                base = botocore.session.Session(profile=self._options.profile)
+                self._ca_bundle = self._ca_bundle or base.get_config_variable("ca_bundle")
                 session = boto3.Session(botocore_session=base, region_name=self._region)
-                addressing: Any = {"addressing_style": self._addressing}
+                addressing: Any = {"addressing_style": self._addressing_style()}
                 self._made_client = session.client(
                     "s3",
-                    endpoint_url=self._endpoint,
+                    endpoint_url=self._options.endpoint,
                     config=Config(signature_version="s3v4", s3=addressing),
                     **_NOBODY,
                 )
             return self._made_client
+
+    def _addressing_style(self) -> Addressing:
+        if self._options.addressing != "auto":
+            return self._options.addressing
+        if self._options.endpoint:
+            return "path"
+        # Given no style, botocore names the global host in addresses, which redirects new buckets.
+        return "virtual" if _HOST_NAME.fullmatch(self._bucket) else "auto"
 
     def _load_credentials(self) -> Any:
         """botocore's credentials, from the first source that has some."""
@@ -328,7 +306,7 @@ class S3Access:
 
         with _errors_of("credentials for S3", CREDENTIALS_HINT):
             # A new session: an old one keeps the files that it has read, and the roles it has assumed.
-            session = botocore.session.Session(profile=self._profile)
+            session = botocore.session.Session(profile=self._options.profile)
             found = session.get_component("credential_provider").load_credentials()
         if found is None:
             raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)

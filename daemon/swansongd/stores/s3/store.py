@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
 from xml.etree import ElementTree as ET
 
 import structlog
@@ -40,16 +39,9 @@ from swansongd.stores.base import (
 )
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
 from swansongd.stores.http.client import Answer
-from swansongd.stores.s3.access import (
-    TRAILER_HINT,
-    Addressing,
-    S3Access,
-    TrailerRefused,
-    Unsupported,
-)
+from swansongd.stores.options import S3Options
+from swansongd.stores.s3.access import TRAILER_HINT, S3Access, TrailerRefused, Unsupported
 from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
-
-Checksums = Literal["auto", "trailer", "header"]
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
@@ -63,55 +55,20 @@ class S3Store:
 
     Args:
         url: ``s3://bucket/prefix``.
-        endpoint: of an S3-compatible store or a VPC endpoint.
-        region: of the bucket; without it boto3's own configuration and the store's redirect decide.
-        connections: how many threads will call at once.
-        profile: of the AWS configuration files; without it the default chain decides.
-        ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
-        addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
-        checksums: ``trailer`` sends the checksum of a shard or part behind the body, which is then read
-            once; ``header`` sends it before the body, which is then read twice.  ``auto`` begins with
-            trailers, and switches to headers when the store does not read trailers.  Without TLS the
-            checksum is always in a header.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
     part_size_bytes_min = 5 * 2**20
 
-    def __init__(
-        self,
-        url: str,
-        endpoint: str | None = None,
-        region: str | None = None,
-        connections: int = 16,
-        *,
-        profile: str | None = None,
-        ca_bundle: str | None = None,
-        addressing: Addressing = "auto",
-        checksums: Checksums = "auto",
-        connect_timeout_s: float = 3.0,
-        read_timeout_s: float = 8.0,
-    ) -> None:
+    def __init__(self, url: str, options: S3Options) -> None:
         self.url = url
         bucket, self._prefix = bucket_and_prefix(url)
-        self._checksums = checksums
-        self.sends_trailers = checksums != "header"
+        self._checksums = options.checksums
+        self.sends_trailers = options.checksums != "header"
         """Whether shards go out with checksum trailers over TLS; False once the store proved to read none."""
         self._reads_trailers: set[str] = set()
         """Operations of which the store has shown that it reads the trailer."""
         self._learning = threading.Lock()
-        self._access = S3Access(
-            bucket,
-            endpoint=endpoint,
-            region=region,
-            connections=connections,
-            profile=profile,
-            ca_bundle=ca_bundle,
-            addressing=addressing,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-        )
+        self._access = S3Access(bucket, options)
 
     # ------------------------------------------------------------ small objects
 
