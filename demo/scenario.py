@@ -53,10 +53,14 @@ class Cloud:
 
 CLOUDS = {
     "aws": Cloud(
-        "emulators.aws_imds", "s3", 15, 320, "AWS announces the end 120 s ahead, here 15 s"
+        "testkit.emulators.aws_imds", "s3", 15, 320, "AWS announces the end 120 s ahead, here 15 s"
     ),
     "gcp": Cloud(
-        "emulators.gcp_metadata", "gcs", 30, 480, "30 s as at Google; swansongd counts on 25 s"
+        "testkit.emulators.gcp_metadata",
+        "gcs",
+        30,
+        480,
+        "30 s as at Google; swansongd counts on 25 s",
     ),
 }
 STORES = ("s3", "gcs", "file")
@@ -277,7 +281,7 @@ class Stage:
             store = self._disk / "store"
             store.mkdir(mode=0o700)
             return {"url": f"file://{store}"}
-        endpoint = self._emulator(f"emulators.{kind}_server", "--bucket", "ckpt")
+        endpoint = self._emulator(f"testkit.emulators.{kind}_server", "--bucket", "ckpt")
         if kind == "gcs":
             return {"url": "gs://ckpt/demo", "endpoint": endpoint}
         return {"url": "s3://ckpt/demo", "endpoint": endpoint, "region": "us-east-1"}

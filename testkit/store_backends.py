@@ -179,7 +179,10 @@ def store_servers(
                 module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
                 extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
                 process = EmulatorProcess(
-                    f"emulators.{module[name.partition('-')[0]]}", "--bucket", BUCKET, *extra
+                    f"testkit.emulators.{module[name.partition('-')[0]]}",
+                    "--bucket",
+                    BUCKET,
+                    *extra,
                 )
             running[name] = process
             ends.append(process.kill)

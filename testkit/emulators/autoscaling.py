@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two calls of the Auto Scaling API, strictly: what a lifecycle hook hears (moto knows neither).
 
-``python -m emulators.autoscaling --instance i-1 --group trainers --hook swansong``.  A lifecycle action
+``python -m testkit.emulators.autoscaling --instance i-1 --group trainers --hook swansong``.  A lifecycle action
 waits for that instance from the start; a call for anything else is refused as the real service does.
 Control, below ``/_control/``::
 
