@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from botocore.credentials import RefreshableCredentials
 from swansongd.errors import Transient
-from swansongd.stores.credentials import Credentials
+from swansongd.stores.credentials import CredentialCache
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.s3 import access
 from swansongd.stores.warm import Warmer
@@ -224,8 +224,8 @@ def test_credentials_are_used_to_their_end() -> None:
     found = RefreshableCredentials(
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
-    kept = Credentials(
-        "S3", load=lambda: found, fetch=access._identity_of, is_over=access._has_expired
+    kept = CredentialCache(
+        "S3", load=lambda: found, fetch=access._identity_of, has_expired=access._has_expired
     )
     first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"

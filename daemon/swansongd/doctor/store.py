@@ -313,7 +313,7 @@ class _Probe:
             store_fixes.address(self._config),
             connections=1,
             ca_bundle=store_fixes.trusted(self._config),
-            reply_s=_DATE_TIMEOUT_S,
+            first_byte_s=_DATE_TIMEOUT_S,
         )
         asked_wall_s = time.time()
         try:

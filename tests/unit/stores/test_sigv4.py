@@ -18,7 +18,7 @@ from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     UNSIGNED_PAYLOAD,
     UNSIGNED_TRAILER,
-    Identity,
+    AwsCredentials,
     encoded_path,
     encoded_query,
     signed_headers,
@@ -46,7 +46,7 @@ class _Theirs(botocore.auth.S3SigV4Auth):  # type: ignore[misc]
     parameters=st.dictionaries(_TEXT.filter(bool), _TEXT, max_size=4),
     headers=st.dictionaries(_NAME, _VALUE, max_size=4),
     payload=st.sampled_from([UNSIGNED_PAYLOAD, UNSIGNED_TRAILER, EMPTY_PAYLOAD]),
-    identity=st.builds(Identity, _TOKEN, _TOKEN, st.none() | _TOKEN),
+    identity=st.builds(AwsCredentials, _TOKEN, _TOKEN, st.none() | _TOKEN),
     region=st.sampled_from(["us-east-1", "eu-central-2"]),
     now=st.datetimes(datetime(2001, 1, 1), datetime(2090, 1, 1), timezones=st.just(UTC)),  # noqa: DTZ001
 )
@@ -58,7 +58,7 @@ def test_the_same_as_botocore(
     parameters: dict[str, str],
     headers: dict[str, str],
     payload: str,
-    identity: Identity,
+    identity: AwsCredentials,
     region: str,
     now: datetime,
 ) -> None:
@@ -88,6 +88,6 @@ def test_the_same_as_botocore(
 
 def test_nothing_secret_is_shown() -> None:
     """An identity in a log or a traceback does not give its keys away."""
-    shown = repr(Identity("AKIA", "very-secret", "a-token"))
+    shown = repr(AwsCredentials("AKIA", "very-secret", "a-token"))
     assert "very-secret" not in shown
     assert "a-token" not in shown

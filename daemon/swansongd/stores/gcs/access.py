@@ -16,7 +16,6 @@ from swansong import bounds
 from swansong.bounds import BoundsError
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import (
     RENEW_BELOW_S,
     Body,
@@ -25,9 +24,10 @@ from swansongd.stores.base import (
     is_certificate_problem,
     named,
 )
-from swansongd.stores.credentials import Credentials
-from swansongd.stores.http.client import REFUSAL_BYTES_MAX, Answer, Wire
+from swansongd.stores.credentials import CredentialCache
+from swansongd.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
 from swansongd.stores.options import GcsOptions
+from swansongd.stores.responses import one_line, xml_text
 from swansongd.util.http1 import retry_after_s
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -68,11 +68,11 @@ class GcsAccess:
         self._endpoint = options.address
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else trusted
-        self._credentials = Credentials(
+        self._credentials = CredentialCache(
             "GCS",
             load=self._load_credentials,
             fetch=self._fetch_token,
-            is_over=lambda found: _left_s(found) <= 0,
+            has_expired=lambda found: _left_s(found) <= 0,
         )
         self._transport = _Transport(trusted, options.read_timeout_s)
         self._wire = Wire(
@@ -81,7 +81,7 @@ class GcsAccess:
             ca_bundle=self._ca_bundle,
             connect_timeout_s=options.connect_timeout_s,
             stall_s=min(_STALL_S_MAX, options.read_timeout_s),
-            reply_s=options.read_timeout_s,
+            first_byte_s=options.read_timeout_s,
         )
 
     def renew_credentials(self) -> None:
@@ -97,24 +97,24 @@ class GcsAccess:
         *,
         body: Body | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One request to either interface; the answer is a success.  A redirect is an error.
 
         When the store refuses a token, the credentials are read again, by one thread for all.  The request is
         Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
         """
         identity = self._identity()
-        answer = self._wire.request(method, target, {**headers, **identity}, body=body, sink=sink)
+        response = self._wire.request(method, target, {**headers, **identity}, body=body, sink=sink)
         # With 403 it may be a right that is lacking, or another account that has come with a new file.
-        is_of_credentials = bool(identity) and answer.status in (401, 403)
+        is_of_credentials = bool(identity) and response.status in (401, 403)
         if is_of_credentials and self._credentials.replace(
-            identity, is_certain=answer.status == 401
+            identity, is_certain=response.status == 401
         ):
-            raise Transient(f"{_message(answer)}; the credentials have been renewed")
-        if answer.status >= 300:
-            raise _refusal(answer)
+            raise Transient(f"{_message(response)}; the credentials have been renewed")
+        if response.status >= 300:
+            raise _refusal(response)
         self._credentials.accept(identity)
-        return answer
+        return response
 
     def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
         """The rules of a bucket as Google's library returns them; for doctor, never while a flush is on.
@@ -197,7 +197,7 @@ def _left_s(found: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenAnswer:
+class _TokenResponse:
     """An answer as Google's credentials read it."""
 
     status: int
@@ -225,7 +225,7 @@ class _Transport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         **_: Any,
-    ) -> _TokenAnswer:
+    ) -> _TokenResponse:
         from google.auth.exceptions import TransportError  # noqa: PLC0415
 
         parts = urlsplit(url)
@@ -236,21 +236,21 @@ class _Transport:
             ca_bundle=self._ca_bundle,
             connect_timeout_s=limit_s,
             stall_s=limit_s,
-            reply_s=limit_s,
-            answer_s=limit_s,
+            first_byte_s=limit_s,
+            response_s=limit_s,
             is_proxied=parts.scheme == "https",  # a metadata server is never behind a proxy
         )
         target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         data = body.encode() if isinstance(body, str) else body
         try:
-            answer = wire.request(
+            response = wire.request(
                 method, target, headers or {}, body=None if data is None else BytesBody(data)
             )
         except StoreError as error:
             raise TransportError(error) from error
         finally:
             wire.close()
-        return _TokenAnswer(answer.status, answer.headers, answer.body)
+        return _TokenResponse(response.status, response.headers, response.body)
 
 
 # ---------------------------------------------------------------- errors
@@ -269,15 +269,15 @@ def _errors_of_credentials() -> Iterator[None]:
         raise _classified(error, f"{what}: {error!s:.300}") from error
 
 
-def _message(answer: Answer) -> str:
-    code = one_line(xml_text(answer.body, "Code"), 80)
-    reason = one_line(_reason(answer.body), 300)
-    return " ".join(filter(None, (str(answer.status), code, reason)))
+def _message(response: Response) -> str:
+    code = one_line(xml_text(response.body, "Code"), 80)
+    reason = one_line(_reason(response.body), 300)
+    return " ".join(filter(None, (str(response.status), code, reason)))
 
 
-def _refusal(answer: Answer) -> StoreError:
+def _refusal(response: Response) -> StoreError:
     """The error of the contract for an answer that was no success."""
-    status, code, message = answer.status, xml_text(answer.body, "Code"), _message(answer)
+    status, code, message = response.status, xml_text(response.body, "Code"), _message(response)
     hint = _HINTS.get(status, "")
     if status == 404:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
@@ -285,7 +285,7 @@ def _refusal(answer: Answer) -> StoreError:
         return Exists(message)
     is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
     if is_over_soon or code in ("BadDigest", "IncompleteBody"):
-        return Transient(message, retry_after_s=retry_after_s(answer.headers))
+        return Transient(message, retry_after_s=retry_after_s(response.headers))
     return (Forbidden if status == 403 else Permanent)(message, hint=hint)
 
 

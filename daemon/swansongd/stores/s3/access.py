@@ -19,14 +19,14 @@ from urllib.parse import parse_qs, urlsplit
 from urllib3.exceptions import HTTPError
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import Body, Sink, is_certificate_problem, named
-from swansongd.stores.credentials import Credentials
-from swansongd.stores.http.client import Answer, Wire
+from swansongd.stores.credentials import CredentialCache
+from swansongd.stores.http.client import Response, Wire
 from swansongd.stores.options import Addressing, S3Options
+from swansongd.stores.responses import one_line, xml_text
 from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
-    Identity,
+    AwsCredentials,
     encoded_path,
     encoded_query,
     signed_headers,
@@ -117,8 +117,8 @@ class S3Access:
         """Also learned from the store."""
         self._lock = threading.Lock()
         self._made_client: Any = None
-        self._credentials = Credentials(
-            "S3", load=self._load_credentials, fetch=_identity_of, is_over=_has_expired
+        self._credentials = CredentialCache(
+            "S3", load=self._load_credentials, fetch=_identity_of, has_expired=_has_expired
         )
         self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
         self._route_lock = threading.Lock()
@@ -137,7 +137,7 @@ class S3Access:
         body: Body | None = None,
         trailer: str | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One signed request; the answer is a success.  A redirect to another address is an error.
 
         Args:
@@ -145,7 +145,7 @@ class S3Access:
             payload: see :func:`swansongd.stores.s3.sigv4.signed_headers`.
         """
         route, identity = self.route(), self._credentials.get()
-        answer = self._sent(
+        response = self._sent(
             route,
             identity,
             method,
@@ -157,25 +157,25 @@ class S3Access:
             trailer=trailer,
             sink=sink,
         )
-        if 200 <= answer.status < 300:
+        if 200 <= response.status < 300:
             self._credentials.accept(identity)
-            return answer
-        code = xml_text(answer.body, "Code") or str(answer.status)
-        region = answer.headers.get("x-amz-bucket-region", route.region)
-        is_elsewhere = 300 <= answer.status < 400 or code in _ELSEWHERE_CODES
-        if is_elsewhere or (method == "HEAD" and answer.status == 400 and region != route.region):
-            raise self._moved(answer, code, route, identity)
-        is_of_credentials = self._expect_no_others(answer, code, identity, method)
-        if trailer is not None and _may_be_of_the_trailer(answer.status, code):
-            raise TrailerRefused(_message(answer, code), hint=TRAILER_HINT)
+            return response
+        code = xml_text(response.body, "Code") or str(response.status)
+        region = response.headers.get("x-amz-bucket-region", route.region)
+        is_elsewhere = 300 <= response.status < 400 or code in _ELSEWHERE_CODES
+        if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
+            raise self._moved(response, code, route, identity)
+        is_of_credentials = self._expect_no_others(response, code, identity, method)
+        if trailer is not None and _may_be_of_the_trailer(response.status, code):
+            raise TrailerRefused(_message(response, code), hint=TRAILER_HINT)
         if is_of_credentials:
-            raise Permanent(_message(answer, code), hint=CREDENTIALS_HINT)
-        raise _refusal(answer, code)
+            raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
+        raise _refusal(response, code)
 
-    def expect_no_error(self, answer: Answer) -> None:
+    def expect_no_error(self, response: Response) -> None:
         """Raises the error that came under a status of success, as it may when it came up late."""
-        if _ERROR.match(answer.body):
-            raise _refusal(answer, xml_text(answer.body, "Code"))
+        if _ERROR.match(response.body):
+            raise _refusal(response, xml_text(response.body, "Code"))
 
     def renew_credentials(self) -> None:
         """Have credentials that last for a while; raises Permanent where there are none."""
@@ -191,7 +191,7 @@ class S3Access:
     def _sent(
         self,
         route: Route,
-        identity: Identity,
+        identity: AwsCredentials,
         method: str,
         path: str,
         *,
@@ -201,7 +201,7 @@ class S3Access:
         body: Body | None = None,
         trailer: str | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         encoded = (route.base_path + encoded_path(path)) or "/"
         query = encoded_query(parameters)
         signed = signed_headers(
@@ -218,9 +218,11 @@ class S3Access:
         target = f"{encoded}?{query}" if query else encoded
         return route.wire.request(method, target, signed, body=body, trailer=trailer, sink=sink)
 
-    def _moved(self, answer: Answer, code: str, route: Route, identity: Identity) -> StoreError:
+    def _moved(
+        self, response: Response, code: str, route: Route, identity: AwsCredentials
+    ) -> StoreError:
         """The bucket is in another region: its name is taken from the answer, and never an address."""
-        region = answer.headers.get("x-amz-bucket-region") or xml_text(answer.body, "Region")
+        region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
             # A refusal contains the region too: HeadBucket needs no right of its own.
             head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
@@ -236,7 +238,9 @@ class S3Access:
                     self._region, self._made_client = region, None
         return Transient(f"{message} but in {region}")
 
-    def _expect_no_others(self, answer: Answer, code: str, used: Identity, method: str) -> bool:
+    def _expect_no_others(
+        self, response: Response, code: str, used: AwsCredentials, method: str
+    ) -> bool:
         """Whether a refusal is about ``used``; Transient is raised when there are other credentials now.
 
         A HEAD has no body that could name a code.  A refusal with 403 may be about a right that is
@@ -244,12 +248,12 @@ class S3Access:
         """
         is_certain = (
             code in _CREDENTIALS_CODES
-            or answer.status == 401
-            or (method == "HEAD" and answer.status == 400)
+            or response.status == 401
+            or (method == "HEAD" and response.status == 400)
         )
-        is_possible = answer.status == 403 and code != _CLOCK_CODE
+        is_possible = response.status == 403 and code != _CLOCK_CODE
         if (is_certain or is_possible) and self._credentials.replace(used, is_certain=is_certain):
-            raise Transient(f"{_message(answer, code)}; other credentials were found")
+            raise Transient(f"{_message(response, code)}; other credentials were found")
         return is_certain
 
     def _found_route(self) -> Route:
@@ -265,7 +269,7 @@ class S3Access:
             ca_bundle=self._ca_bundle,
             connect_timeout_s=self._options.connect_timeout_s,
             stall_s=min(_STALL_S, self._options.read_timeout_s),
-            reply_s=self._options.read_timeout_s,
+            first_byte_s=self._options.read_timeout_s,
         )
         region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
         return Route(wire, endpoint, parts.path.removesuffix(f"/{_SAMPLE_KEY}"), region)
@@ -313,11 +317,11 @@ class S3Access:
         return found
 
 
-def _identity_of(found: Any) -> Identity:
+def _identity_of(found: Any) -> AwsCredentials:
     """Who signs; botocore renews what has less than 15 minutes left."""
     with _errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
-        identity = Identity(frozen.access_key, frozen.secret_key, frozen.token)
+        identity = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
         if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
             raise TypeError("a field is not text")
         return identity
@@ -331,10 +335,10 @@ def _has_expired(found: Any) -> bool:
 # ---------------------------------------------------------------- errors
 
 
-def _message(answer: Answer, code: str) -> str:
-    status = str(answer.status)
+def _message(response: Response, code: str) -> str:
+    status = str(response.status)
     refusal = status if code == status else f"{status} {one_line(code, 80)}"
-    return ": ".join(filter(None, (refusal, one_line(xml_text(answer.body, "Message"), 200))))
+    return ": ".join(filter(None, (refusal, one_line(xml_text(response.body, "Message"), 200))))
 
 
 def _may_be_of_the_trailer(status: int, code: str) -> bool:
@@ -347,10 +351,10 @@ def _may_be_of_the_trailer(status: int, code: str) -> bool:
     )
 
 
-def _refusal(answer: Answer, code: str) -> StoreError:
+def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for an answer that was no success."""
-    status = answer.status
-    message, hint = _message(answer, code), _HINTS.get(code, "")
+    status = response.status
+    message, hint = _message(response, code), _HINTS.get(code, "")
     if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
         return NotFound(message, hint=hint)
     if status == 412 or code == "PreconditionFailed":
@@ -358,7 +362,7 @@ def _refusal(answer: Answer, code: str) -> StoreError:
     if status in (405, 501):
         return Unsupported(message, hint=_UNSUPPORTED)
     if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
-        return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
+        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
     return Permanent(message, hint=hint)
 
 

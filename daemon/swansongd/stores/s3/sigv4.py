@@ -21,7 +21,7 @@ EMPTY_PAYLOAD = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class AwsCredentials:
     """Who signs."""
 
     access_key: str
@@ -50,7 +50,7 @@ def signed_headers(
     headers: Mapping[str, str],
     *,
     payload: str,
-    identity: Identity,
+    identity: AwsCredentials,
     region: str,
     now: datetime,
 ) -> dict[str, str]:

@@ -206,7 +206,7 @@ def test_an_answer_of_a_store_that_drips(dripping: Callable[..., RawServer], dri
     """The same for the wire: what moves all the time is ended all the same."""
     server = dripping(*DRIPS[drip])
     began = time.monotonic()
-    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    drawn = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     with pytest.raises(Transient):
         drawn.request("GET", "/", {})
     assert time.monotonic() - began < 10
@@ -228,12 +228,12 @@ def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> N
     head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-99/100\r\n"
     span = {"range": "bytes=0-99"}
     server = dripping(head + b"X: ", b"y")
-    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    drawn = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     with pytest.raises(Transient, match="in time"):
         drawn.request("GET", "/", span, sink=Counted())
     sink = Counted()
     server = dripping(head + b"Content-Length: 100\r\n\r\n", b"x")
-    slow = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    slow = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     assert slow.request("GET", "/", span, sink=sink).status == 206
     assert sink.size_bytes == 100
 
