@@ -86,7 +86,7 @@ class GcsAccess:
 
     def renew_credentials(self) -> None:
         """Have a token that lasts for a while; raises Permanent where there are no credentials."""
-        if self._identity():
+        if self._authorization():
             self._credentials.renew()
 
     def exchange(
@@ -103,17 +103,17 @@ class GcsAccess:
         When the store refuses a token, the credentials are read again, by one thread for all.  The request is
         Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
         """
-        identity = self._identity()
-        response = self._wire.request(method, target, {**headers, **identity}, body=body, sink=sink)
+        authorization = self._authorization()
+        response = self._wire.request(method, target, {**headers, **authorization}, body=body, sink=sink)
         # With 403 it may be a right that is lacking, or another account that has come with a new file.
-        is_of_credentials = bool(identity) and response.status in (401, 403)
+        is_of_credentials = bool(authorization) and response.status in (401, 403)
         if is_of_credentials and self._credentials.replace(
-            identity, is_certain=response.status == 401
+            authorization, is_certain=response.status == 401
         ):
             raise Transient(f"{_message(response)}; the credentials have been renewed")
         if response.status >= 300:
             raise _refusal(response)
-        self._credentials.accept(identity)
+        self._credentials.accept(authorization)
         return response
 
     def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
@@ -131,7 +131,7 @@ class GcsAccess:
         from google.oauth2.credentials import Credentials as TokenCredentials  # noqa: PLC0415
         from requests.exceptions import RequestException  # noqa: PLC0415
 
-        token = self._identity().get("authorization", "").removeprefix("Bearer ")
+        token = self._authorization().get("authorization", "").removeprefix("Bearer ")
         known = TokenCredentials(token) if token else AnonymousCredentials()
         session = AuthorizedSession(known)
         session.max_redirects = 0  # a redirect would carry the token elsewhere
@@ -152,7 +152,7 @@ class GcsAccess:
         finally:
             session.close()
 
-    def _identity(self) -> Mapping[str, str]:
+    def _authorization(self) -> Mapping[str, str]:
         """The headers that say who asks; none where requests are anonymous."""
         if self._endpoint.startswith("http:"):
             return {}

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -89,6 +89,22 @@ class Unsupported(Permanent):
 
 
 @dataclass(frozen=True, slots=True)
+class S3Request:
+    """A request before it is signed."""
+
+    method: str
+    path: str
+    """Of the object below the bucket, with its ``/``; empty for the bucket itself."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    payload: str = EMPTY_PAYLOAD
+    """See :func:`swansongd.stores.s3.sigv4.signed_headers`."""
+    body: Body | None = None
+    trailer: str | None = None
+    sink: Sink | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Where the objects of the bucket are, for the wire."""
 
@@ -118,7 +134,7 @@ class S3Access:
         self._lock = threading.Lock()
         self._made_client: Any = None
         self._credentials = CredentialCache(
-            "S3", load=self._load_credentials, fetch=_identity_of, has_expired=_has_expired
+            "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
         )
         self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
         self._route_lock = threading.Lock()
@@ -126,47 +142,26 @@ class S3Access:
 
     # ------------------------------------------------------------ requests
 
-    def exchange(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str],
-        headers: Mapping[str, str],
-        *,
-        payload: str,
-        body: Body | None = None,
-        trailer: str | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """One signed request; the answer is a success.  A redirect to another address is an error.
+    def exchange(self, request: S3Request) -> Response:
+        """Send one signed request; returns the response of a success.
 
-        Args:
-            path: of the object below the bucket, with its ``/``, or empty for the bucket itself.
-            payload: see :func:`swansongd.stores.s3.sigv4.signed_headers`.
+        Raises:
+            TrailerRefused: the store does not read the trailer.
+            StoreError: the store refused the request; also when it redirects to another address.
         """
-        route, identity = self.route(), self._credentials.get()
-        response = self._sent(
-            route,
-            identity,
-            method,
-            path,
-            parameters=parameters,
-            headers=headers,
-            payload=payload,
-            body=body,
-            trailer=trailer,
-            sink=sink,
-        )
+        route, credentials = self.route(), self._credentials.get()
+        method = request.method
+        response = _sent(route, credentials, request)
         if 200 <= response.status < 300:
-            self._credentials.accept(identity)
+            self._credentials.accept(credentials)
             return response
         code = xml_text(response.body, "Code") or str(response.status)
         region = response.headers.get("x-amz-bucket-region", route.region)
         is_elsewhere = 300 <= response.status < 400 or code in _ELSEWHERE_CODES
         if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
-            raise self._moved(response, code, route, identity)
-        is_of_credentials = self._expect_no_others(response, code, identity, method)
-        if trailer is not None and _may_be_of_the_trailer(response.status, code):
+            raise self._moved(response, code, route, credentials)
+        is_of_credentials = self._expect_no_others(response, code, credentials, method)
+        if request.trailer is not None and _may_be_of_the_trailer(response.status, code):
             raise TrailerRefused(_message(response, code), hint=TRAILER_HINT)
         if is_of_credentials:
             raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
@@ -188,44 +183,14 @@ class S3Access:
                 self._known_route = self._found_route()
             return self._known_route
 
-    def _sent(
-        self,
-        route: Route,
-        identity: AwsCredentials,
-        method: str,
-        path: str,
-        *,
-        parameters: Mapping[str, str],
-        headers: Mapping[str, str],
-        payload: str = EMPTY_PAYLOAD,
-        body: Body | None = None,
-        trailer: str | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        encoded = (route.base_path + encoded_path(path)) or "/"
-        query = encoded_query(parameters)
-        signed = signed_headers(
-            method,
-            route.wire.host,
-            encoded,
-            query,
-            headers,
-            payload=payload,
-            identity=identity,
-            region=route.region,
-            now=datetime.now(UTC),
-        )
-        target = f"{encoded}?{query}" if query else encoded
-        return route.wire.request(method, target, signed, body=body, trailer=trailer, sink=sink)
-
     def _moved(
-        self, response: Response, code: str, route: Route, identity: AwsCredentials
+        self, response: Response, code: str, route: Route, credentials: AwsCredentials
     ) -> StoreError:
         """The bucket is in another region: its name is taken from the answer, and never an address."""
         region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
             # A refusal contains the region too: HeadBucket needs no right of its own.
-            head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
+            head = _sent(route, credentials, S3Request("HEAD", ""))
             region = head.headers.get("x-amz-bucket-region", "")
         message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
         if region == route.region or not _REGION_NAME.fullmatch(region):
@@ -317,14 +282,39 @@ class S3Access:
         return found
 
 
-def _identity_of(found: Any) -> AwsCredentials:
+def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Response:
+    """Sign a request and send it, once."""
+    path = (route.base_path + encoded_path(request.path)) or "/"
+    query = encoded_query(request.parameters)
+    headers = signed_headers(
+        request.method,
+        route.wire.host,
+        path,
+        query,
+        request.headers,
+        payload=request.payload,
+        credentials=credentials,
+        region=route.region,
+        now=datetime.now(UTC),
+    )
+    return route.wire.request(
+        request.method,
+        f"{path}?{query}" if query else path,
+        headers,
+        body=request.body,
+        trailer=request.trailer,
+        sink=request.sink,
+    )
+
+
+def _aws_credentials(found: Any) -> AwsCredentials:
     """Who signs; botocore renews what has less than 15 minutes left."""
     with _errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
-        identity = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
+        credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
         if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
             raise TypeError("a field is not text")
-        return identity
+        return credentials
 
 
 def _has_expired(found: Any) -> bool:

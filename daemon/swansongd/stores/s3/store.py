@@ -40,7 +40,13 @@ from swansongd.stores.base import (
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import S3Options
-from swansongd.stores.s3.access import TRAILER_HINT, S3Access, TrailerRefused, Unsupported
+from swansongd.stores.s3.access import (
+    TRAILER_HINT,
+    S3Access,
+    S3Request,
+    TrailerRefused,
+    Unsupported,
+)
 from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
 
 _CHECKSUM = "x-amz-checksum-crc32c"
@@ -450,14 +456,9 @@ class S3Store:
         what = operation if key is None else f"{operation} {key}"
         with named(f"{what} in {self.url}"):
             return self._access.exchange(
-                method,
-                path,
-                parameters or {},
-                headers or {},
-                payload=payload,
-                body=body,
-                trailer=trailer,
-                sink=sink,
+                S3Request(
+                    method, path, parameters or {}, headers or {}, payload, body, trailer, sink
+                )
             )
 
 
