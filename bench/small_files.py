@@ -29,6 +29,7 @@ from swansongd.restore.restore import restore, verify
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.threads import parallel
 
@@ -147,7 +148,10 @@ def main() -> None:
                     "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
                 )
                 url = stack.enter_context(server).url
-                store = S3Store("s3://ckpt/p", url, "us-east-1", CONNECTIONS)
+                store = S3Store(
+                    "s3://ckpt/p",
+                    S3Options(endpoint=url, region="us-east-1", connections=CONNECTIONS),
+                )
             else:
                 store = MemoryStore()
                 store.before = lambda _what, _key: time.sleep(ANSWER_S)

@@ -61,7 +61,7 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
-from swansongd.flush.assembly import Storage, utc_now
+from swansongd.flush.assembly import Storage
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
@@ -412,11 +412,10 @@ class Service:
         if conclusion.is_final:
             self._announce(conclusion)
         generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
         if generation is not None:
-            self._committer.farewell(generation, farewell)
+            self._committer.farewell(
+                generation, conclusion, self._timeline.entries, left_out=self._timeline.left_out
+            )
 
     def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit

@@ -359,7 +359,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "loss": 1.25,
         "health": {"loss": 1.25},
         "healthy": None,
-        "pins": ["best loss"],
+        "protected": ["best loss"],
         "problem": None,
     }
     done = place.run("ls")
@@ -375,7 +375,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "CREATED",
         "LOSS",
         "HEALTHY",
-        "PINNED",
+        "PROTECTED",
     ]
     assert first.split()[:3] == ["2", "50", "?"]
     assert second.split()[:5] == ["1", "200", "periodic", "1/2", "no"]
@@ -401,16 +401,16 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
     commit(place.store, {"a": b"x"}, step=4, nodes=2, health={"loss": 0.1, "loss_is_finite": 1.0})
     incomplete, bad, healthy, best = place.run_json("ls")
     assert [row["healthy"] for row in (incomplete, bad, healthy, best)] == [True, False, True, True]
-    assert [row["pins"] for row in (incomplete, bad, healthy, best)] == [
+    assert [row["protected"] for row in (incomplete, bad, healthy, best)] == [
         [],
         [],
         ["healthy"],
         ["best loss"],
     ]
     rows = place.run_json("ls", "--best", "accuracy", "--highest")
-    assert rows[2]["pins"] == ["healthy", "best accuracy"]
+    assert rows[2]["protected"] == ["healthy", "best accuracy"]
     header, *lines = place.run("ls", "--best", "accuracy").stdout.splitlines()
-    assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PINNED"]
+    assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PROTECTED"]
     assert lines[1].split()[-4:] == ["-", "0.5", "no", "-"]
 
 

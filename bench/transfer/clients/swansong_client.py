@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 from job import Job, run
 from swansongd.bucket.keys import RunKeys
-from swansongd.config.config import FlushConfig
+from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import Journal
@@ -53,10 +53,12 @@ def prepare(job: Job) -> Callable[[], object]:
     scheme = "gs" if "gcs" in job.options else "s3"
     connections = job.option("connections", flush.connections)
     store = open_store(
-        f"{scheme}://{job.bucket}",
-        endpoint=job.endpoint,
-        region="us-east-1",
-        ca_bundle=job.ca,
+        StoreConfig(
+            url=f"{scheme}://{job.bucket}",
+            endpoint=job.endpoint,
+            region="us-east-1",
+            ca_bundle=Path(job.ca),
+        ),
         connections=connections + 4,
     )
     store.warm()

@@ -28,9 +28,9 @@ from swansongd.flush.sweeper import Sweeper
 from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.staging.prepare import RunDirectory
-from swansongd.stores.configured import open_configured
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
+from swansongd.stores.opening import open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -78,7 +78,7 @@ class Storage:
         owners = {0, os.geteuid()}
         signer = None if key_file is None else signing.load(key_file, owners=owners)
         self.keys = RunKeys(config.run.name, signer)
-        self.backend = open_configured(
+        self.backend = open_store(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
