@@ -164,7 +164,7 @@ def replace_file(
     Raises:
         OSError: the file system refused; the old content stands.
     """
-    temporary = f".{name}.{secrets.token_hex(8)}"
+    temporary = f"{temporary_prefix(name)}{secrets.token_hex(8)}"
     fd = create_file(temporary, dir_fd=dir_fd, mode=mode)
     try:
         try:
@@ -180,6 +180,11 @@ def replace_file(
         raise
     if durable:
         os.fsync(dir_fd)
+
+
+def temporary_prefix(name: str) -> str:
+    """Return how the names of the temporary files begin that :func:`replace_file` makes for a file."""
+    return f".{name}."
 
 
 def write_all(fd: int, data: bytes) -> None:
