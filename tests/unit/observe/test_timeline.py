@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The farewell says what happened when, and how it ended."""
+"""The farewell contains the timeline and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRITTEN = "2030-01-01T00:00:00Z"
 
 
 def test_a_farewell_is_the_timeline_and_the_verdict() -> None:
-    """Instants are seconds since the notice; the facts of each stand beside them."""
+    """Each entry has the seconds since the notice, and its facts."""
     timeline = Timeline("e1", 500.0)
     timeline.add(Mark("e1", "notice", (("source", "aws.spot"), ("seconds_left", 120.0))), 500.0)
     entry = timeline.add(Mark("e1", "flush", (("step", 7),)), 502.34567)
@@ -40,7 +40,7 @@ def test_a_farewell_is_the_timeline_and_the_verdict() -> None:
 
 
 def test_a_farewell_names_the_part_of_a_checkpoint_that_is_not_whole() -> None:
-    """Over several VMs: what this VM has committed, and how many of the others."""
+    """Over several VMs: the part that this VM committed, and the number of other VMs that did."""
     part = Part(CommitRef(2, 9), 3, 2)
     conclusion = Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, part)
     data = Timeline("e1", 0.0).farewell(conclusion, run="r", generation=2, written=WRITTEN)
@@ -50,7 +50,7 @@ def test_a_farewell_names_the_part_of_a_checkpoint_that_is_not_whole() -> None:
 
 
 def test_a_loss_names_no_commit() -> None:
-    """Null, and not a commit of step nought."""
+    """The commit is null, and not one of step 0."""
     conclusion = Conclude("e1", Verdict.LOST, "nothing was staged", None, -0.5)
     data = Timeline("e1", 0.0).farewell(conclusion, run="r", generation=None, written=WRITTEN)
     body = json.loads(data)
@@ -58,8 +58,8 @@ def test_a_loss_names_no_commit() -> None:
     assert (body["verdict"], body["slack_s"]) == ("LOST", -0.5)
 
 
-def test_a_second_farewell_tells_all_of_the_first_and_more() -> None:
-    """A verdict that got better: the timeline goes on."""
+def test_a_second_farewell_contains_the_first_timeline_and_more() -> None:
+    """The verdict improved: the timeline continues."""
     timeline = Timeline("e1", 0.0)
     timeline.add(Mark("e1", "notice"), 0.0)
     partial = Conclude("e1", Verdict.PARTIAL, "late", CommitRef(1, 5), 0.0)
@@ -72,7 +72,7 @@ def test_a_second_farewell_tells_all_of_the_first_and_more() -> None:
 
 
 def test_a_timeline_is_bounded_and_keeps_both_ends() -> None:
-    """However often a trainer answers: the farewell has the beginning, the end, and how much is left out."""
+    """After a flood of messages the farewell has beginning, end and the number of removed entries."""
     timeline = Timeline("e1", 0.0)
     for number in range(2000):
         timeline.add(Mark("e1", "accepted", (("rank", number),)), float(number))
