@@ -193,7 +193,7 @@ class Service:
             boot_id=boot_id,
             monotonic=time.monotonic,
             lock_fd=self._fdstore.lock_fd(),
-            keep_lock=self._fdstore.keep_lock,
+            store_lock=self._fdstore.store_lock,
         )
         self._asg_hook = open_lifecycle_hook(config.sources)
         self._sources = [
@@ -216,7 +216,7 @@ class Service:
             self._signal_sender.start()
         self._channel.start()
         if self._notifier.has_systemd:
-            self._fdstore.keep_listener(self._channel.share_listener())
+            self._fdstore.store_listener(self._channel.share_listener())
         self._observer.start()
         self._storage.start()
         if self._asg_hook is not None:
@@ -273,8 +273,8 @@ class Service:
             "status line", lambda: self._notifier.status(status_line(self._state, now))
         )
 
-    def _keep_notices(self) -> None:
-        self._fdstore.keep_notices(self._state.notices.values())
+    def _store_notices(self) -> None:
+        self._fdstore.store_notices(self._state.notices.values())
 
     def _hold_or_release(self) -> None:
         """Ask for time while there is work, and let go of the VM once there is a verdict."""
@@ -294,7 +294,7 @@ class Service:
     def _step(self, event: Event, now: float) -> None:
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after a request was sent must know its id at the next start.
-        self._decisions.guarded("notices", self._keep_notices)
+        self._decisions.guarded("notices", self._store_notices)
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
