@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/stores.md is what the servers really do: asked anew each time.
+"""The table of docs/operations/stores.md is what the servers really do: asked anew each time.
 
 ``WRITE_STORES_TABLE=1 pytest tests/contract/test_store_table.py`` writes the columns of the servers that run.
 ``make test-stores`` runs more of them than ``make test``.
@@ -20,7 +20,7 @@ from contract.store_by_hand import signed
 from swansongd.errors import Exists, NotFound, StoreError
 from swansongd.stores.base import CRC32C_UNTOLD
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "stores.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations" / "stores.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 CONTENT = os.urandom(PART + 1)
 WRONG = base64.b64encode(b"none").decode()
@@ -197,7 +197,7 @@ def written(table: dict[str, list[str]]) -> str:
 
 
 def test_the_table_is_true(measured: dict[str, list[str]]) -> None:
-    """docs/stores.md says of each server what it does today, no more and no less."""
+    """docs/operations/stores.md says of each server what it does today, no more and no less."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     found = columns(table.strip())

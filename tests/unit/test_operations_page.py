@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/operations.md says what there is, all of it and nothing else: log lines, keys, fields, exit codes."""
+"""docs/operations/README.md says what there is, all of it and nothing else: log lines, keys, fields, exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swansongd.cli import notify
 from swansongd.config import section_keys
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
+PAGE = (REPOSITORY / "docs" / "operations" / "README.md").read_text()
 LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 FROM_ELSEWHERE = {"log_dropped"}
 """Written without structlog, by the thread that writes the lines."""
