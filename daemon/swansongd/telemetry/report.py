@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the daemon as ``swansong status`` shows it.  docs/operations/README.md describes the fields."""
+"""The state of the daemon as ``swansong status`` shows it.  docs/operations/status.md describes the fields."""
 
 from __future__ import annotations
 
