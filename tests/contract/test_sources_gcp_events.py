@@ -10,12 +10,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
-from swansongd.sources.gcp import GcpSource
+from swansongd.sources.base import Clocks
+from swansongd.sources.gcp import GcpOptions, GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, asked, control
+from testkit.waiting import until
 
 BASE = "/computeMetadata/v1/"
 MAINTENANCE = "instance/maintenance-event"
@@ -32,7 +34,7 @@ EVENTS: dict[type, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcp_metadata") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         yield process
 
 
@@ -64,14 +66,8 @@ def opened(
         "timeout_s": 12.0,
         "retry_cap_s": 0.1,
     }
-    return SourceRun(
-        kind(
-            metadata_url=url,
-            monotonic=time.monotonic,
-            wall=lambda: time.time() + wall_off_s,
-            **{**settings, **options},
-        )
-    )
+    clocks = Clocks(wall=lambda: time.time() + wall_off_s)
+    return SourceRun(kind(GcpOptions(metadata_url=url, clocks=clocks, **{**settings, **options})))
 
 
 def notice_of(run: SourceRun) -> Notice:
@@ -179,7 +175,7 @@ def test_a_stranger_is_not_believed(server: str, kind: type) -> None:
 def test_nothing_leads_astray(server: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the environment nor a redirect brings a question to the decoy."""
     key, value = EVENTS[kind]
-    with EmulatorProcess("emulators.gcp_metadata") as decoy:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, decoy.url)
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
