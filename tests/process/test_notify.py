@@ -203,7 +203,7 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
 def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """Scheduled from the start, imminent with the lead: the last checkpoint is taken in time."""
     end = datetime.now(UTC) + timedelta(seconds=24)
-    settings = {"sources": {"end_at": end.isoformat(), "end_lead": "20s"}}
+    settings = {"sources": {"end_at": end.isoformat(), "end_lead_s": "20s"}}
     vm = new_vm("vm", bucket.store, settings=settings)
     daemon = vm.start_daemon()
     notice = daemon.lines.wait(event="notice", source="deadline")

@@ -34,9 +34,9 @@ _HINT = "swansong.example.toml shows every key"
 # ---------------------------------------------------------------- the sections
 
 
-def _key(reader: Reader, *, default: Any = MISSING, key: str = "") -> Any:
-    """A key of a section, and how it is read; ``key`` where its name is not that of the field."""
-    return dataclasses.field(default=default, metadata={"reader": reader, "key": key})
+def _key(reader: Reader, *, default: Any = MISSING) -> Any:
+    """A key of a section and the function that reads its value."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
 
 
 _section = dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RunConfig:
     """The job may run on several VMs at once; each has this set."""
     checkpoint_interval_s: float | None = _key(read.interval, default=None)
     """None: by the measured cost of a save and the interruptions that were seen."""
-    mtbf_s: float = _key(read.duration, default=4 * 3600.0, key="mtbf")
+    mtbf_s: float = _key(read.duration, default=4 * 3600.0)
 
 
 @_section
@@ -97,8 +97,8 @@ class SourcesConfig:
     asg_grace_s: float | None = _key(read.duration, default=None)
     """None: as ``deadline.assumed_grace_s``."""
     end_at: datetime | None = _key(read.utc_instant, default=None)
-    max_run_duration_s: float | None = _key(read.duration, default=None, key="max_run_duration")
-    end_lead_s: float = _key(read.duration, default=120.0, key="end_lead")
+    max_run_duration_s: float | None = _key(read.duration, default=None)
+    end_lead_s: float = _key(read.duration, default=120.0)
     system_bus: str | None = _key(read.bus_address, default=None)
     """None: the host's own."""
 
@@ -137,7 +137,7 @@ class DeadlineConfig:
 @_section
 class FlushConfig:
     connections: int = _key(read.connections, default=32)
-    part_size_bytes: int = _key(read.part_size, default=16 * 2**20, key="part_size")
+    part_size_bytes: int = _key(read.part_size, default=16 * 2**20)
     background_bytes_per_s: float | None = _key(read.rate, default=None)
     """None: as fast as it goes; so always while an evacuation is open."""
 
@@ -232,11 +232,11 @@ def _read_section(
         where = f"{name}.{key}"
         try:
             if key in table:
-                values[item.name] = item.metadata["reader"](table[key])
+                values[key] = item.metadata["reader"](table[key])
             elif item.default is MISSING:
                 problems.append(f"{where}: is missing (got nothing); {_example(item)}")
             else:
-                values[item.name] = item.default
+                values[key] = item.default
         except Wrong as wrong:
             shown = table[key] if wrong.shown is MISSING else wrong.shown
             problems.append(_problem(where, wrong.problem, shown, wrong.remedy))
@@ -294,8 +294,8 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a section by the key that stands in the file."""
-    return {item.metadata["key"] or item.name: item for item in dataclasses.fields(section)}
+    """The fields of a section, by name: each key of the file is the name of a field."""
+    return {item.name: item for item in dataclasses.fields(section)}
 
 
 def _example(item: dataclasses.Field[Any]) -> str:

@@ -96,29 +96,32 @@ def socket_path(value: object) -> Path:
     return socket
 
 
-def preemption_notice(value: object) -> float | None:
-    """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
-    if value == "learn":
-        return None
-    if isinstance(value, bool) or value not in (0, 120):
-        raise Wrong("is none of the choices", 'use 0, 120 or "learn"')
-    return 120.0 if value == 120 else 0.0
+def _seconds(value: object, remedy: str) -> float:
+    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
+        amounts = (float(amount or 0) for amount in match.groups())
+        return sum(
+            amount * unit_s for amount, unit_s in zip(amounts, _DURATION_UNITS_S, strict=True)
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise Wrong("is not a duration", remedy)
 
 
 def duration(value: object) -> float:
     """A duration in seconds."""
     remedy = 'give seconds as a number, or a string such as "500ms", "5s" or "1h30m"'
-    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
-        amounts = (float(amount or 0) for amount in match.groups())
-        seconds = sum(
-            amount * unit_s for amount, unit_s in zip(amounts, _DURATION_UNITS_S, strict=True)
-        )
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
-    else:
-        raise Wrong("is no duration", remedy)
+    seconds = _seconds(value, remedy)
     if not 0 < seconds < math.inf:
         raise Wrong("is not greater than 0 and finite", remedy)
+    return seconds
+
+
+def preemption_notice(value: object) -> float | None:
+    """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
+    remedy = 'use 0, 120 (seconds) or "learn"'
+    seconds = None if value == "learn" else _seconds(value, remedy)
+    if seconds not in (None, 0.0, 120.0):
+        raise Wrong("is not one of the choices", remedy)
     return seconds
 
 

@@ -7,14 +7,16 @@ import copy
 import re
 import signal
 import tomllib
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
+from swansongd.config.values import Reader, Wrong
 from swansongd.errors import ConfigError
 
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
@@ -102,7 +104,7 @@ def test_five_mistakes_are_five_problems() -> None:
         store__url="ftp://x",
         sources__poll_intervall_s=1,
         trainer__signal="SIGKILL",
-        flush__part_size="1MiB",
+        flush__part_size_bytes="1MiB",
     )
     problems = problems_of(body)
     assert len(problems) == 5
@@ -112,6 +114,51 @@ def test_five_mistakes_are_five_problems() -> None:
     assert "sources.poll_intervall_s: unknown key (got 1); did you mean poll_interval_s?" in text
     assert "run.name: has the wrong form (got '-r')" in text
     assert "(got 'SIGKILL')" in text
+
+
+UNITS = {
+    "_bytes_per_s": ("200MB", 200_000_000),
+    "_bytes": ("16MiB", 2**24),
+    "_s": ("120s", 120.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "reader"),
+    [
+        (f"{name}.{field.name}", field.metadata["reader"])
+        for name, section in get_type_hints(Config).items()
+        for field in fields(section)
+    ],
+)
+def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
+    """Only ``_s`` accepts a duration, only ``_bytes`` a size, only ``_bytes_per_s`` a rate; each as text, too."""
+    unit = next((suffix for suffix in UNITS if key.endswith(suffix)), None)
+    for suffix, (text, number) in UNITS.items():
+        try:
+            got = reader(text)
+        except Wrong:
+            got = None
+        is_number = isinstance(got, (int, float))
+        shares_reader = {unit, suffix} == {"_bytes", "_bytes_per_s"}
+        assert is_number == (suffix == unit or shares_reader), (key, text)
+        if suffix == unit:
+            assert got == reader(number) == number
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("run__mtbf", "mtbf_s"),
+        ("sources__end_lead", "end_lead_s"),
+        ("sources__max_run_duration", "max_run_duration_s"),
+        ("flush__part_size", "part_size_bytes"),
+    ],
+)
+def test_a_key_without_its_unit_is_answered_with_the_right_one(old: str, new: str) -> None:
+    """The error names the key that carries the unit."""
+    (problem,) = problems_of(with_values(**{old: 10}))
+    assert problem == f"{old.replace('__', '.')}: unknown key (got 10); did you mean {new}?"
 
 
 def test_sections_are_as_strict_as_keys() -> None:
@@ -180,7 +227,7 @@ def test_what_is_no_duration(value: object) -> None:
 )
 def test_sizes(value: object, size_bytes: int) -> None:
     """Numbers are bytes, strings carry their units."""
-    assert parsed(flush__part_size=value).flush.part_size_bytes == size_bytes
+    assert parsed(flush__part_size_bytes=value).flush.part_size_bytes == size_bytes
 
 
 @pytest.mark.parametrize(
@@ -189,8 +236,8 @@ def test_sizes(value: object, size_bytes: int) -> None:
 )
 def test_what_is_no_part_size(value: object) -> None:
     """No size, or one that no store takes: below 5 MiB, above 1 GiB."""
-    (problem,) = problems_of(with_values(flush__part_size=value))
-    assert problem.startswith("flush.part_size: ")
+    (problem,) = problems_of(with_values(flush__part_size_bytes=value))
+    assert problem.startswith("flush.part_size_bytes: ")
 
 
 @pytest.mark.parametrize(
