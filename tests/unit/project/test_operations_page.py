@@ -132,6 +132,16 @@ def phases() -> set[str]:
     }
 
 
+def constants() -> set[str]:
+    """Every string in the code."""
+    return {
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
 def keys_of(module: Any) -> set[str]:
     """Every key of a dictionary that the module writes down."""
     return {
@@ -435,19 +445,15 @@ def test_every_quoted_message_is_of_the_code() -> None:
         if " " in word and not word.startswith(("swansong ", "systemctl "))
     } - OF_THE_KERNEL
     assert len(quoted) >= 5
-    written = {
-        node.value
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    written = constants()
     assert {word for word in quoted if not any(word in text for text in written)} == set()
 
 
 def test_every_name_in_the_pages_exists() -> None:
     """Keys of the configuration, and names with an underscore, are of the code."""
     keys = {f"{name}.{key}" for name, known in section_keys().items() for key in known}
-    known = {*events(), *phases(), *keys_of(report), *fields(), *OTHER_NAMES}
+    known = {keyword.arg for call in calls() for keyword in call.keywords}
+    known |= {*constants(), *OTHER_NAMES, *(severity.name.lower() for severity in Severity)}
     for page, text in PAGES.items():
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         named = {word.removesuffix("[]") for word in words(prose)}
