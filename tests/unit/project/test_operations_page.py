@@ -469,13 +469,32 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", sorted(PAGES))
+LINKED = [
+    *(f"docs/operations/{page}.md" for page in sorted(PAGES)),
+    "packer/README.md",
+    "packer/permissions/README.md",
+]
+
+
+@pytest.mark.parametrize("page", LINKED)
 def test_every_link_leads_somewhere(page: str) -> None:
     """The file exists, and has the heading."""
-    for link in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", PAGES[page]):
-        target = REPOSITORY / "docs/operations" / (link[0] or f"{page}.md")
-        assert target.is_file(), link
-        assert not link[1] or link[1] in anchors(target.read_text()), link
+    path = REPOSITORY / page
+    for name, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", path.read_text()):
+        target = path.parent / name if name else path
+        assert target.is_file(), name
+        assert not anchor or anchor in anchors(target.read_text()), (name, anchor)
+
+
+def test_every_make_target_exists() -> None:
+    """A command of the pages is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    texts = [*PAGES.values(), (REPOSITORY / "packer/README.md").read_text()]
+    named = {
+        name for text in texts for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    }
+    assert len(named) >= 6
+    assert named <= targets
 
 
 def test_the_entry_page_names_every_page() -> None:
