@@ -52,13 +52,13 @@ def test_a_notice_by_hand_is_evacuated(vm: Vm, bucket: Bucket) -> None:
 def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
     """The source says that it was a rehearsal; the second one is evacuated as well."""
     for count in (1, 2):
-        done = vm.swansong("notify", "--in", "30", "--drill", "--wait")
+        done = vm.swansong("drill", "--in", "30", "--wait")
         assert (done.returncode, done.stdout[:5]) == (0, "SAFE:"), done.stderr
         assert vm.daemon is not None
         assert len(vm.daemon.lines.all(event="notice", source="drill", kind="drill")) == count
         if count == 1:
             assert vm.swansong("notify", "--withdraw").returncode == 0
-    assert vm.swansong("notify", "--in", "60", "--drill").returncode == 0
+    assert vm.swansong("drill", "--in", "60").returncode == 0
     vm.daemon.lines.wait(event="notice", source="drill")
     until(lambda: len(vm.daemon.lines.all(event="notice", source="drill")) == 3)
 

@@ -102,12 +102,14 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="another run than the configured one"
+        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
     )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step, metavar="N", help="only commits of this step")
+    parser.add_argument(
+        "--step", type=_step, metavar="N", help="consider only commits of this step"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

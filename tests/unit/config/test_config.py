@@ -132,7 +132,7 @@ UNITS = {
     ],
 )
 def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
-    """Only ``_s`` accepts a duration, only ``_bytes`` a size, only ``_bytes_per_s`` a rate; each as text, too."""
+    """Seconds end in ``_s``, sizes in ``_bytes``, rates in ``_bytes_per_s``; each accepts a string too."""
     unit = next((suffix for suffix in UNITS if key.endswith(suffix)), None)
     for suffix, (text, number) in UNITS.items():
         try:
