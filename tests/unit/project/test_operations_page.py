@@ -19,12 +19,12 @@ import pytest
 import swansongd
 from swansong import protocol
 from swansongd import doctor, errors, sources
-from swansongd.cli import main, notify
+from swansongd.cli import ls, main, notify
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
 from swansongd.core import claims, evacuation, nodes, notices, state
 from swansongd.core.planner import PlanKind
 from swansongd.doctor import store
-from swansongd.doctor.findings import Level
+from swansongd.doctor.findings import Finding, Level
 from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
 from swansongd.observe import report
@@ -310,17 +310,29 @@ def test_every_value_is_explained(page: str, title: str, known: list[str]) -> No
 
 
 def test_every_command_is_explained() -> None:
-    """Each command has a row, and each row a command."""
+    """Each command has a row with its help text, in the order of the help."""
     head = PAGES["commands"].partition("\n## ")[0]
-    assert sorted(first_cells(head)) == sorted(main._COMMANDS)
+    assert [(name.strip("`"), text) for name, text in rows(head)] == list(main.COMMANDS.items())
 
 
-@pytest.mark.parametrize("command", sorted(main._COMMANDS))
+@pytest.mark.parametrize("command", sorted(main.COMMANDS))
 def test_every_option_is_explained(command: str) -> None:
     """Each option of the command has a row, and each row an option."""
     known = options(command)
     explained = first_cells(section("commands", command)) if known else []
     assert sorted(explained) == sorted(known)
+
+
+def test_every_column_of_ls_is_explained() -> None:
+    """Each column has a row, and each row a column, in the order of the table."""
+    columns = [
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(ls._table)))
+        if isinstance(node, ast.Constant) and re.fullmatch("[A-Z]+", str(node.value))
+    ]
+    explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
+    assert set(explained) == set(columns)
+    assert len(explained) == len(set(columns))
 
 
 def test_every_option_of_provision_is_explained() -> None:
@@ -367,6 +379,13 @@ def test_every_family_of_doctor_is_explained() -> None:
     ]
     known = {module.FAMILY for module in modules if hasattr(module, "FAMILY")}
     assert sorted(first_cells(section("doctor", "Checks by family"))) == sorted(known)
+
+
+def test_every_field_of_a_finding_is_named() -> None:
+    """The page lists the fields of ``swansong doctor --json`` in their order."""
+    listed = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Finding))
+    head, _, last = listed.rpartition(", ")
+    assert f"objects with {head} and {last}." in PAGES["doctor"]
 
 
 def test_every_step_of_the_rehearsal_is_explained() -> None:
@@ -453,7 +472,12 @@ def test_every_name_in_the_pages_exists() -> None:
     """Keys of the configuration, and names with an underscore, are of the code."""
     keys = {f"{name}.{key}" for name, known in section_keys().items() for key in known}
     known = {keyword.arg for call in calls() for keyword in call.keywords}
-    known |= {*constants(), *OTHER_NAMES, *(severity.name.lower() for severity in Severity)}
+    known |= {
+        *constants(),
+        *BY_THE_WRITER,
+        *OTHER_NAMES,
+        *(severity.name.lower() for severity in Severity),
+    }
     for page, text in PAGES.items():
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         named = {word.removesuffix("[]") for word in words(prose)}
