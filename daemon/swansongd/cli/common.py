@@ -34,7 +34,7 @@ from swansong import bounds
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
-from swansongd.config.values import Wrong, run_name
+from swansongd.config.values import InvalidValue, run_name
 from swansongd.flush.committer import expect_recorded_store
 from swansongd.observe.log import printable
 from swansongd.restore.restore import CONNECTIONS
@@ -119,8 +119,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def _run(text: str) -> str:
     try:
         return str(run_name(text))
-    except Wrong as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None
 
 
 def generation(text: str) -> int:

@@ -17,7 +17,7 @@ from swansongd.cli.common import add_json, print_json
 from swansongd.cli.status import newer_generation, part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config.config import load
-from swansongd.config.values import Wrong, duration
+from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
 from swansongd.sources.manual import identity_of
@@ -168,5 +168,5 @@ def _duration(text: str) -> float:
     plain = text.isascii() and text.isdigit()
     try:
         return duration(int(text) if plain else text)
-    except Wrong as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None
