@@ -74,8 +74,8 @@ test-jax: $(STAMP) $(JAX)  ## the hooks with JAX and Orbax, in an environment of
 STORES  := build/stores/.installed
 FOREIGN ?= s3rver s3rver-tls ceph ceph-tls rclone-tls seaweedfs-tls
 
-$(STORES): tests/install_stores.sh $(wildcard requirements/stores/*)
-	tests/install_stores.sh build/stores
+$(STORES): testkit/install_stores.sh $(wildcard requirements/stores/*)
+	testkit/install_stores.sh build/stores
 	touch $@
 
 test-stores: $(STAMP) $(STORES)  ## the tests of stores before more servers of S3: s3rver, Ceph, TLS; Node.js with npm, apt of Debian 12; 300 MB, 10 minutes
@@ -89,7 +89,7 @@ test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 min
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
 
 image: $(STAMP)  ## the image that they boot, made by provision.sh; prints the command that boots it in your terminal
-	@PYTHONPATH=tests $(BIN)/python -m vm.image
+	@$(BIN)/python -m testkit.vm.image
 
 terraform:  ## the AWS example against its provider; Terraform, and a network or TERRAFORM_INIT=-plugin-dir=MIRROR
 	rm -rf build/terraform && mkdir -p build && cp -r packer build/terraform
@@ -110,13 +110,13 @@ bench-beside: $(STAMP)  ## what a flush costs the trainer beside it; about 5 min
 	$(BIN)/python -m bench.beside $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; about 20 minutes
-	$(BIN)/python bench/notices.py
+	$(BIN)/python -m bench.notices
 
 bench-frozen: $(STAMP)  ## what five commits of a LoRA-like run send; about a minute
-	$(BIN)/python bench/frozen.py
+	$(BIN)/python -m bench.frozen
 
 bench-small: $(STAMP)  ## 20,000 files of 4 KiB: flush, commit, verify, restore; a directory store and the S3 emulator; about 2 minutes
-	$(BIN)/python bench/small_files.py $(BENCH_ARGS)
+	$(BIN)/python -m bench.small_files $(BENCH_ARGS)
 
 bench-torch: $(STAMP)  ## what a checkpoint costs the training loop, beside torch.save and DCP; about 5 minutes
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)

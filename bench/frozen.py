@@ -12,18 +12,14 @@ import os
 import random
 import secrets
 import socket
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))
-
-from emulators.process import EmulatorProcess  # noqa: E402
-from process.test_continuation import save  # noqa: E402
-from rig import Vm  # noqa: E402
-from strict_bucket import ACCOUNT, Strict  # noqa: E402
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm
+from testkit.staged import seal_files
+from testkit.strict_bucket import ACCOUNT, Strict
 
 MB = 10**6
 
@@ -68,7 +64,9 @@ def main() -> None:
     os.environ.update(ACCOUNT)
     frozen = random.Random(1).randbytes(options.frozen_mb * MB)
     with (
-        EmulatorProcess("emulators.s3_strict", "--port", "0", "--bucket", "ckpt") as emulator,
+        EmulatorProcess(
+            "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
+        ) as emulator,
         tempfile.TemporaryDirectory() as disk,
     ):
         bucket = Strict(emulator.url, secrets.token_hex(4))
@@ -81,7 +79,9 @@ def main() -> None:
             for step in range(1, options.commits + 1):
                 before_bytes = relay.sent_bytes
                 adapter = random.Random(-step).randbytes(options.adapter_mb * MB)
-                content = save(vm, step, {"model.bin": frozen, "adapter.bin": adapter})
+                content = seal_files(
+                    vm.run_directory, step, {"model.bin": frozen, "adapter.bin": adapter}
+                )
                 daemon.lines.wait(event="committed", step=step, timeout_s=120)
                 size_bytes = sum(map(len, content.values()))
                 set_bytes += size_bytes

@@ -15,21 +15,18 @@ import os
 import random
 import socket
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))
+import requests
+from swansong import protocol
 
-import requests  # noqa: E402
-from emulators.process import EmulatorProcess  # noqa: E402
-from rig import Vm, control  # noqa: E402
-from swansong import protocol  # noqa: E402
-from waiting import until  # noqa: E402
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm, control
+from testkit.waiting import until
 
 Samples = dict[str, list[float]]
 GCP_KEY = "instance/preempted"
@@ -74,7 +71,7 @@ def withdraw(cloud: str, url: str) -> None:
 
 def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
     """One daemon, one emulator, so many notices."""
-    module = {"aws": "emulators.aws_imds", "gcp": "emulators.gcp_metadata"}[cloud]
+    module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
         EmulatorProcess(module, "--port", "0") as cloud_vm,
@@ -100,7 +97,7 @@ def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
 
 def poller_lane(intervals_s: tuple[float, ...], notices: int, samples: Samples) -> None:
     """Pollers that ask at fixed intervals, as the documentation of AWS has it."""
-    with EmulatorProcess("emulators.aws_imds", "--port", "0") as cloud_vm:
+    with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as cloud_vm:
         url = f"{cloud_vm.url}/latest/meta-data/spot/instance-action"
         token = requests.put(
             f"{cloud_vm.url}/latest/api/token",
@@ -143,7 +140,7 @@ def poller_lane(intervals_s: tuple[float, ...], notices: int, samples: Samples) 
 
 def idle_cost(cloud: str, duration_s: float) -> tuple[float, float, float]:
     """(requests per hour, CPU seconds per hour, resident MB) of a daemon that has nothing to do."""
-    module = {"aws": "emulators.aws_imds", "gcp": "emulators.gcp_metadata"}[cloud]
+    module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
         EmulatorProcess(module, "--port", "0") as cloud_vm,

@@ -12,34 +12,31 @@ import argparse
 import itertools
 import os
 import queue
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))
+from swansongd.bucket import commit
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.core.events import Event, Flushed, FlushFailed
+from swansongd.flush.engine import FlushEngine
+from swansongd.flush.journal import Journal
+from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.restore.restore import restore, verify
+from swansongd.staging import scan
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.s3.store import S3Store
+from swansongd.util.threads import parallel
 
-import memory_store  # noqa: E402
-from emulators.process import EmulatorProcess  # noqa: E402
-from memory_store import MemoryStore  # noqa: E402
-from staged import ME  # noqa: E402
-from strict_bucket import ACCOUNT  # noqa: E402
-from swansongd import commit  # noqa: E402
-from swansongd.core.events import Event, Flushed, FlushFailed  # noqa: E402
-from swansongd.flush import FlushEngine  # noqa: E402
-from swansongd.journal import Journal  # noqa: E402
-from swansongd.keys import RunKeys  # noqa: E402
-from swansongd.manifest import Manifest  # noqa: E402
-from swansongd.model import CheckpointId, CheckpointKind, Staged  # noqa: E402
-from swansongd.restore import restore, verify  # noqa: E402
-from swansongd.staging import scan  # noqa: E402
-from swansongd.stores.base import ObjectStore  # noqa: E402
-from swansongd.stores.files import FileStore  # noqa: E402
-from swansongd.stores.s3 import S3Store  # noqa: E402
-from swansongd.threads import parallel  # noqa: E402
+from testkit import memory_store as memory
+from testkit.emulators.process import EmulatorProcess
+from testkit.memory_store import MemoryStore
+from testkit.staged import ME
+from testkit.strict_bucket import ACCOUNT
 
 CONNECTIONS = 32
 ANSWER_S = 0.01
@@ -136,7 +133,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="where the files go; default: TMPDIR")
     options = parser.parse_args()
     os.environ.update(ACCOUNT)
-    memory_store.PAGE_KEYS, memory_store.WINDOW_BYTES = 1000, 2**20
+    memory.PAGE_KEYS, memory.WINDOW_BYTES = 1000, 2**20
     print("| what | seconds | CPU seconds | files a second |\n| --- | --- | --- | --- |")
     for name in options.stores:
         with ExitStack() as stack:
@@ -146,7 +143,9 @@ def main() -> None:
                 (place / "bucket").mkdir()
                 store = FileStore(f"file://{place}/bucket")
             elif name == "s3":
-                server = EmulatorProcess("emulators.s3_strict", "--port", "0", "--bucket", "ckpt")
+                server = EmulatorProcess(
+                    "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
+                )
                 url = stack.enter_context(server).url
                 store = S3Store("s3://ckpt/p", url, "us-east-1", CONNECTIONS)
             else:

@@ -43,10 +43,8 @@ from torch import nn
 from bench.hooks_step import Nothing, median_ns
 from bench.transfer import measure
 from bench.transfer.results import write_page
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from hooks.fake_daemon import FakeDaemon
-from waiting import until
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 NAME = "make bench-torch"
 OURS, SAVE, ASYNC = "swansong", "torch.save", "dcp.async_save"

@@ -17,11 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from emulators.process import EmulatorProcess
-from rig import EXAMPLES, Process, Vm, control
 from swansong.protocol import MAX_MESSAGE_BYTES, ProtocolError, Status, StatusQuery, decode, encode
 
 from demo.screen import Screen
+from testkit import EXAMPLES
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Process, Vm, control
 
 T = TypeVar("T")
 
@@ -260,7 +261,7 @@ class Stage:
             how = f"swansong restore: {megabytes(found)} in {found['seconds']:.1f} s"
         else:
             self._train(watch)
-            found = watch.until(lambda: watch.daemon.lines.all(event="rejoin"), "a restore")[0]
+            found = watch.until(lambda: watch.daemon.lines.all(event="resume"), "a restore")[0]
             how = "guard.restore()"
         text = f"restored step {found['step']} of generation {found['generation']} ({how})"
         self._screen.say(watch.name, text, style="bold green")

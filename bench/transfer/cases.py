@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swansongd import manifest
+from swansongd.bucket import manifest
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
 from swansongd.digests import part_digest, shard_digest
-from swansongd.keys import RunKeys
-from swansongd.manifest import Manifest
 from swansongd.model import CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.checksums import crc32c
 

@@ -26,7 +26,7 @@ from swansongd.core.events import (
     Tick,
 )
 from swansongd.core.state import State
-from swansongd.rates import LogLimit
+from swansongd.util.rates import LogLimit
 
 UNDECIDED_MAX = 10
 """Events in a row that no state could work with."""

@@ -10,7 +10,7 @@
     ├── StagingError            15   the staging directory or a restore target cannot be used
     ├── StoreError              16   the object store refused or failed
     │   ├── Transient                may work when tried again
-    │   ├── Permanent                will not work until somebody mends something
+    │   ├── Permanent                will not work until somebody fixes something
     │   ├── NotFound                 the key (or the bucket) does not exist
     │   ├── TooLarge                 the object has more bytes than a small object may have
     │   └── Exists                   create-if-absent found the name taken

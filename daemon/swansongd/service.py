@@ -23,7 +23,7 @@ import structlog
 from swansong import protocol
 
 import swansongd
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -60,10 +60,15 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
+from swansongd.flush.assembly import Storage, utc_now
+from swansongd.host.fdstore import FdStore
+from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import Severity, Verdict
-from swansongd.rates import LogLimit
-from swansongd.rejoin import Rejoin
+from swansongd.observe import log as logs
+from swansongd.observe.report import status_line, status_report
+from swansongd.observe.timeline import Timeline
+from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws_events import AwsAsgSource
@@ -78,16 +83,11 @@ from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import Scanner
-from swansongd.storage import Storage, utc_now
-from swansongd.telemetry import log as logs
-from swansongd.telemetry.kept import Kept
-from swansongd.telemetry.report import status_line, status_report
-from swansongd.telemetry.sdnotify import SystemdNotifier
-from swansongd.telemetry.timeline import Timeline
-from swansongd.threads import Worker
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import SignalSender
+from swansongd.util.rates import LogLimit
+from swansongd.util.threads import Worker
 
 _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
@@ -136,7 +136,7 @@ class Service:
         self._timeline: Timeline | None = None
         self._notifier = SystemdNotifier(os.environ)
         boot_id = _BOOT_ID.read_text().strip()
-        self._kept = Kept(self._notifier, os.environ, boot_id=boot_id)
+        self._kept = FdStore(self._notifier, os.environ, boot_id=boot_id)
         run = config.run.name
         trainers = users.uids_of(config.trainer.users)
         speakers = users.may_speak(trainers)
@@ -153,7 +153,7 @@ class Service:
             boot_id=boot_id,
             stop=self._stop,
         )
-        self._flush, self._clerk = self._storage.flush, self._storage.clerk
+        self._flush, self._committer = self._storage.flush, self._storage.committer
         settings = Settings(
             reserve_s=config.deadline.reserve_s,
             signals_trainer=config.trainer.signal != "none",
@@ -165,14 +165,14 @@ class Service:
             stall_min_s=config.trainer.stall_min_s,
             several_vms=config.run.several_vms,
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
-            goes_on_with=self._clerk.incarnation,
-            sealed_under=self._clerk.sealed_under,
+            goes_on_with=self._committer.job_start_id,
+            sealed_under=self._committer.sealed_under,
             booted_wall_ns=scan.booted_wall_ns(),
         )
-        abandoned = self._clerk.abandoned
+        abandoned = self._committer.abandoned
         state = State(
             settings=settings,
-            incarnation=self._clerk.incarnation,
+            job_start_id=self._committer.job_start_id,
             abandoned=abandoned,
             unusable=abandoned,
         )
@@ -185,7 +185,7 @@ class Service:
             monotonic=time.monotonic,
         )
         self._observer = StagingObserver(scanner, self._post, _log)
-        self._rejoin = Rejoin(
+        self._resume = Resume(
             self._storage.backend,
             self._storage.keys,
             self._staging,
@@ -297,7 +297,7 @@ class Service:
         except Exception:
             # The restart resumes where we were; a commit that is under way gets its chance.
             _log.exception("decision_loop_fault", state=self._state.phase.value)
-            self._clerk.drain(_EXIT_DRAIN_S)
+            self._committer.drain(_EXIT_DRAIN_S)
             return 1
         return self._leave(self._exit)
 
@@ -403,8 +403,8 @@ class Service:
                 self._channel.send(connections, committed)
             case TellFenced(generation):
                 self._channel.send(None, protocol.Fenced(generation=generation))
-            case TellFinished(incarnation):
-                self._channel.send(None, protocol.Finished(incarnation=incarnation))
+            case TellFinished(job_start_id):
+                self._channel.send(None, protocol.Finished(job_start_id=job_start_id))
             case StartFlush():
                 self._flush.start(
                     action.flush_id,
@@ -415,16 +415,16 @@ class Service:
             case CancelFlush(flush_id):
                 self._flush.cancel(flush_id)
             case CommitManifest():
-                self._clerk.commit(action)
+                self._committer.commit(action)
             case ClaimGeneration():
-                self._clerk.claim_next(action)
+                self._committer.claim_next(action)
             case JoinGeneration():
-                self._clerk.join(action)
+                self._committer.join(action)
             case CheckComplete():
-                self._clerk.check_complete(action)
+                self._committer.check_complete(action)
             case CheckFence():
                 if self._state.generation is not None:
-                    self._clerk.check_fence()
+                    self._committer.check_fence()
             case Rescan():
                 self._observer.rescan()
             case SetAside() | Prune():
@@ -452,7 +452,7 @@ class Service:
     def _mark(self, mark: Mark, now: float) -> None:
         if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
             self._timeline = Timeline(mark.evacuation_id, now)
-            self._storage.hurry()
+            self._storage.expedite()
         entry = self._timeline.add(mark, now)
         extra = self._marks.admit(mark.phase, now)
         if extra is not None:
@@ -467,7 +467,7 @@ class Service:
             conclusion, run=self._config.run.name, generation=generation, written=utc_now()
         )
         if generation is not None:
-            self._clerk.farewell(generation, farewell)
+            self._committer.farewell(generation, farewell)
 
     def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
@@ -542,17 +542,17 @@ class Service:
                 self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
-            self._rejoin.ask(message, reply, self._post)
+            self._resume.ask(message, reply, self._post)
 
     def _leave(self, order: Exit) -> int:
         """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""
         self._notifier.stopping(within_s=_STOP_EXTENSION_S)
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
-            self._clerk.drain(_EXIT_DRAIN_S)  # the farewell
+            self._committer.drain(_EXIT_DRAIN_S)  # the farewell
         self._stop.set()
         self._inbox.close()
-        self._clerk.close()
+        self._committer.close()
         self._channel.close()
         return order.code
 

@@ -2,7 +2,8 @@
 """Fixtures of the contract tests."""
 
 import pytest
-from contract.store_backends import (
+
+from testkit.store_backends import (
     bare_store,
     certificates,
     cloud,

@@ -12,9 +12,10 @@ from email.utils import parsedate_to_datetime
 
 import pytest
 import requests
-from emulators.process import EmulatorProcess
-from source_run import asked, control, http
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import asked, control, http
+from testkit.waiting import until
 
 META = "/latest/meta-data/"
 SPOT = META + "spot/instance-action"
@@ -23,7 +24,9 @@ TTL = "X-aws-ec2-metadata-token-ttl-seconds"
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.aws_imds", "--port", "0", "--role", "trainer") as process:
+    with EmulatorProcess(
+        "testkit.emulators.aws_imds", "--port", "0", "--role", "trainer"
+    ) as process:
         yield process
 
 
@@ -78,7 +81,7 @@ def test_no_answer_without_a_valid_token(imds: str) -> None:
 def test_v1_and_life_on_get_are_options() -> None:
     """With ``--v1`` no token is needed, yet a wrong one is still refused; the life can be repeated."""
     options = ("--v1", "--ttl-on-get", "--scheduled-404")
-    with EmulatorProcess("emulators.aws_imds", *options) as process:
+    with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         assert http("GET", process.url + SPOT).status_code == 404
         wrong = {"X-aws-ec2-metadata-token": "wrong"}
         assert http("GET", process.url + SPOT, headers=wrong).status_code == 401
@@ -169,7 +172,7 @@ def test_scheduled_events_move_to_the_history(imds: str) -> None:
 def test_life_cycle_and_end_of_events_are_options() -> None:
     """A VM can be an on-demand one; where no event is a 404 it is one again after the last has ended."""
     options = ("--life-cycle", "on-demand", "--scheduled-404")
-    with EmulatorProcess("emulators.aws_imds", *options) as process:
+    with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         assert get(process.url, META + "instance-life-cycle").text == "on-demand"
         control(process.url, "schedule", code="system-reboot", in_s=9, event_id="e")
         control(process.url, "finish", event_id="e", state="completed")
@@ -193,7 +196,7 @@ def test_scenarios_can_be_listed(imds: str) -> None:
 def test_scenario_without_notice_ends_in_silence() -> None:
     """No word of the end comes before it; then nothing is answered any more."""
     options = ("--scenario", "no-notice", "--speed", "60")
-    with EmulatorProcess("emulators.aws_imds", *options) as process:
+    with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         answers = set()
 
         def silent() -> bool:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.raw_server import Peer, RawServer, Script
 from swansongd.errors import NotFound, StoreError, Transient
 from swansongd.sources.aws import Imds
 from swansongd.sources.gcp import KeyWatch
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
-from swansongd.stores.wire import Wire
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.http.client import Wire
+from swansongd.stores.s3.store import S3Store
+
+from testkit.raw_server import Peer, RawServer, Script
 
 MIB = 2**20
 LINE = b"HTTP/1.1 200 OK\r\n"

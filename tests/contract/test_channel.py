@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from swansong import protocol
 from swansongd.core.events import (
     TrainerAccepted,
@@ -23,7 +22,9 @@ from swansongd.core.events import (
 )
 from swansongd.errors import SwansongError
 from swansongd.trainers import connection
-from waiting import until
+
+from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
+from testkit.waiting import until
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from swansong import protocol
 from swansongd.core.events import TrainerJoined, TrainerLeft, TrainerProgress
 from swansongd.trainers import connection, peers
-from waiting import until
+
+from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
+from testkit.waiting import until
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
@@ -246,7 +247,7 @@ def test_without_descriptors_the_connected_are_served_and_nothing_spins() -> Non
     """Out of descriptors the daemon lets nobody in, goes on with those that it has, and stays calm."""
     script = """
 import resource, sys, time
-from channel_peer import RunningChannel
+from testkit.channel_peer import RunningChannel
 from swansongd.core.events import TrainerProgress
 with RunningChannel() as running:
     resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))

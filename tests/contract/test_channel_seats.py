@@ -11,11 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from channel_peer import Client, PeerProcess, RunningChannel
 from swansong import protocol
 from swansong.protocol import Message
 from swansongd.core.events import (
-    IncarnationBegun,
+    JobStarted,
     PeerRequested,
     TrainerAgreed,
     TrainerJoined,
@@ -28,7 +27,9 @@ from swansongd.trainers.admission import (
     CONNECTIONS_RESERVED,
     QUERIES_MAX,
 )
-from waiting import until
+
+from testkit.channel_peer import Client, PeerProcess, RunningChannel
+from testkit.waiting import until
 
 TRAINER, OTHER_TRAINER = 65534, 65533
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
@@ -232,7 +233,7 @@ def test_a_connection_is_that_of_one_rank(running: RunningChannel) -> None:
     """A hello that says another rank is refused; one with another attempt, as after a rollback, is not."""
     with running.joined(rank=1, world_size=4, local_world_size=4) as client:
         again = {"rank": 1, "world_size": 4, "local_world_size": 4}
-        client.say(protocol.Hello("r1", **again, attempt="x~1", step=3))
+        client.say(protocol.Hello("r1", **again, restart_id="x~1", step=3))
         assert isinstance(client.hear(), protocol.Welcome)
         client.say(protocol.Hello("r1", **{**again, "rank": 2}))
         assert "rank 1 of 4, and not of rank 2 of 4" in refusal(client)
@@ -241,7 +242,7 @@ def test_a_connection_is_that_of_one_rank(running: RunningChannel) -> None:
 @pytest.mark.fault("S9", "S19")
 @pytest.mark.parametrize(
     "message",
-    [protocol.PeerRequest("q", "forged", 30.0), protocol.Incarnation("i"), protocol.Agreed("q", 7)],
+    [protocol.PeerRequest("q", "forged", 30.0), protocol.JobStart("i"), protocol.Agreed("q", 7)],
     ids=lambda message: message.TYPE,
 )
 def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message) -> None:
@@ -250,7 +251,7 @@ def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message)
         client.say(message)
         assert "run.several_vms" in refusal(client)
     running.wait(TrainerLeft)
-    assert not running.of(PeerRequested) + running.of(IncarnationBegun) + running.of(TrainerAgreed)
+    assert not running.of(PeerRequested) + running.of(JobStarted) + running.of(TrainerAgreed)
 
 
 class Restores:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from emulators.process import EmulatorProcess
-from source_run import asked, control, http
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import asked, control, http
+from testkit.waiting import until
 
 BASE = "/computeMetadata/v1/"
 PREEMPTED = "instance/preempted"
@@ -20,7 +21,7 @@ GOOGLE = {"Metadata-Flavor": "Google"}
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcp_metadata", "--port", "0") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata", "--port", "0") as process:
         yield process
 
 
@@ -205,7 +206,7 @@ TOKEN = "instance/service-accounts/default/token"
 
 def test_only_who_reads_is_warned_of_maintenance() -> None:
     """The warning is shown to a VM that has read the key since the event before, and to no other."""
-    with EmulatorProcess("emulators.gcp_metadata") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         assert control(process.url, "maintenance", value=TERMINATE) == {"shown": False}
         assert get(process.url, MAINTENANCE).text == "NONE"
         assert control(process.url, "maintenance", value=TERMINATE) == {"shown": True}
@@ -216,7 +217,7 @@ def test_only_who_reads_is_warned_of_maintenance() -> None:
 
 def test_token_is_kept_until_it_is_nearly_over() -> None:
     """The same token is handed out with less and less life, then a new one."""
-    with EmulatorProcess("emulators.gcp_metadata") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         first, second = (get(process.url, TOKEN).json() for _ in range(2))
         assert first["access_token"] == second["access_token"]
         assert 3590 < second["expires_in"] <= first["expires_in"] <= 3599
@@ -248,7 +249,7 @@ def test_scenarios_are_listed(server: str) -> None:
 def test_scenario_plays(scenario: str, speed: float, key: str, value: str, ends_dead: bool) -> None:
     """What the name says befalls the key, and where the power would go the server falls silent."""
     arguments = ("--scenario", scenario, "--speed", str(speed))
-    with EmulatorProcess("emulators.gcp_metadata", *arguments) as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata", *arguments) as process:
         until(lambda: value in get(process.url, key).text, what="the event")
         if ends_dead:
             with pytest.raises(requests.ReadTimeout):
@@ -258,7 +259,7 @@ def test_scenario_plays(scenario: str, speed: float, key: str, value: str, ends_
 def test_cancelled_maintenance_plays() -> None:
     """The maintenance comes, and goes again."""
     arguments = ("--scenario", "gcp-maintenance-cancelled", "--speed", "200")
-    with EmulatorProcess("emulators.gcp_metadata", *arguments) as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata", *arguments) as process:
         for value in (TERMINATE, "NONE"):
             until(
                 lambda value=value: get(process.url, MAINTENANCE).text == value, what="the change"

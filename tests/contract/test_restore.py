@@ -13,20 +13,21 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path, tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from odd_store import OddStore
-from swansongd import catalog, manifest
+from swansongd.bucket import catalog, manifest
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.signing import Signer
 from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
-from swansongd.keys import RunKeys
-from swansongd.manifest import Manifest
 from swansongd.model import CommitRef
-from swansongd.restore import restore, verify
-from swansongd.signing import Signer
+from swansongd.restore.restore import restore, verify
 from swansongd.stores.base import ObjectInfo
-from swansongd.stores.files import FileStore
-from waiting import until
+from swansongd.stores.file.store import FileStore
+
+from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path, tree
+from testkit.odd_store import OddStore
+from testkit.waiting import until
 
 KEYS = RunKeys("r")
 OLD = {"model.pt": b"old" * 700, "meta/rng-0.pt": b"seed", "empty": b""}

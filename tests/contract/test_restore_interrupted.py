@@ -14,22 +14,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from as_user import GROUP, MEMBER, place_for_all
-from committed import PART_SIZE_BYTES, commit, file_store, flip_bit, tree
-from contract.store_backends import retrying
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from odd_store import OddStore
-from swansongd import restore_journal, restore_reader
+from swansongd.bucket.keys import RunKeys
 from swansongd.digests import part_digest
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
-from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
-from swansongd.restore import Restored, restore, verify
-from swansongd.restore_target import RestoreTarget
+from swansongd.restore import journal, reader
+from swansongd.restore.restore import Restored, restore, verify
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.files import FileStore
-from waiting import until
+from swansongd.stores.file.store import FileStore
+
+from testkit.as_user import GROUP, MEMBER, place_for_all
+from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, tree
+from testkit.odd_store import OddStore
+from testkit.store_backends import retrying
+from testkit.waiting import until
 
 KEYS = RunKeys("r")
 OLD = {"model.pt": b"old" * 700}
@@ -60,7 +61,7 @@ def to(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """One part at a time, so that the parts before a cut are those that are done."""
-    monkeypatch.setattr(restore_reader, "_SYNCS", 1)
+    monkeypatch.setattr(reader, "_SYNCS", 1)
 
 
 def cut_off(tmp_path: Path, to: Path, after: int, step: int | None = None) -> Path:
@@ -90,12 +91,12 @@ def resumed(tmp_path: Path, to: Path) -> tuple[Restored, OddStore]:
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from odd_store import OddStore
-from swansongd.keys import RunKeys
-from swansongd import restore_reader
-from swansongd.restore import restore
+from testkit.odd_store import OddStore
+from swansongd.bucket.keys import RunKeys
+from swansongd.restore import reader
+from swansongd.restore.restore import restore
 
-restore_reader._SYNCS = 1
+reader._SYNCS = 1
 store = OddStore(Path(sys.argv[1]))
 def kill(key, offset, window):
     if len(store.given) == int(sys.argv[3]):
@@ -237,7 +238,7 @@ def test_a_journal_and_a_file_that_agree_on_wrong_bytes_do_not_pass(
         file.write(wrong)
     number = list(NEW).index("model.pt")
     with (partial / "journal").open("ab") as file:
-        file.write(restore_journal.line(number, 0, part_digest(wrong)))
+        file.write(journal.line(number, 0, part_digest(wrong)))
     resumed(tmp_path, to)
     assert tree(to) == NEW
 

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bodies import BytesBody, BytesSink
 from botocore.credentials import CredentialResolver
-from contract.raw_server import Peer, RawServer
-from contract.store_backends import PART, Cloud, in_threads, retrying, send_parts
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import credentials
-from swansongd.stores.s3 import S3Store
+from swansongd.stores.s3.store import S3Store
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.raw_server import Peer, RawServer
+from testkit.store_backends import PART, Cloud, in_threads, retrying, send_parts
 
 CONTENT = os.urandom(2 * 2**20 + 777)
 
@@ -414,7 +415,7 @@ def test_a_right_that_is_lacking_asks_for_credentials_once(
 
 
 def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
-    """Permanent, and says which setting to mend."""
+    """Permanent, and says which setting to fix."""
     store = cloud.open(profile="nobody")
     for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:

@@ -17,7 +17,8 @@ from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalS
 from swansongd.errors import ConfigError
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, _program
-from waiting import until
+
+from testkit.waiting import until
 
 CATCHES = """
 import os, signal, sys

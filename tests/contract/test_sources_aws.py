@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import pytest
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, patiently
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, asked, control
+from testkit.waiting import until
 
 GET_SPOT = f"GET {SPOT_PATH}"
 PUT_TOKEN = f"PUT {TOKEN_PATH}"
@@ -23,7 +24,7 @@ POLL_S = 0.05
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.aws_imds", "--v1") as process:
+    with EmulatorProcess("testkit.emulators.aws_imds", "--v1") as process:
         yield process
 
 
@@ -117,7 +118,7 @@ def test_hibernate_leaves_no_time(imds: str) -> None:
 
 
 @pytest.mark.fault("N03")
-def test_401_is_mended_within_the_poll(imds: str) -> None:
+def test_401_is_fixed_within_the_poll(imds: str) -> None:
     """A refused token is replaced and the question asked anew at once; health never suffers."""
     with SourceRun(spot(imds)) as run:
         polls(imds, 2)
@@ -264,7 +265,7 @@ def test_without_date_a_clock_that_is_ahead_ends_nothing(imds: str) -> None:
 
 @pytest.mark.fault("N04")
 def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
-    """If nothing answers, the reason does not send anybody to mend the hop limit."""
+    """If nothing answers, the reason does not send anybody to fix the hop limit."""
     control(imds, "fault", kind="hang")
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -376,7 +377,7 @@ def test_without_date_the_local_clock_decides(imds: str) -> None:
 @pytest.mark.parametrize("path", [SPOT_PATH, TOKEN_PATH])
 def test_redirects_are_not_followed(imds: str, path: str) -> None:
     """Neither for a token nor for an answer does the source go elsewhere; a redirect is unknown."""
-    with EmulatorProcess("emulators.aws_imds") as elsewhere:
+    with EmulatorProcess("testkit.emulators.aws_imds") as elsewhere:
         control(imds, "fault", path=path, kind="redirect", value=elsewhere.url + SPOT_PATH)
         with SourceRun(spot(imds)) as run:
             until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -411,7 +412,7 @@ def test_strange_token_is_refused(imds: str, token: str) -> None:
 @pytest.mark.fault("S15", "S16")
 def test_environment_leads_nobody_astray(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
-    with EmulatorProcess("emulators.aws_imds") as decoy:
+    with EmulatorProcess("testkit.emulators.aws_imds") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy",
                      "AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"):  # fmt: skip
             monkeypatch.setenv(name, decoy.url)
@@ -427,12 +428,12 @@ def test_environment_leads_nobody_astray(imds: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.fault("N01", "N02")
 def test_service_that_comes_late(imds: str) -> None:
     """With nobody there the source waits, degraded, and is well as soon as the service is."""
-    with EmulatorProcess("emulators.aws_imds") as first:
+    with EmulatorProcess("testkit.emulators.aws_imds") as first:
         port = first.url.rpartition(":")[2]
     with SourceRun(spot(first.url, blind_after_s=0.3)) as run:
         until(lambda: run.is_now(Health.BLIND), what="blind")
         assert "refused" in run.statuses[-1].reason
-        with EmulatorProcess("emulators.aws_imds", "--port", port):
+        with EmulatorProcess("testkit.emulators.aws_imds", "--port", port):
             until(lambda: run.is_now(Health.OK), what="health")
             seen = [status.health for status in run.statuses]
     assert seen == [Health.DEGRADED, Health.BLIND, Health.OK]

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from emulators.aws_imds import TOKEN_PATH
-from emulators.process import EmulatorProcess
-from source_run import control, http
 from structlog.testing import capture_logs
 from swansongd.sources.asg import IDENTITY_PATH, LifecycleHook
-from waiting import until
+
+from testkit.emulators.aws_imds import TOKEN_PATH
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import control, http
+from testkit.waiting import until
 
 BEAT = "RecordLifecycleActionHeartbeat"
 COMPLETE = "CompleteLifecycleAction"
@@ -21,13 +22,13 @@ COMPLETE = "CompleteLifecycleAction"
 
 @pytest.fixture(scope="module")
 def imds() -> Iterator[str]:
-    with EmulatorProcess("emulators.aws_imds") as process:
+    with EmulatorProcess("testkit.emulators.aws_imds") as process:
         yield process.url
 
 
 @pytest.fixture
 def api() -> Iterator[str]:
-    with EmulatorProcess("emulators.autoscaling") as process:
+    with EmulatorProcess("testkit.emulators.autoscaling") as process:
         yield process.url
 
 
@@ -178,7 +179,7 @@ def test_metadata_that_comes_late(imds: str, api: str) -> None:
 
 def test_ready_before_it_is_needed(imds: str, api: str) -> None:
     """Once started, the hook works though the metadata service dies, credentials included."""
-    with EmulatorProcess("emulators.aws_imds") as vm, pytest.MonkeyPatch.context() as patch:
+    with EmulatorProcess("testkit.emulators.aws_imds") as vm, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", vm.url)
         with hook(vm.url, api) as lifecycle:
             until(lambda: lifecycle._client is not None, what="readiness")

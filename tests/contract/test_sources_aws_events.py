@@ -10,9 +10,6 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from emulators.aws_imds import ASG_KEY, META_DATA, event_date
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSource, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import (
@@ -26,7 +23,11 @@ from swansongd.sources.aws_events import (
     AwsScheduledSource,
 )
 from swansongd.sources.opening import open_sources
-from waiting import until
+
+from testkit.emulators.aws_imds import ASG_KEY, META_DATA, event_date
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, asked, control
+from testkit.waiting import until
 
 PATHS: dict[type[AwsSource], str] = {
     AwsSpotSource: SPOT_PATH,
@@ -39,7 +40,7 @@ KINDS = list(PATHS)
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.aws_imds") as process:
+    with EmulatorProcess("testkit.emulators.aws_imds") as process:
         yield process
 
 
@@ -481,7 +482,9 @@ def test_garbled_list_is_unknown(imds: str, body: str) -> None:
 def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]]) -> None:
     """All sources of a VM, opened as by the daemon, learn what each preset shows, and nothing else."""
     with (
-        EmulatorProcess("emulators.aws_imds", "--scenario", scenario, "--speed", str(speed)) as vm,
+        EmulatorProcess(
+            "testkit.emulators.aws_imds", "--scenario", scenario, "--speed", str(speed)
+        ) as vm,
         ExitStack() as stack,
     ):
         runs = [

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, asked, control
+from testkit.waiting import until
 
 PATH = "/computeMetadata/v1/instance/preempted"
 GET = f"GET {PATH}"
@@ -20,7 +21,7 @@ KEY = "instance/preempted"
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcp_metadata") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         yield process
 
 
@@ -211,7 +212,7 @@ def test_other_values_are_unknown(server: str, value: str) -> None:
 @pytest.mark.fault("S17")
 def test_redirects_are_not_followed(server: str) -> None:
     """A redirect is unknown, and nobody is asked where it points to."""
-    with EmulatorProcess("emulators.gcp_metadata") as elsewhere:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as elsewhere:
         control(server, "fault", path=PATH, kind="redirect", value=elsewhere.url + PATH)
         with SourceRun(preempted(server)) as run:
             until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -222,7 +223,7 @@ def test_redirects_are_not_followed(server: str) -> None:
 @pytest.mark.fault("S15", "S16")
 def test_environment_leads_nobody_astray(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
-    with EmulatorProcess("emulators.gcp_metadata") as decoy:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, decoy.url)
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):

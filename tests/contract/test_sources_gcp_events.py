@@ -10,12 +10,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, asked, control
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.sources.gcp import GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
-from waiting import until
+
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, asked, control
+from testkit.waiting import until
 
 BASE = "/computeMetadata/v1/"
 MAINTENANCE = "instance/maintenance-event"
@@ -32,7 +33,7 @@ EVENTS: dict[type, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcp_metadata") as process:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         yield process
 
 
@@ -179,7 +180,7 @@ def test_a_stranger_is_not_believed(server: str, kind: type) -> None:
 def test_nothing_leads_astray(server: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the environment nor a redirect brings a question to the decoy."""
     key, value = EVENTS[kind]
-    with EmulatorProcess("emulators.gcp_metadata") as decoy:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, decoy.url)
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):

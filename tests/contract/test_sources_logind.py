@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulators.fake_logind import spoofed_shutdown, users_of
-from emulators.process import EmulatorProcess
-from source_run import SourceRun, control
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources import host, logind
 from swansongd.sources.logind import LogindError, LogindSource
-from waiting import until
+
+from testkit.emulators.fake_logind import spoofed_shutdown, users_of
+from testkit.emulators.process import EmulatorProcess
+from testkit.source_run import SourceRun, control
+from testkit.waiting import until
 
 
 class FakeHost:
@@ -51,7 +52,7 @@ def source(**options: Any) -> LogindSource:
 
 @pytest.fixture
 def fake_host() -> Iterator[FakeHost]:
-    with EmulatorProcess("emulators.fake_logind") as emulator:
+    with EmulatorProcess("testkit.emulators.fake_logind") as emulator:
         yield FakeHost(emulator)
 
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from as_user import DAEMON, GROUP, MEMBER, OUTSIDER, TRAINER, as_user, place_for_all
-from staged import write_files, write_set
 from swansong import protocol
 from swansongd.core.events import Scanned
 from swansongd.errors import StagingError
 from swansongd.staging import scan
 from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import ALL, Scanner
+
+from testkit.as_user import DAEMON, GROUP, MEMBER, OUTSIDER, TRAINER, as_user, place_for_all
+from testkit.staged import write_files, write_set
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 

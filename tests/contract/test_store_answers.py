@@ -9,8 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from bodies import BytesBody
-from contract.store_backends import (
+from swansongd.errors import NotFound, Permanent, StoreError, Transient
+from swansongd.stores import answers
+from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
+from swansongd.stores.http.client import Answer
+
+from testkit.bodies import BytesBody
+from testkit.emulators.store_control import SPOILS
+from testkit.memory_store import MemoryStore
+from testkit.store_backends import (
     ONE_EACH,
     PART,
     Cloud,
@@ -19,12 +26,6 @@ from contract.store_backends import (
     send_part,
     staged_upload,
 )
-from emulators.store_control import SPOILS
-from memory_store import MemoryStore
-from swansongd.errors import NotFound, Permanent, StoreError, Transient
-from swansongd.stores import answers
-from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
-from swansongd.stores.wire import Answer
 
 CONTENT = os.urandom(200_000)
 KEYS = [f"run/commits/00000001/{step:012d}" for step in range(7)]

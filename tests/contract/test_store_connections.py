@@ -14,7 +14,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from contract.store_backends import (
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from swansongd.errors import Permanent, StoreError, Transient
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.s3.store import S3Store
+
+from testkit.emulators.fault_proxy import FaultProxy, Way
+from testkit.store_backends import (
     BUCKET,
     PART,
     Cloud,
@@ -23,15 +32,7 @@ from contract.store_backends import (
     send_part,
     staged_upload,
 )
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from emulators.fault_proxy import FaultProxy, Way
-from swansongd.errors import Permanent, StoreError, Transient
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
-from waiting import until
+from testkit.waiting import until
 
 CONTENT = os.urandom(200_000)
 
@@ -155,7 +156,7 @@ def test_a_receipt_that_the_store_never_gave(cloud: Cloud) -> None:
 def test_a_server_that_is_not_trusted(
     cloud_environment: None, untrusted_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certificate that nobody here knows is Permanent: trying again does not mend it."""
+    """A certificate that nobody here knows is Permanent: trying again does not fix it."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
     s3 = S3Store(f"s3://{BUCKET}", untrusted_url)
     gcs = GcsStore(f"gs://{BUCKET}", untrusted_url)

@@ -10,8 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bodies import BytesBody
-from contract.store_backends import (
+from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
+from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.opening import open_store
+
+from testkit.bodies import BytesBody
+from testkit.store_backends import (
     MIB,
     PART,
     Cloud,
@@ -21,10 +26,6 @@ from contract.store_backends import (
     retrying,
     send_parts,
 )
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import ObjectInfo, ObjectStore
-from swansongd.stores.files import FileStore
-from swansongd.stores.opening import open_store
 
 # ---------------------------------------------------------------- small objects
 

@@ -15,14 +15,15 @@ import boto3
 import google_crc32c
 import pytest
 import requests
-from bodies import BytesBody
 from botocore.awsrequest import AWSRequest
 from botocore.client import Config
 from botocore.exceptions import ClientError
-from contract.store_backends import BUCKET, MIB, PART, Cloud
-from contract.store_by_hand import Signer, signed
-from emulators.process import EmulatorProcess
-from emulators.store_control import POINTS
+
+from testkit.bodies import BytesBody
+from testkit.emulators.process import EmulatorProcess
+from testkit.emulators.store_control import POINTS
+from testkit.store_backends import BUCKET, MIB, PART, Cloud
+from testkit.store_by_hand import Signer, signed
 
 
 def crc(data: bytes) -> str:

@@ -9,15 +9,16 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from committed import commit
-from contract.store_backends import PART, get_range
-from foreign_servers import BUCKET, ForeignServer, fake_gcs
-from memory_store import MemoryStore
+from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NotFound, Permanent
-from swansongd.keys import RunKeys
-from swansongd.restore import restore
+from swansongd.restore.restore import restore
 from swansongd.stores.base import ObjectInfo
-from swansongd.stores.gcs import GcsStore
+from swansongd.stores.gcs.store import GcsStore
+
+from testkit.committed import commit
+from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
+from testkit.memory_store import MemoryStore
+from testkit.store_backends import PART, get_range
 
 KEY = "rank-0/a b+c%20d=é.bin"
 

@@ -11,8 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from bodies import BytesBody
-from contract.store_backends import (
+from swansongd.errors import Exists, NotFound, StoreError, Transient
+from swansongd.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, PartReceipt
+from swansongd.stores.checksums import crc32c
+
+from testkit.bodies import BytesBody
+from testkit.emulators.fault_proxy import FaultProxy, Way
+from testkit.emulators.store_control import POINTS
+from testkit.store_backends import (
     MIB,
     ONE_EACH,
     PART,
@@ -24,11 +30,6 @@ from contract.store_backends import (
     send_parts,
     staged_upload,
 )
-from emulators.fault_proxy import FaultProxy, Way
-from emulators.store_control import POINTS
-from swansongd.errors import Exists, NotFound, StoreError, Transient
-from swansongd.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, PartReceipt
-from swansongd.stores.checksums import crc32c
 
 CONTENT = os.urandom(2 * MIB + 17)
 LIMITS: dict[str, Any] = {"connect_timeout_s": 1.0, "read_timeout_s": 0.5}
@@ -177,7 +178,7 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
     """Small requests get through, whatever is larger than a packet hangs: that is noticed soon, the deadline
-    holds, nothing is taken for stored; and when the path is mended all goes on."""
+    holds, nothing is taken for stored; and when the path is fixed all goes on."""
     through = cloud.open(cloud.by(proxy), **LIMITS)
     store = retrying(through, budget_s=30.0)
     store.put_shard("old", BytesBody(CONTENT))

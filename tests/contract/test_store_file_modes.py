@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bodies import BytesBody
 from swansongd.errors import Permanent, StoreError
 from swansongd.stores.base import PartReceipt, Upload
-from swansongd.stores.files import FileStore
-from waiting import until
+from swansongd.stores.file.store import FileStore
+
+from testkit.bodies import BytesBody
+from testkit.waiting import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
@@ -28,8 +29,8 @@ DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
 
 WRITER = """
 import os, sys
-from bodies import BytesBody
-from swansongd.stores.files import FileStore
+from testkit.bodies import BytesBody
+from swansongd.stores.file.store import FileStore
 os.umask(int(sys.argv[2], 8))
 store = FileStore(sys.argv[1])
 store.check()
@@ -71,7 +72,8 @@ print(chr(10).join(done))
 def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
     """Run a program as another user; what it imports is read before, since that user may not."""
     drop = (
-        "import os, sys\nfrom bodies import BytesBody\nfrom swansongd.stores.files import FileStore\n"
+        "import os, sys\nfrom testkit.bodies import BytesBody\n"
+        "from swansongd.stores.file.store import FileStore\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
     )
     done = subprocess.run(

@@ -11,11 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from bodies import BytesBody, BytesSink
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
 from swansongd.stores.checksums import crc32c
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
+
+from testkit.bodies import BytesBody, BytesSink
 
 
 @pytest.fixture
@@ -142,8 +143,8 @@ def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
-from bodies import BytesBody
-from swansongd.stores.files import FileStore
+from testkit.bodies import BytesBody
+from swansongd.stores.file.store import FileStore
 store = FileStore(sys.argv[1])
 upload = store.begin("data/shard", 9, 3)
 for number, part in ((1, b"abc"), (2, b"def")):
@@ -330,7 +331,7 @@ import sys, subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", sys.argv[1]], check=True)
 from swansongd.errors import Permanent
 from swansongd.stores.checksums import crc32c
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
 store = FileStore("file://" + sys.argv[1])
 store.put("key", b"old")
 try:

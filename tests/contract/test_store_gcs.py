@@ -13,16 +13,17 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from bodies import BytesBody, BytesSink
-from contract.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from emulators.process import EmulatorProcess
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, Transient
 from swansongd.stores import credentials
-from swansongd.stores.base import CRC32C_UNTOLD, PartReceipt
+from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt
 from swansongd.stores.checksums import crc32c
-from swansongd.stores.gcs import GcsStore
+from swansongd.stores.gcs.store import GcsStore
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.emulators.process import EmulatorProcess
+from testkit.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
 
 LARGE = 2 * MIB + 17
 """More than a window: its checksum is compared when the answer comes."""
@@ -279,7 +280,7 @@ def test_the_service_account_of_the_vm(
     """Without a file the token comes from the metadata server."""
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    with EmulatorProcess("emulators.gcp_metadata") as metadata:
+    with EmulatorProcess("testkit.emulators.gcp_metadata") as metadata:
         host = metadata.url.removeprefix("http://")
         monkeypatch.setenv("GCE_METADATA_HOST", host)
         monkeypatch.setenv("GCE_METADATA_IP", host)
@@ -421,7 +422,7 @@ def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
     listed = store.parts(upload)
     assert [part.number for part in listed] == [1, 2]
     assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
-    assert {part.crc32c for part in listed} == {CRC32C_UNTOLD}
+    assert {part.crc32c for part in listed} == {CRC32C_UNKNOWN}
     third = store.put_part(upload, 3, BytesBody(b"3"))
     with pytest.raises(Permanent):
         store.complete(upload, [*listed, third])

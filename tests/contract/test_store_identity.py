@@ -14,22 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bodies import BytesBody
-from committed import file_store, tree
-from swansongd.clerk import ClaimRecord
 from swansongd.cli.common import opened
 from swansongd.cli.main import parser
-from swansongd.config import load
+from swansongd.config.config import load
 from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
-from swansongd.stores import mounts
+from swansongd.flush.committer import ClaimRecord
 from swansongd.stores.base import PartReceipt, Upload
-from swansongd.stores.file_io import classified
-from swansongd.stores.files import FileStore
-from swansongd.stores.mounts import Mount
-from swansongd.stores.tree import MARKER
+from swansongd.stores.file import mounts
+from swansongd.stores.file.io import classified
+from swansongd.stores.file.mounts import Mount
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.file.tree import MARKER
+
+from testkit.bodies import BytesBody
+from testkit.committed import file_store, tree
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 
@@ -122,12 +123,12 @@ def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path
 
 SWAPPED = """
 import os, subprocess, sys
-from swansongd.config import load
+from swansongd.config.config import load
 from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
 def mount():
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0755", "tmpfs", sys.argv[1]], check=True)
     return os.stat(sys.argv[1])
@@ -403,9 +404,9 @@ def test_doctor_leaves_a_bare_mount_point_bare(
     assert "not mounted" in bucket().found
     (tmp_path / "staging" / "r" / ".swansongd" / "claim.json").unlink()
     fstab(monkeypatch, tmp_path, f"nfs:/x {root} nfs4 _netdev 0 0")
-    assert bucket().mend.endswith(f"mount {root}")
+    assert bucket().fix.endswith(f"mount {root}")
     config.write_text(config.read_text().replace(root.as_uri(), f"{root.as_uri()}/below"))
-    assert bucket().mend.endswith(f"mount {root}")
+    assert bucket().fix.endswith(f"mount {root}")
 
 
 @pytest.mark.parametrize("name", ["ENOTCONN", "ENODEV", "ESTALE"])

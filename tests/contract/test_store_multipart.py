@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import google_crc32c
 import pytest
-from bodies import BytesBody, BytesSink
-from contract.store_backends import PART, get_range, in_threads, send_part, send_parts
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores.base import ObjectInfo, ObjectStore, OpenUpload, PartReceipt, Upload
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.store_backends import PART, get_range, in_threads, send_part, send_parts
 
 PARTS_CONTENT = os.urandom(2 * PART + 12345)
 

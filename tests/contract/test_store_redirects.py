@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bodies import BytesBody, BytesSink
-from contract.raw_server import Peer, RawServer, Request
-from contract.store_backends import PART
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import Permanent, StoreError
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.s3.store import S3Store
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.raw_server import Peer, RawServer, Request
+from testkit.store_backends import PART
 
 STATUSES = (301, 302, 303, 307, 308)
 

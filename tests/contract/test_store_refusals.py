@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from contract.store_backends import (
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.s3.store import S3Store
+
+from testkit.emulators.fault_proxy import FaultProxy
+from testkit.emulators.process import EmulatorProcess
+from testkit.store_backends import (
     BUCKET,
     ONE_EACH,
     PART,
@@ -19,13 +27,6 @@ from contract.store_backends import (
     send_part,
     staged_upload,
 )
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from emulators.fault_proxy import FaultProxy
-from emulators.process import EmulatorProcess
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
 
 CONTENT = os.urandom(200_000)
 

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 from botocore.credentials import RefreshableCredentials
-from contract.store_backends import BUCKET, Cloud
-from emulators.process import TESTS, EmulatorProcess
-from source_run import control
 from swansongd.errors import Transient
-from swansongd.stores import s3_access
 from swansongd.stores.credentials import Credentials
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.s3 import access
 from swansongd.stores.warm import Warmer
-from waiting import until
+
+from testkit.emulators.process import REPOSITORY, EmulatorProcess
+from testkit.source_run import control
+from testkit.store_backends import BUCKET, Cloud
+from testkit.waiting import until
 
 ROLE = "/latest/meta-data/iam/security-credentials/swansong"
 ACCESS_KEY = "ASIAEMULATED00000001"
@@ -34,11 +35,11 @@ CLIENT = """
 import sys
 import threading
 import structlog
-from bodies import BytesBody
+from testkit.bodies import BytesBody
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
-from swansongd.stores.retry import Retrying
-from swansongd.threads import parallel
+from swansongd.stores.wrappers.retry import Retrying
+from swansongd.util.threads import parallel
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
@@ -80,7 +81,7 @@ class Rig:
         self.kind = kind
         self.metadata = metadata
         self._path = {"s3": ROLE, "gs": TOKEN}[kind]
-        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         kept = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
         where = f"{kind}://{BUCKET}/{uuid.uuid4().hex}"
         self._process = subprocess.Popen(
@@ -140,7 +141,7 @@ def rig(
         cloud.order(
             "credentials", access_key=ACCESS_KEY, secret_key="emulated", session_token="emulated"
         )
-    module = {"s3": "emulators.aws_imds", "gs": "emulators.gcp_metadata"}[kind]
+    module = {"s3": "testkit.emulators.aws_imds", "gs": "testkit.emulators.gcp_metadata"}[kind]
     with EmulatorProcess(module) as metadata:
         host = metadata.url.removeprefix("http://")
         env: dict[str, dict[str, str]] = {
@@ -220,7 +221,7 @@ def test_credentials_are_used_to_their_end() -> None:
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
     kept = Credentials(
-        "S3", load=lambda: found, fetch=s3_access._identity_of, is_over=s3_access._has_expired
+        "S3", load=lambda: found, fetch=access._identity_of, is_over=access._has_expired
     )
     first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"

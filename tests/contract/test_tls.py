@@ -15,9 +15,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from contract.raw_server import certificate
-from swansongd.stores.tls import PIECE_BYTES, Tls
-from waiting import until
+from swansongd.stores.http.tls import PIECE_BYTES, Tls
+
+from testkit.raw_server import certificate
+from testkit.waiting import until
 
 HOST = "127.0.0.1"
 RECORD_BYTES = 2**14

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.raw_server import Peer, RawServer, Request, Script, certificate
 from crc32c import crc32c
 from swansongd.errors import Permanent, Transient
-from swansongd.stores import connections
 from swansongd.stores.base import WINDOW_BYTES
-from swansongd.stores.wire import Answer, Wire
-from waiting import until
+from swansongd.stores.http import pool
+from swansongd.stores.http.client import Answer, Wire
+
+from testkit.raw_server import Peer, RawServer, Request, Script, certificate
+from testkit.waiting import until
 
 CONTENT = os.urandom(2 * WINDOW_BYTES + 12_345)
 TRAILER = "x-amz-checksum-crc32c"
@@ -57,7 +58,7 @@ class Endless:
         pass
 
 
-class Kept:
+class FdStore:
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -225,7 +226,7 @@ def test_no_line_break_gets_into_a_head(plain: Place) -> None:
 
 def test_a_range_goes_to_the_sink(place: Place) -> None:
     """A 206 of exactly the range asked for goes to the sink, in windows, after a rewind."""
-    sink = Kept()
+    sink = FdStore()
     _, wire = place.both(
         answering(206, CONTENT, f"Content-Range: bytes 5-{len(CONTENT) + 4}/9999999")
     )
@@ -250,7 +251,7 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
 )
 def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -> None:
     """An answer that is not the range asked for leaves the sink alone, and its connection is closed."""
-    sink = Kept()
+    sink = FdStore()
     server, wire = plain.both(answering(*answer))
     assert get(wire, sink, Range="bytes=0-99").body == b""
     assert (sink.content, sink.rewinds) == (b"", 0)
@@ -263,7 +264,7 @@ def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -
 @pytest.mark.parametrize("size_bytes", [0, 9, 11, 3 * WINDOW_BYTES])
 def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
     """A body that is not as long as its own Content-Range says is Transient, never too much for a sink."""
-    sink = Kept()
+    sink = FdStore()
     server, wire = plain.both(answering(206, bytes(size_bytes), "Content-Range: bytes 0-9/10"))
     with Fails:
         get(wire, sink, Range="bytes=0-9")
@@ -275,7 +276,7 @@ def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
 
 def test_an_error_comes_back_whole(place: Place) -> None:
     """Refusals are answers, their bodies too, and leave the connection usable."""
-    sink = Kept()
+    sink = FdStore()
     server, wire = place.both(answering(404, b"<Code>NoSuchKey</Code>", "Retry-After: 3"))
     for _ in range(3):
         answer = get(wire, sink, Range="bytes=0-9")
@@ -304,7 +305,7 @@ def test_shapes_of_answers(place: Place, raw: bytes) -> None:
     """Chunks, interim answers, a short status line: the same body, sink or not."""
     server = place.server(saying(raw))
     assert get(place.wire(server)).body == b"fine"
-    sink = Kept()
+    sink = FdStore()
     assert get(place.wire(server), sink).body == b""
     assert sink.content == b"fine"
 
@@ -438,7 +439,7 @@ def test_what_is_idle_is_closed_and_costs_nothing(
     plain: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Idle connections are closed in time, and the watching thread ends with the last one."""
-    monkeypatch.setattr(connections, "IDLE_S_MAX", 0.2)
+    monkeypatch.setattr(pool, "IDLE_S_MAX", 0.2)
     ended = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -474,7 +475,7 @@ def test_nobody_there(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fault("O07")
 def test_a_certificate_that_nobody_knows(pem: Path) -> None:
-    """Permanent, with the way out: trying again does not mend it.  So is one for another host."""
+    """Permanent, with the way out: trying again does not fix it.  So is one for another host."""
     with RawServer(answering(200), pem) as server:
         with pytest.raises(Permanent) as caught:
             get(Wire(server.url, connections=1))
@@ -567,7 +568,7 @@ def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
             peer.reset()
 
     server, wire = place.both(script)
-    sink = Kept()
+    sink = FdStore()
     with Fails:
         get(wire, sink)
     server.script = answering(200, CONTENT)
@@ -693,14 +694,14 @@ def test_slow_is_not_stalled(plain: Place) -> None:
     """As long as something moves, and while a body or a sink takes its time, nothing is ended."""
     pause = threading.Event()
 
-    class Slow(Bytes, Kept):
+    class Slow(Bytes, FdStore):
         def __init__(self) -> None:
             Bytes.__init__(self, b"0123456789")
-            Kept.__init__(self)
+            FdStore.__init__(self)
 
         def rewind(self) -> None:
             Bytes.rewind(self)
-            Kept.rewind(self)
+            FdStore.rewind(self)
 
         def read_into(self, window: memoryview) -> None:
             pause.wait(0.8)
@@ -727,7 +728,7 @@ def test_slow_is_not_stalled(plain: Place) -> None:
 @pytest.mark.fault("O02")
 def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """One far slower than the others is freed to go elsewhere; slow again, it is left to end."""
-    monkeypatch.setattr(connections, "_OUTLIER_AFTER_S", 0.3)
+    monkeypatch.setattr(pool, "_OUTLIER_AFTER_S", 0.3)
     done = threading.Event()
     begun: list[bool] = []
 
@@ -795,14 +796,14 @@ def test_trouble_of_a_body_is_not_the_network_s(place: Place) -> None:
 def test_trouble_of_a_sink_is_not_the_network_s(place: Place) -> None:
     """What a sink raises comes out unchanged, and what is left of the answer spoils no other request."""
 
-    class Full(Kept):
+    class Full(FdStore):
         def write(self, window: memoryview) -> None:
             raise _Trouble("no space")
 
     server, wire = place.both(answering(200, CONTENT))
     with pytest.raises(_Trouble):
         get(wire, Full())
-    sink = Kept()
+    sink = FdStore()
     get(wire, sink)
     assert sink.content == CONTENT
     assert server.accepted == 2
@@ -816,7 +817,7 @@ def test_memory_is_bounded(plain: Place) -> None:
     class Zeros(Endless):
         size_bytes = total_bytes
 
-    class Gone(Kept):
+    class Gone(FdStore):
         def write(self, window: memoryview) -> None:
             pass
 

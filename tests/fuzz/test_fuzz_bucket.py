@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import committed
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from memory_store import MemoryStore
-from swansongd import catalog, claim, manifest
-from swansongd.claim import ClaimObject
+from swansongd.bucket import catalog, claim, manifest
+from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.keys import RunKeys
 from swansongd.errors import CorruptError
-from swansongd.keys import RunKeys
+
+from testkit import committed
+from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 json_values = st.recursive(
@@ -68,7 +69,7 @@ def test_a_manifest_is_understood_or_refused(data: bytes) -> None:
 @given(
     data=st.binary(max_size=200)
     | st.dictionaries(
-        st.sampled_from(["version", "run", "generation", "nonce", "identity", "incarnation", "x"]),
+        st.sampled_from(["version", "run", "generation", "nonce", "identity", "job_start_id", "x"]),
         json_values,
     ).map(lambda body: json.dumps(body).encode())
 )

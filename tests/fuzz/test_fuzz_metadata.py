@@ -199,9 +199,9 @@ def test_a_token_fits_into_a_header(given_answers: list[Answer]) -> None:
 @given(headers)
 def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
     """The local clock counts where the server's cannot be read."""
-    mended = ASKED.mended(Answer(200, fields, b""))
-    assert mended.mono_s == ASKED.mono_s
-    assert math.isfinite(mended.wall_s)
+    fixed = ASKED.fixed(Answer(200, fields, b""))
+    assert fixed.mono_s == ASKED.mono_s
+    assert math.isfinite(fixed.wall_s)
 
 
 GCP: list[Callable[[], GcpSource]] = [

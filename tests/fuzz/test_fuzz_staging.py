@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from staged import ME
 from swansong import bounds, openat, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest
-from swansongd import journal, restore_journal
+from swansongd.flush import journal as upload_journal
 from swansongd.model import CommitRef, StoredShard
+from swansongd.restore import journal as restore_journal
 from swansongd.staging.seal import Scanner
+
+from testkit.staged import ME
 
 PART_BYTES = 2**20
 SHARDS = [
@@ -120,9 +122,9 @@ def test_an_upload_journal_of_any_records_is_read(records: list[Any], tail: byte
     """Records with a right digest and any content: reading ends there, and raises nothing."""
     data, chain = b"", ""
     for record in [HEADER, *records]:
-        line, chain = journal._line(json.dumps(record).encode(), chain)
+        line, chain = upload_journal._line(json.dumps(record).encode(), chain)
         data += line
-    journal.replay(data + tail, HEADER)
+    upload_journal.replay(data + tail, HEADER)
 
 
 # ---------------------------------------------------------------- trees

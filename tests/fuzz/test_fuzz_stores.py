@@ -10,19 +10,20 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import pytest
-from bodies import BytesBody, BytesSink
 from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
 from swansongd.errors import StoreError, Transient
-from swansongd.http1 import HEADERS_MAX, AnswerReader
 from swansongd.stores import answers
 from swansongd.stores.base import ObjectInfo, Page, PartReceipt, Upload, listed
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
-from swansongd.stores.s3_access import Route
-from swansongd.stores.wire import Answer
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.http.client import Answer
+from swansongd.stores.s3.access import Route
+from swansongd.stores.s3.store import S3Store
+from swansongd.util.http1 import HEADERS_MAX, AnswerReader
+
+from testkit.bodies import BytesBody, BytesSink
 
 MIB = 2**20
 BASE = "prefix/"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from swansong import _channel, protocol
-from swansong._channel import Channel
+from swansong import protocol
+from swansong._daemon import channel as channels
+from swansong._daemon.channel import Channel
 
 
 class Clock:
@@ -23,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(_channel, "time", clock)
+    monkeypatch.setattr(channels, "time", clock)
     return clock
 
 

@@ -17,7 +17,7 @@ from swansong.protocol import RankManifest
 HARNESS = """
 import os, signal, sys
 from pathlib import Path
-from swansong._staging import finish, write_checkpoint
+from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.protocol import RankManifest
 
 staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])

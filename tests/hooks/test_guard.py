@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
-from swansong import _agree, _restore
-from swansong._channel import Channel
-from swansong._progress import Reporter
-from swansong._saving import Measured
+from swansong._checkpoint import restore
+from swansong._checkpoint.saver import Measured
+from swansong._daemon.channel import Channel
+from swansong._daemon.progress import Reporter
+from swansong._ranks.agreement import Agreement
 from swansong.protocol import (
     Accepted,
     Bye,
@@ -44,7 +43,10 @@ from swansong.protocol import (
 )
 from swansong.state import load_tree
 from swansongd.staging.seal import Scanner
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
+from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
 
@@ -717,7 +719,7 @@ def test_restore_waits_while_there_is_progress(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long download is waited for; one that stands still is an error, not a fresh start."""
-    monkeypatch.setattr(_restore, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(restore, "PATIENCE_S", 0.5)
     stop = threading.Event()
 
     def download(query_id: str) -> None:
@@ -823,7 +825,7 @@ def test_a_refusal_or_an_error_of_the_daemon_is_an_error(
 
 def test_limits_of_the_wait() -> None:
     """A tenth of the time left, and never more than five seconds."""
-    agreement = _agree.Agreement(1, None, lambda _: None)
+    agreement = Agreement(1, None, lambda _: None)
     for number, (seconds_left, limit_s) in enumerate([(10.0, 1.0), (3600.0, 5.0), (-1.0, 0.0)]):
         agreement.request(Request(f"r{number}", "test", seconds_left))
         assert agreement._order is not None

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
-from swansong import _progress
-from swansong._progress import PauseWatch, Reporter
-from swansong._saving import Measured
+from swansong._checkpoint.saver import Measured
+from swansong._daemon import progress
+from swansong._daemon.progress import PauseWatch, Reporter
 from swansong.protocol import (
     Hello,
     Message,
@@ -29,7 +27,10 @@ from swansong.protocol import (
     decode,
     encode,
 )
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
+from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
 
@@ -95,7 +96,7 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the loss where it is a finite number; a tensor is not looked at; a poll is news."""
-    monkeypatch.setattr(_progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
     reporter = Reporter(said.append)
     tensor = Tensor(1.0)
@@ -121,7 +122,7 @@ def test_an_odd_loss_does_not_cost_the_connection(
     monkeypatch: pytest.MonkeyPatch, loss: float, sent: float | None, is_finite: bool
 ) -> None:
     """Whatever plain number is given as the loss, the daemon understands the report."""
-    monkeypatch.setattr(_progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
     odd = Measured(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
     Reporter(said.append).tick(1, loss, odd)

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks.users import (
+from swansong import protocol
+from swansong._checkpoint.staging import remove_leftovers, write_checkpoint
+from swansong.protocol import RankManifest
+
+from testkit.other_users import (
     DAEMON,
     GROUP,
     MEMBER,
@@ -21,9 +25,6 @@ from hooks.users import (
     reachable_directory,
     run_as,
 )
-from swansong import protocol
-from swansong._staging import remove_leftovers, write_checkpoint
-from swansong.protocol import RankManifest
 
 pytestmark = needs_root
 

@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
-from hooks.users import (
+from swansong._daemon import channel
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.other_users import (
     OUTSIDER,
     OUTSIDERS,
     UserProcess,
     needs_root,
     reachable_directory,
 )
-from swansong import _channel
-from waiting import until
+from testkit.training_parts import Counter
+from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
 
@@ -65,13 +66,13 @@ def test_a_listener_of_another_user_gets_no_word_and_is_not_obeyed(
 ) -> None:
     """Training continues without checkpoints, and one line names the user and the way out."""
     path, attempts = outsider.shown(), []
-    check = _channel.check_listener
+    check = channel.check_listener
 
     def counted(*arguments: Any) -> int:
         attempts.append(arguments)
         return check(*arguments)
 
-    monkeypatch.setattr(_channel, "check_listener", counted)
+    monkeypatch.setattr(channel, "check_listener", counted)
     with swansong.attach({"counter": counter}, socket=path) as guard:
         assert guard.restore() == 0
         assert counter.value == 0

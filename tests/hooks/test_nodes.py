@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 import swansong
-from hooks.job_store import MemoryJobStore
-from swansong._agree import Agreement, Ranks
-from swansong._agree_nodes import Assembly
-from swansong._rounds import Decision, JobStore, say_absent, take_part
+from swansong._ranks.agreement import Agreement, Ranks
+from swansong._ranks.assembly import Assembly
+from swansong._ranks.rounds import Decision, JobStore, say_absent, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
     Finish,
-    Incarnation,
+    JobStart,
     Message,
     PeerRequest,
     Request,
     Sealed,
 )
-from waiting import until
+
+from testkit.job_store import MemoryJobStore
+from testkit.waiting import until
 
 TRIALS = {"memory": 2000, "torch": 300}
 """Single rounds, in which every rank comes when it likes."""
@@ -55,7 +56,7 @@ class Rank:
     def _tell_daemon(self, message: Message) -> None:
         self.said.append(message)
         if isinstance(message, Finish) and self.may_begin.is_set():
-            self.assembly.finished(message.incarnation)
+            self.assembly.finished(message.job_start_id)
 
     def start(self) -> None:
         self.assembly.start()
@@ -256,7 +257,7 @@ def test_a_notice_at_any_vm_is_a_checkpoint_of_the_whole_job(
                 # A rank of that VM may hear it of another one there before its daemon asks.
                 assert len(peers) == 1 or rank.ranks.node == node, (seed, rank.ranks)
                 assert [m.step for m in rank.all_of(Agreed, f"r{number}")] == [step]  # type: ignore[attr-defined]
-        assert len({m.id for r in job.ranks for m in r.said if isinstance(m, Incarnation)}) == 1
+        assert len({m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)}) == 1
 
 
 @pytest.mark.fault("T12", "N09")
@@ -390,7 +391,7 @@ def test_a_daemon_that_was_restarted_hears_it_all_again(store: MemoryJobStore) -
         other = job.ranks[1]
         other.said.clear()
         other.assembly.connected()
-        assert [type(m) for m in other.said] == [Incarnation, PeerRequest]
+        assert [type(m) for m in other.said] == [JobStart, PeerRequest]
         other.assembly.asked(Request("r1", "again", 50.0))
         until(lambda: other.all_of(Sealed, "r1"))
         assert other.all_of(Sealed, "r1")[0].step == step  # type: ignore[attr-defined]
@@ -405,7 +406,7 @@ def test_what_an_earlier_start_has_left_means_nothing(connect: Callable[[], JobS
             job.request("r1")
             job.wait_sealed("r1")
             assert job.assert_together() == 1
-            sessions.append({m.id for r in job.ranks for m in r.said if isinstance(m, Incarnation)})
+            sessions.append({m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)})
     assert [len(session) for session in sessions] == [1, 1, 1]
     assert len(set.union(*sessions)) == 3
 
@@ -418,7 +419,7 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         def ask(rank: Rank) -> None:
             def decide(session: str) -> dict[str, object]:
                 assert rank.ranks.rank == 0
-                assert Incarnation(session) in rank.said
+                assert JobStart(session) in rank.said
                 return {"generation": 3, "step": 40}
 
             got[rank.ranks.rank] = rank.assembly.restore(decide)
@@ -440,10 +441,10 @@ def test_a_start_begins_when_no_daemon_has_anything_to_finish(
         busy.may_begin.clear()
 
         def begun() -> list[Message]:
-            return [m for rank in job.ranks for m in rank.said if isinstance(m, Incarnation)]
+            return [m for rank in job.ranks for m in rank.said if isinstance(m, JobStart)]
 
         until(lambda: all(any(isinstance(m, Finish) for m in r.said) for r in job.ranks))
-        (session,) = {m.incarnation for r in job.ranks for m in r.said if isinstance(m, Finish)}
+        (session,) = {m.job_start_id for r in job.ranks for m in r.said if isinstance(m, Finish)}
         busy.said.clear()
         busy.assembly.connected()
         assert busy.said == [Finish(session)]
@@ -452,7 +453,7 @@ def test_a_start_begins_when_no_daemon_has_anything_to_finish(
         assert not begun()
         busy.assembly.finished(session)
         until(lambda: len(begun()) == 3)
-        assert set(begun()) == {Incarnation(session)}
+        assert set(begun()) == {JobStart(session)}
         job.request("r1")
         job.wait_sealed("r1")
 
@@ -465,7 +466,7 @@ def test_a_vm_without_a_daemon_is_named_at_once(
 
     When the daemon has come all the same, they meet.
     """
-    monkeypatch.setattr("swansong._rounds.ABSENT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.rounds.ABSENT_S", 0.5)
     job = Job(connect, nodes=2, local=1)
     present, other = job.ranks[1 - absent], job.ranks[absent]
     try:
@@ -476,7 +477,7 @@ def test_a_vm_without_a_daemon_is_named_at_once(
         ):
             present.assembly.restore(lambda _: {})
         other.start()
-        until(lambda: any(isinstance(m, Incarnation) for m in present.said))
+        until(lambda: any(isinstance(m, JobStart) for m in present.said))
     finally:
         job.__exit__()
 
@@ -530,7 +531,7 @@ def all_go_back(
     return got
 
 
-def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_incarnation(
+def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_job_start(
     connect: Callable[[], JobStore],
 ) -> None:
     """Before the earliest step that any rank suspects; every daemon hears the same new name, also again."""
@@ -544,11 +545,11 @@ def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_incarnation(
         steps = {0: (20, 20), 1: (20, 17), 2: (20, 19), 3: (20, 20)}
         assert all_go_back(job, steps, decide) == [{"generation": 1, "step": 10}] * 4
         assert asked == [17]
-        began = {m.id for r in job.ranks for m in r.said if isinstance(m, Incarnation)}
+        began = {m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)}
         assert len(began) == 1, "nothing begins before it is known where"
         assert len({rank.assembly.begin_anew(1) for rank in job.ranks} - began) == 1
         job.ranks[3].assembly.connected()
-        anew = [m.id for m in job.ranks[3].said if isinstance(m, Incarnation)]
+        anew = [m.id for m in job.ranks[3].said if isinstance(m, JobStart)]
         assert anew[-1] == anew[-2] == job.ranks[0].said[-1].id  # type: ignore[attr-defined]
         job.request("r1")
         job.wait_sealed("r1")
@@ -559,7 +560,7 @@ def test_ranks_that_do_not_go_back_together_do_not_go_back(
     connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After different steps, or not all of them: everybody who came is told so, and nothing is chosen."""
-    monkeypatch.setattr("swansong._agree_nodes.COMING_LIMIT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.assembly.COMING_LIMIT_S", 0.5)
 
     def decide(_: int) -> dict[str, object]:
         raise AssertionError

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from swansong._staging import write_checkpoint
+from swansong._checkpoint.staging import write_checkpoint
 from swansong.protocol import RankManifest
 from swansongd.staging.seal import Scanner
 

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hooks.fake_daemon import FakeDaemon
 from swansong.protocol import Accepted, Bye, Failed, Hello, Sealed
-from waiting import until
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "training_hooks" / "examples"
+from testkit import EXAMPLES
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
+
 STEPS = 60
 
 

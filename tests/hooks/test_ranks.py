@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import swansong
-from hooks.fake_daemon import FakeDaemon
-from hooks.parts import Counter
 from swansong import protocol
-from swansong._agree import Agreement, Due, Ranks
+from swansong._ranks.agreement import Agreement, Due, Ranks
 from swansong.protocol import (
     Accepted,
     Declined,
@@ -25,7 +23,10 @@ from swansong.protocol import (
     Sealed,
     Target,
 )
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
+from testkit.waiting import until
 
 RANKS = 4
 
@@ -136,15 +137,17 @@ def test_a_failing_rank_voids_the_set(
     assert daemon.sealed() == []
 
 
-def test_ranks_agree_on_a_name_and_incarnations_do_not() -> None:
+def test_ranks_agree_on_a_name_and_job_starts_do_not() -> None:
     """The nonce is the same for all ranks of one save, and new for each start, step and request."""
-    ranks = [Ranks(rank=rank, world_size=2, local_world_size=2, attempt="a/0") for rank in (0, 1)]
+    ranks = [
+        Ranks(rank=rank, world_size=2, local_world_size=2, restart_id="a/0") for rank in (0, 1)
+    ]
     assert ranks[0].nonce(5, "r", "x") == ranks[1].nonce(5, "r", "x")
     others = {
         ranks[0].nonce(6, "r", "x"),
         ranks[0].nonce(5, "s", "x"),
         ranks[0].nonce(5, "r", "y"),
-        Ranks(world_size=2, local_world_size=2, attempt="a/1").nonce(5, "r", "x"),
+        Ranks(world_size=2, local_world_size=2, restart_id="a/1").nonce(5, "r", "x"),
     }
     assert len(others | {ranks[0].nonce(5, "r", "x")}) == 5
     assert Ranks().nonce(5, "r", "x") != Ranks().nonce(5, "r", "x")
@@ -174,7 +177,7 @@ def test_the_first_target_stands() -> None:
 
 
 @pytest.mark.fault("T03", "D12")
-def test_what_a_dead_incarnation_left_does_not_help_to_seal(
+def test_what_a_dead_job_start_left_does_not_help_to_seal(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks but one had written when the job died; the same job, started anew, begins afresh."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import swansong
-from swansong._staging import finish, remove_leftovers, write_checkpoint
+from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
 from swansong.protocol import RankManifest
 
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
@@ -130,7 +130,7 @@ def test_what_may_not_be_uploaded_fails_the_save(
 SWAPS = """
 import os, sys
 from pathlib import Path
-from swansong._staging import finish, write_checkpoint
+from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.protocol import RankManifest
 
 root, what = Path(sys.argv[1]), sys.argv[2]
@@ -203,7 +203,7 @@ def test_a_link_that_is_swapped_in_leads_nowhere(tmp_path: Path, what: str) -> N
 
 
 @pytest.mark.fault("D12")
-def test_a_new_incarnation_removes_what_its_last_one_left(tmp_path: Path) -> None:
+def test_a_new_job_start_removes_what_its_last_one_left(tmp_path: Path) -> None:
     """Everything of that rank goes, finished or not, and other ranks' files stay."""
     partial = tmp_path / PARTIAL
     for directory in ("rank-00000.writing", "rank-00000", "rank-00001"):

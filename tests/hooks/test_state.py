@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hooks.parts import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from swansong.state import INDEX, Bundle, load_tree, save_tree
+
+from testkit.training_parts import Counter
 
 ARRAYS = hnp.arrays(
     dtype=st.one_of(

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
-from hooks.fake_daemon import FakeDaemon
-from swansong._agree import Ranks
-from swansong._restore import RestoreError, load_checkpoint
+from swansong._checkpoint.restore import RestoreError, load_checkpoint
+from swansong._ranks.agreement import Ranks
 from swansong.torch import TrainingState
 from swansongd.model import Staged
 from swansongd.staging.seal import Scanner
 from torch import nn
+
+from testkit.fake_daemon import FakeDaemon
 
 Attach = Callable[..., swansong.Guard]
 
@@ -34,8 +35,8 @@ import torch
 from torch import nn
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from swansong import _torch_sets
-from swansong._staging import write_checkpoint
+from swansong._torch import index
+from swansong._checkpoint.staging import write_checkpoint
 from swansong.protocol import RankManifest
 from swansong.torch import TrainingState
 
@@ -104,7 +105,7 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 torch.set_num_threads(1)
-_torch_sets.SPLIT_BYTES = 64
+index.SPLIT_BYTES = 64
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 sys.addaudithook(audit)
 

@@ -10,6 +10,8 @@ import pytest
 import swansong
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
+from testkit import TRAINERS
+
 HOOKS = Path(swansong.__file__).parents[1]
 EXAMPLE = [
     sys.executable,
@@ -60,7 +62,7 @@ def test_torchdata(tmp_path: Path) -> None:
     Twice, the second time in an epoch that began after a resume; what the workers draw comes back too.
     """
     report = check_resume(
-        [sys.executable, str(Path(__file__).with_name("stateful_loader.py"))],
+        [sys.executable, str(TRAINERS / "stateful_loader.py")],
         steps=16,
         kill_at=[5, 14],
         directory=tmp_path,

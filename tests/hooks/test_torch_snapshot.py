@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
-from hooks.fake_daemon import FakeDaemon
-from swansong import _torch_files, bounds, protocol
-from swansong._torch_files import Arena, Piece
+from swansong import bounds, protocol
+from swansong._torch import safetensors
+from swansong._torch.safetensors import Arena, Piece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
 from torch import nn
-from waiting import until
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
 HOOKS = Path(swansong.__file__).parents[1]
@@ -59,7 +61,7 @@ def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
     The daemon hears of the failure, the training loop does not, and the next copy is whole.
     """
     released = threading.Event()
-    write, fill = _torch_files._write, Arena.fill
+    write, fill = safetensors._write, Arena.fill
 
     def waits(file: object, data: memoryview) -> None:
         assert released.wait(30)
@@ -70,7 +72,7 @@ def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
             view.copy_(piece.tensor)
         raise RuntimeError("an error of the device")
 
-    monkeypatch.setattr(_torch_files, "_write", waits)
+    monkeypatch.setattr(safetensors, "_write", waits)
     trainer = Trainer(1.0)
     guard = attach(trainer.state)
     guard.restore()
@@ -96,7 +98,7 @@ KILLED = """
 import os, signal, sys
 import swansong, torch
 from torch import nn
-from swansong._torch_files import Arena
+from swansong._torch.safetensors import Arena
 from swansong.torch import TrainingState
 
 model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -165,10 +167,10 @@ def test_a_file_is_final_before_the_next_one_is_written(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the last files of a large state are written, the daemon may store the first ones."""
-    monkeypatch.setattr(_torch_files, "FILE_BYTES", 100)
+    monkeypatch.setattr(safetensors, "FILE_BYTES", 100)
     begun: list[object] = []
     second, released = threading.Event(), threading.Event()
-    write = _torch_files._write
+    write = safetensors._write
 
     def waits(file: object, data: memoryview) -> None:
         if file not in begun:
@@ -178,7 +180,7 @@ def test_a_file_is_final_before_the_next_one_is_written(
             assert released.wait(30)
         write(file, data)
 
-    monkeypatch.setattr(_torch_files, "_write", waits)
+    monkeypatch.setattr(safetensors, "_write", waits)
     guard = attach(Trainer(1.0).state)
     guard.restore()
     assert guard.save(1)
@@ -202,7 +204,7 @@ def test_files_hold_so_much_and_no_more() -> None:
         for place, size in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch_files, "FILE_BYTES", 100)
+        patch.setattr(safetensors, "FILE_BYTES", 100)
         arena = Arena(pieces)
     held = {name: memory.nbytes for name, (_, memory, _) in arena._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]

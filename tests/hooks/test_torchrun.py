@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks.fake_daemon import FakeDaemon
-from swansong._agree import Ranks
-from swansong._agree_nodes import advise_on_launcher
-from swansong.protocol import Hello, Incarnation, Sealed
-from waiting import until
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.assembly import advise_on_launcher
+from swansong.protocol import Hello, JobStart, Sealed
+
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,7 +113,7 @@ def torchrun(daemon: FakeDaemon, tmp_path: Path) -> Iterator[Torchrun]:
 def test_ranks_say_who_they_are_and_say_so_again_after_a_restart(
     daemon: FakeDaemon, torchrun: Torchrun
 ) -> None:
-    """Two ranks of one VM, never the launcher; the restart count tells one incarnation from the next."""
+    """Two ranks of one VM, never the launcher; the restart count tells one job start from the next."""
     torchrun.wait_ranks()
     daemon.wait_connected(2)
     daemon.request("r1")
@@ -120,13 +121,13 @@ def test_ranks_say_who_they_are_and_say_so_again_after_a_restart(
     first = daemon.all_of(Hello)
     assert {(h.rank, h.local_rank) for h in first} == {(0, 0), (1, 1)}
     assert {(h.world_size, h.local_world_size, h.node, h.nodes) for h in first} == {(2, 2, 0, 1)}
-    (attempt,) = {h.attempt for h in first}
-    assert attempt.endswith("/0")
-    assert len(attempt) > 2
+    (restart_id,) = {h.restart_id for h in first}
+    assert restart_id.endswith("/0")
+    assert len(restart_id) > 2
     torchrun.crash.touch()
     torchrun.wait_ranks(4)
     until(lambda: len(daemon.all_of(Hello)) == 4)
-    assert {h.attempt for h in daemon.all_of(Hello)[2:]} == {attempt[:-1] + "1"}
+    assert {h.restart_id for h in daemon.all_of(Hello)[2:]} == {restart_id[:-1] + "1"}
     daemon.request("r2")
     until(lambda: [s for s in daemon.all_of(Sealed) if s.request_id == "r2"])
 
@@ -284,7 +285,7 @@ def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
         staying.wait_world(2, after=starts)
         assert staying.popen.poll() is None
         save("r2", daemons[2], daemons[0])
-        sessions = [{m.id for m in d.all_of(Incarnation)} for d in (daemons[0], daemons[2])]
+        sessions = [{m.id for m in d.all_of(JobStart)} for d in (daemons[0], daemons[2])]
         assert len(sessions[0]) == 2
         assert sessions[1] < sessions[0]
 

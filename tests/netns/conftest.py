@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Gcp
-from emulators.process import EmulatorProcess
-from rig import REPOSITORY, Vm
+
+from testkit import TRAINERS
+from testkit.clouds import Aws, Gcp
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm
 
 ADDRESS = "169.254.169.254"
 CLONE_NEWNET = 0x40000000
-WITNESS = str(REPOSITORY / "tests" / "process" / "witness.py")
+WITNESS = str(TRAINERS / "witness.py")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -127,10 +129,10 @@ class Clouds:
         self._emulator: EmulatorProcess | None = None
 
     def aws(self) -> Aws:
-        return Aws(self._start("emulators.aws_imds"))
+        return Aws(self._start("testkit.emulators.aws_imds"))
 
     def gcp(self) -> Gcp:
-        return Gcp(self._start("emulators.gcp_metadata"))
+        return Gcp(self._start("testkit.emulators.gcp_metadata"))
 
     def kill(self) -> None:
         """The metadata service and its connections are gone."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import SPOT_PATH, Bucket
-from emulators.process import EmulatorProcess
-from netns.forward_proxy import ForwardProxy
-from rig import control
 from swansongd.sources.metadata import IPV6_URLS
-from waiting import until
+
+from testkit.clouds import SPOT_PATH, Bucket
+from testkit.emulators.process import EmulatorProcess
+from testkit.netns.forward_proxy import ForwardProxy
+from testkit.rig import control
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -164,7 +165,7 @@ def test_a_vm_without_ipv4_is_watched(
 def test_a_token_that_gets_lost_is_told_from_a_service_that_is_away(
     network: Any, clouds: Any, new_vm: Any, witness: str
 ) -> None:
-    """The operator reads what to mend; nothing is asked without a token in earnest."""
+    """The operator reads what to fix; nothing is asked without a token in earnest."""
     aws = clouds.aws()
     network.lose_puts()
     vm = new_vm("aws")
@@ -240,7 +241,7 @@ def test_a_proxy_for_the_store_is_none_for_metadata(clouds: Any, new_vm: Any, wi
     """Only the proxy knows the way to the store; notice and credentials come without it."""
     aws = clouds.aws()
     with (
-        EmulatorProcess("emulators.s3_server", "--port", "0", "--bucket", "ckpt") as s3,
+        EmulatorProcess("testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt") as s3,
         ForwardProxy(NO_ROUTE, s3.url).serving() as proxy,
     ):
         vm = new_vm("aws", Bucket(f"http://{NO_ROUTE}", "team").store)

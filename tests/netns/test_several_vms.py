@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netns.cluster import Cluster, part
-from waiting import until
+
+from testkit.netns.cluster import Cluster, part
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket, Gcp
-from emulators.process import EmulatorProcess
-from rig import EXAMPLES, Process, Vm, control
-from strict_bucket import ACCOUNT, Strict
+
+from testkit import EXAMPLES, TRAINERS
+from testkit.clouds import Aws, Bucket, Gcp
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Process, Vm, control
+from testkit.strict_bucket import ACCOUNT, Strict
 
 NewVm = Callable[..., Vm]
-WITNESS = str(Path(__file__).with_name("witness.py"))
+WITNESS = str(TRAINERS / "witness.py")
 
 
 @pytest.fixture(scope="session")
 def imds() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.aws_imds", "--port", "0") as emulator:
+    with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as emulator:
         yield emulator
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.s3_server", "--port", "0", "--bucket", "ckpt") as emulator:
+    with EmulatorProcess(
+        "testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt"
+    ) as emulator:
         yield emulator
 
 
@@ -43,7 +47,7 @@ def aws(imds: EmulatorProcess) -> Iterator[Aws]:
 @pytest.fixture
 def gcp() -> Iterator[Gcp]:
     """Compute Engine's word to the VM: not preempted, to begin with."""
-    with EmulatorProcess("emulators.gcp_metadata", "--port", "0") as emulator:
+    with EmulatorProcess("testkit.emulators.gcp_metadata", "--port", "0") as emulator:
         yield Gcp(emulator.url)
 
 
@@ -91,7 +95,9 @@ def weights_after() -> Callable[[int], str]:
 
 @pytest.fixture(scope="module")
 def strict_s3() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.s3_strict", "--port", "0", "--bucket", "ckpt") as emulator:
+    with EmulatorProcess(
+        "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
+    ) as emulator:
         yield emulator
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from clouds import Aws, Bucket
+
+from testkit import TRAINERS
+from testkit.clouds import Aws, Bucket
 
 pytestmark = pytest.mark.timeout(120)
 
-SCRIPT = str(Path(__file__).with_name("signalled_torch.py"))
+SCRIPT = str(TRAINERS / "signalled_torch.py")
 
 
 @pytest.mark.fault("T11")

@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Bucket
-from swansongd import manifest
-from waiting import until
+from swansongd.bucket import manifest
+
+from testkit.clouds import Bucket
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

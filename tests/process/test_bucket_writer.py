@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
 from swansong import bounds
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(90)
 

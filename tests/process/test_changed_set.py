@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process.test_continuation import FLUSH, FROZEN, save
-from strict_bucket import ACCOUNT, Strict
 from swansong import protocol
-from waiting import until
+
+from testkit.staged import seal_files
+from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
+
+FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 
 
 @pytest.mark.fault("D09", "S5")
@@ -23,13 +28,13 @@ def test_a_file_that_changes_during_its_upload_voids_the_set(
     next set is committed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
-    save(vm, 1, {"model.bin": b"older"})
+    seal_files(vm.run_directory, 1, {"model.bin": b"older"})
     daemon.lines.wait(event="committed", step=1)
     for number in (3, 4, 5):
         strict_bucket.order(
             "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
         )
-    save(vm, 2, {"model.bin": FROZEN})
+    seal_files(vm.run_directory, 2, {"model.bin": FROZEN})
     until(lambda: len(strict_bucket.parts_sent()) >= 4, what="parts to be on their way")
     changed = vm.run_directory / protocol.sealed_name(2, "abc") / "rank-00000" / "model.bin"
     with changed.open("r+b") as file:
@@ -37,7 +42,7 @@ def test_a_file_that_changes_during_its_upload_voids_the_set(
     strict_bucket.order("clear")
 
     daemon.lines.wait(event="flush_failed", void=True)
-    content = save(vm, 3, {"model.bin": FROZEN})
+    content = seal_files(vm.run_directory, 3, {"model.bin": FROZEN})
     daemon.lines.wait(event="committed", step=3)
     assert [manifest["step"] for manifest in strict_bucket.manifests()] == [3, 1]
     assert strict_bucket.restored(tmp_path / "restored") == content

@@ -20,15 +20,16 @@ from typing import Any
 
 import pytest
 import swansongd
-from committed import commit, file_store, flip_bit, object_path, tree
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
+from swansongd.bucket.keys import RunKeys
 from swansongd.cli.main import EXIT_CODES
 from swansongd.cli.notify import EXIT_BY_VERDICT
-from swansongd.keys import RunKeys
 from swansongd.model import CommitRef
-from swansongd.stores.files import FileStore
-from waiting import until
+from swansongd.stores.file.store import FileStore
+
+from testkit.committed import commit, file_store, flip_bit, object_path, tree
+from testkit.waiting import until
 
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
 SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
@@ -212,7 +213,7 @@ def test_a_target_that_refuses_in_the_middle_is_an_error_and_no_older_commit(pla
 SLOW = """
 import sys, threading
 from swansongd.cli import main
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
 read = FileStore.get_range
 def get_range(self, key, offset, size_bytes, sink):
     read(self, key, offset, size_bytes, sink)
@@ -415,11 +416,11 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
 
 def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> None:
     """Newer ones are passed over; with none that is known to be healthy there is nothing to restore."""
-    commit(place.store, {"a": b"unknown"}, step=1, attempt="x")
+    commit(place.store, {"a": b"unknown"}, step=1, upload_nonce="x")
     refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
     assert refused.returncode == 17
-    commit(place.store, {"a": b"good"}, step=2, attempt="y", health={"loss_is_finite": 1.0})
-    commit(place.store, {"a": b"bad"}, step=3, attempt="z", health={"loss_is_finite": 0.0})
+    commit(place.store, {"a": b"good"}, step=2, upload_nonce="y", health={"loss_is_finite": 1.0})
+    commit(place.store, {"a": b"bad"}, step=3, upload_nonce="z", health={"loss_is_finite": 0.0})
     restored = place.run_json("restore", "--healthy", "--to", str(place.to))
     assert (restored["step"], restored["skipped"]) == (2, [])
     assert (place.to / "a").read_bytes() == b"good"

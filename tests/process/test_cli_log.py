@@ -10,12 +10,13 @@ import sys
 from typing import Any
 
 import pytest
-from waiting import until
+
+from testkit.waiting import until
 
 PRELUDE = """
 import json, logging, os, sys, time
 import structlog
-from swansongd.telemetry import log
+from swansongd.observe import log
 logger = structlog.get_logger("made-before-configure")
 """
 

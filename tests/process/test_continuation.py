@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Vm
-from staged import seal_files
-from store_tap import WRITES, StoreTap, When
-from strict_bucket import ACCOUNT, Strict
-from waiting import until
+
+from testkit.rig import Vm
+from testkit.staged import seal_files
+from testkit.store_tap import WRITES, StoreTap, When
+from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -22,11 +23,6 @@ MIB = 2**20
 PART = 5 * MIB
 FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(4 * PART + 4321)
-
-
-def save(vm: Vm, step: int, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Seal a set as the hooks do; returns all its files."""
-    return seal_files(vm.run_directory, step, files)
 
 
 @pytest.mark.fault("H01", "G01", "O19")
@@ -44,7 +40,7 @@ def test_killed_at_any_request_the_uploads_go_on(
         vm.start_daemon(**ACCOUNT).lines.wait(event="health", source="store", health="ok")
         assert vm.daemon is not None
         vm.daemon.kill()
-        content = save(vm, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
+        content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
         seen: dict[str, str] = {}
         # The first reads of a life are those of the claim: later ones strike in the flush.
         for request in itertools.count(first):
@@ -131,7 +127,9 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     for step in (1, 2, 3, 4):
-        content = save(vm, step, {"model.bin": FROZEN, "adapter.bin": b"%d" % step * 1000})
+        content = seal_files(
+            vm.run_directory, step, {"model.bin": FROZEN, "adapter.bin": b"%d" % step * 1000}
+        )
         daemon.lines.wait(event="committed", step=step)
         if step > 1:
             assert daemon.lines.wait(event="shards_referenced")["bytes_referenced"] == len(FROZEN)
@@ -153,7 +151,7 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
     daemon = fresh.start_daemon(**ACCOUNT)
     daemon.lines.wait(event="health", source="store", health="ok")
     until(lambda: (fresh.run_directory / ".swansongd" / "uploads.journal").stat().st_size > 500)
-    save(fresh, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
+    seal_files(fresh.run_directory, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
     daemon.lines.wait(event="committed", step=5)
     assert sum(strict_bucket.parts_sent().values()) == 5
 
@@ -167,7 +165,7 @@ def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
         strict_bucket.order(
             "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
         )
-    content = save(vm, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
+    content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
     journal = vm.run_directory / ".swansongd" / "uploads.journal"
     until(lambda: journal.read_bytes().count(b'"is":"part"') == 2, what="two parts to be stored")
     daemon.kill()

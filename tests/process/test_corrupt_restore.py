@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from clouds import Bucket
+
+from testkit.clouds import Bucket
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -89,7 +90,7 @@ def test_with_every_commit_damaged_nobody_starts_from_scratch(
     trainer = vm.start_trainer(script=witness)
     assert trainer.wait() != 0
     assert not trainer.lines.all(event="resumed")
-    assert daemon.lines.wait(event="rejoin")["error"]
+    assert daemon.lines.wait(event="resume")["error"]
     assert vm.swansong("restore", "--to", str(vm.disk / "restored")).returncode == 17
     assert not (vm.disk / "restored").exists()
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import CREDENTIALS, Process
-from staged import write_set
-from store_tap import StoreTap, When
-from swansongd.keys import RunKeys
-from swansongd.restore import restore
-from swansongd.stores.s3 import S3Store
-from waiting import until
+from swansongd.bucket.keys import RunKeys
+from swansongd.restore.restore import restore
+from swansongd.stores.s3.store import S3Store
+
+from testkit.clouds import Aws, Bucket
+from testkit.rig import CREDENTIALS, Process
+from testkit.staged import write_set
+from testkit.store_tap import StoreTap, When
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(100)
 

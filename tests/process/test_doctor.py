@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket, Gcp
-from emulators import tls
-from emulators.process import EmulatorProcess
-from rig import BIN, CREDENTIALS, Vm, control, environment
-from store_tap import StoreTap
-from swansongd.stores.tree import MARKER
-from waiting import until
+from swansongd.stores.file.tree import MARKER
+
+from testkit.clouds import Aws, Bucket, Gcp
+from testkit.emulators import tls
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
+from testkit.store_tap import StoreTap
+from testkit.waiting import until
 
 SECRET = "a-secret-that-nobody-may-read"
 ELSEWHERE = "# with rights on the account: "
@@ -66,7 +67,7 @@ def only_failure(result: tuple[int, Findings], name: str) -> dict[str, str]:
     code, findings = result
     assert names(findings, "failure") == {name}, findings
     assert code == 12
-    assert findings[name]["mend"]
+    assert findings[name]["fix"]
     return findings[name]
 
 
@@ -100,7 +101,7 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
 
 def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_path: Path) -> None:
     """The same with the metadata server of Compute Engine and a bucket of GCS."""
-    with EmulatorProcess("emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
+    with EmulatorProcess("testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
         store = {"url": "gs://ckpt/team", "endpoint": gcs.url}
         vm = new_vm("a", store, metadata=gcp.metadata)
         vm.start_daemon()
@@ -115,7 +116,7 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
 
 
 def test_people_get_lines_with_failures_last(vm: Vm) -> None:
-    """By family, plain where no terminal is; what failed comes at the end, with what mends it."""
+    """By family, plain where no terminal is; what failed comes at the end, with what fixes it."""
     shutil.rmtree(vm.staging)
     done = run_doctor(vm)
     assert done.returncode == 12
@@ -126,7 +127,7 @@ def test_people_get_lines_with_failures_last(vm: Vm) -> None:
     assert [family for family in dict.fromkeys(families) if family in wanted] == wanted
     failures = lines[lines.index("FAILURES") :]
     assert failures[1].startswith("  failure  staging: staging: staging.path ")
-    assert failures[2].startswith("           mend: install -d -m 2750 ")
+    assert failures[2].startswith("           fix: install -d -m 2750 ")
     assert lines[-1].startswith("ok 2")
     assert not any(line.startswith("  failure") for line in lines[: lines.index("FAILURES")])
     assert done.stderr.startswith("swansong: 1 of ")
@@ -155,7 +156,7 @@ def test_hop_limit_is_named(vm: Vm, aws: Aws) -> None:
     control(aws.url, "fault", kind="refuse-put")
     finding = only_failure(result := examine(vm), "IMDS token")
     assert "hop limit" in finding["found"]
-    assert finding["mend"].endswith("--http-put-response-hop-limit 2")
+    assert finding["fix"].endswith("--http-put-response-hop-limit 2")
     assert result[1]["spot notice"]["level"] == "skipped"
 
 
@@ -163,7 +164,7 @@ def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
     """HTTP 403: the service is switched off."""
     control(aws.url, "fault", kind="status", value=403, path="/latest/*")
     finding = only_failure(examine(vm), "IMDS token")
-    assert finding["mend"].endswith("--http-endpoint enabled")
+    assert finding["fix"].endswith("--http-endpoint enabled")
 
 
 def test_doctor_and_the_sources_are_equally_patient(
@@ -211,7 +212,7 @@ def test_no_credentials(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
     result = examine(vm)
     finding = only_failure(result, "credentials")
     assert "no credentials" in finding["found"]
-    assert "/etc/swansong/aws/credentials" in finding["mend"], (
+    assert "/etc/swansong/aws/credentials" in finding["fix"], (
         "no role of AWS helps at this endpoint"
     )
     for name in (
@@ -232,7 +233,7 @@ def test_bucket_missing(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
     """The one finding, and the command that makes the bucket at this endpoint."""
     vm = new_vm("a", {**bucket.store, "url": "s3://absent/x"}, metadata=aws.metadata)
     with_daemon(vm)
-    assert only_failure(examine(vm), "bucket")["mend"] == (
+    assert only_failure(examine(vm), "bucket")["fix"] == (
         f"{ELSEWHERE}aws s3 mb s3://absent --endpoint-url {bucket.endpoint} --region us-east-1"
     )
 
@@ -249,9 +250,9 @@ def test_no_right_to_write(vm: Vm, bucket: Bucket) -> None:
     """A refused write is named with the right that it needs, in words: the store is not one of AWS."""
     bucket.order("answer", status=403, code="AccessDenied", method="PUT", match="/probes/", times=9)
     finding = only_failure(examine(vm), "write")
-    assert "s3:PutObject" not in finding["mend"]
-    assert "create objects" in finding["mend"]
-    assert bucket.endpoint in finding["mend"]
+    assert "s3:PutObject" not in finding["fix"]
+    assert "create objects" in finding["fix"]
+    assert bucket.endpoint in finding["fix"]
 
 
 @pytest.mark.fault("S21")
@@ -305,7 +306,7 @@ def test_a_store_that_refuses_trailers_is_found_out(vm: Vm, bucket: Bucket, tmp_
         # A warning where the daemon has learned by itself to do without.
         assert upload["level"] in ("failure", "warning")
         assert names(findings, "failure") == {"upload"} & names(findings, "failure")
-        subprocess.run(["sh", "-c", upload["mend"]], check=True)
+        subprocess.run(["sh", "-c", upload["fix"]], check=True)
         findings = examine(vm)[1]
     assert names(findings, "failure") == set(), findings
     assert findings["upload"]["level"] == "ok"
@@ -341,7 +342,7 @@ def test_doctor_does_not_make_the_store(new_vm: NewVm, tmp_path: Path) -> None:
     vm = new_vm("a", {"url": store.as_uri()})
     findings = examine(vm, "--trial")[1]
     assert findings["bucket"]["level"] == "failure"
-    assert str(store) in findings["bucket"]["mend"]
+    assert str(store) in findings["bucket"]["fix"]
     assert not store.parent.exists()
 
 
@@ -355,9 +356,9 @@ def test_lifecycle_rule_that_may_not_be_read_is_skipped(vm: Vm, bucket: Bucket) 
 
 def test_lifecycle_rule_as_its_command_makes_it(vm: Vm, bucket: Bucket) -> None:
     """Carried out, the rule that the warning names satisfies the check; another kind does not."""
-    mend = examine(vm)[1]["lifecycle rule"]["mend"]
-    rule = json.loads(mend.partition("--lifecycle-configuration ")[2].strip("'"))
-    assert "\n" not in mend
+    fix = examine(vm)[1]["lifecycle rule"]["fix"]
+    rule = json.loads(fix.partition("--lifecycle-configuration ")[2].strip("'"))
+    assert "\n" not in fix
     other = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 9999}}
     put_lifecycle(bucket, {"Rules": [other]})
     assert examine(vm)[1]["lifecycle rule"]["level"] == "warning"
@@ -398,7 +399,7 @@ def test_staging_missing(vm: Vm) -> None:
     """Not made, or not mounted."""
     shutil.rmtree(vm.staging)
     finding = only_failure(examine(vm), "staging")
-    assert str(vm.staging) in finding["mend"]
+    assert str(vm.staging) in finding["fix"]
 
 
 @pytest.fixture
@@ -427,7 +428,7 @@ def test_staging_not_writable(open_disk: Path) -> None:
     assert names(findings, "failure") == {"staging rights"}
     assert findings["daemon"]["level"] == "skipped"
     assert "may not write" in findings["staging rights"]["found"]
-    assert "chown nobody " in findings["staging rights"]["mend"]
+    assert "chown nobody " in findings["staging rights"]["fix"]
     assert findings["disk speed"]["level"] == "skipped"
 
 
@@ -448,7 +449,7 @@ def test_staging_full(vm: Vm) -> None:
     """Too little space for any checkpoint; its file system is named, and no speed is measured."""
     result = examine(vm, prefix=on_a_disk_of("size=1m", vm.staging))
     finding = only_failure(result, "free space")
-    assert finding["mend"].startswith("df -h ")
+    assert finding["fix"].startswith("df -h ")
     assert "tmpfs" in result[1]["staging"]["found"]
     assert result[1]["disk speed"]["level"] == "skipped"
 
@@ -469,7 +470,7 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
         result = examine(vm, "--trial", prefix=on_a_disk_of(size, store))
         finding = only_failure(result, "store space")
         assert number in finding["found"]
-        assert finding["mend"].startswith(fix)
+        assert finding["fix"].startswith(fix)
 
 
 # ---------------------------------------------------------------- configuration, trainers, daemon
@@ -480,7 +481,7 @@ def test_unknown_trainer_user(vm: Vm) -> None:
     text = vm.config.read_text().replace("[trainer]", '[trainer]\nusers = ["nosuchuser"]')
     vm.config.write_text(text)
     finding = only_failure(examine(vm), "trainer users")
-    assert finding["mend"].startswith("useradd ")
+    assert finding["fix"].startswith("useradd ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--image"]])
@@ -493,17 +494,17 @@ def test_broken_configuration_tells_all_problems(vm: Vm, arguments: list[str]) -
     assert [finding["found"].partition(":")[0] for finding in found] == [
         "run.name", "staging.path", "store.url",
     ]  # fmt: skip
-    (mend,) = {finding["mend"] for finding in found}
-    assert mend.endswith(f" {vm.config}")
+    (fix,) = {finding["fix"] for finding in found}
+    assert fix.endswith(f" {vm.config}")
 
 
 def test_missing_configuration(vm: Vm) -> None:
-    """The command that mends it copies the example."""
+    """The command that fixes it copies the example."""
     vm.config.unlink()
     done = run_doctor(vm, "--json")
     assert done.returncode == 12
     first = json.loads(done.stdout)[0]
-    source, _, target = first["mend"].removeprefix("install -D -m 0644 ").partition(" ")
+    source, _, target = first["fix"].removeprefix("install -D -m 0644 ").partition(" ")
     assert Path(source).is_file()
     assert target == str(vm.config)
 
@@ -513,16 +514,16 @@ def test_daemon_not_running(vm: Vm) -> None:
     assert vm.daemon is not None
     vm.daemon.kill()
     start = f"{BIN}/swansongd --config {vm.config} &"
-    assert only_failure(examine(vm), "daemon")["mend"] == start
+    assert only_failure(examine(vm), "daemon")["fix"] == start
 
 
 def test_the_command_that_starts_the_daemon_works(vm: Vm) -> None:
     """Pasted as it is printed, it starts the daemon, and doctor finds nothing any more."""
     assert vm.daemon is not None
     vm.daemon.kill()
-    mend = only_failure(examine(vm), "daemon")["mend"]
+    fix = only_failure(examine(vm), "daemon")["fix"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(["sh", "-c", mend], check=True, env=environment(**CREDENTIALS), **silent)
+    subprocess.run(["sh", "-c", fix], check=True, env=environment(**CREDENTIALS), **silent)
     until(lambda: vm.swansong("status").returncode == 0, what="the daemon")
     try:
         assert examine(vm)[0] == 0
@@ -534,7 +535,7 @@ def test_socket_directory_missing(vm: Vm) -> None:
     """The daemon could not make its socket."""
     vm.config.write_text(vm.config.read_text().replace(str(vm.socket), f"{vm.disk}/gone/s"))
     result = examine(vm)
-    assert only_failure(result, "socket directory")["mend"].startswith(
+    assert only_failure(result, "socket directory")["fix"].startswith(
         f"install -d {vm.disk}/gone && "
     )
     assert result[1]["daemon"]["level"] == "skipped"
@@ -555,7 +556,7 @@ def test_variables_that_redirect_the_daemon_are_a_warning(
     assert findings["environment"]["level"] == "warning"
     assert name in findings["environment"]["found"]
     assert f"process {daemon.pid}" in findings["environment"]["found"]
-    assert name in findings["environment"]["mend"]
+    assert name in findings["environment"]["fix"]
 
 
 @pytest.mark.fault("S11")
@@ -577,5 +578,5 @@ def test_a_silent_store_is_bounded_and_isolated(vm: Vm) -> None:
         vm.config.write_text(text.replace(endpoint, f'endpoint = "{address}"'))
         result = examine(vm)
     finding = only_failure(result, "bucket")
-    assert address in finding["mend"]
+    assert address in finding["fix"]
     assert result[1]["disk speed"]["level"] == "ok"

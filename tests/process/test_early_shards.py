@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws
-from process.slow_save import OPTIMIZER_BYTES, WEIGHTS_BYTES, content
-from rig import Process, Vm, control
-from strict_bucket import ACCOUNT, Strict
-from waiting import until
+
+from testkit import TRAINERS
+from testkit.clouds import Aws
+from testkit.rig import Process, Vm, control
+from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.trainers.slow_save import OPTIMIZER_BYTES, WEIGHTS_BYTES, content
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
 
-SCRIPT = Path(__file__).with_name("slow_save.py")
+SCRIPT = TRAINERS / "slow_save.py"
 SETTINGS = {"flush": {"part_size": "5MiB", "connections": 4}}
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws
-from emulators import tls
-from emulators.fault_proxy import FaultProxy
-from foreign_servers import ACCOUNT, BUCKET, SERVE
-from process.witness import FILES, content
-from waiting import until
+
+from testkit.clouds import Aws
+from testkit.emulators import tls
+from testkit.emulators.fault_proxy import FaultProxy
+from testkit.foreign_servers import ACCOUNT, BUCKET, SERVE
+from testkit.trainers.witness import FILES, content
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -9,17 +9,20 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from clouds import Gcp
-from emulators.process import EmulatorProcess
-from rig import control
-from waiting import until
+
+from testkit.clouds import Gcp
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import control
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
 def gcs() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess("emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as emulator:
+    with EmulatorProcess(
+        "testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt"
+    ) as emulator:
         yield emulator
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import swansong
-from rig import Process, Vm
-from waiting import until
+
+from testkit import TRAINERS
+from testkit.rig import Process, Vm
+from testkit.waiting import until
 
 NewVm = Callable[..., Vm]
-WAVERING = str(Path(__file__).with_name("wavering.py"))
-GLOO = str(Path(__file__).parents[1] / "netns" / "gloo_trainer.py")
+WAVERING = str(TRAINERS / "wavering.py")
+GLOO = str(TRAINERS / "gloo_trainer.py")
 SETTINGS = {
     "run": {"name": "run", "checkpoint_interval_s": 0.5},
     "trainer": {"stall_min_s": 4.0, "settle_s": 1.0},

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Bucket
+
+from testkit.clouds import Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

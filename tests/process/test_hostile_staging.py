@@ -13,18 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import committed
 import pytest
-from as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
-from rig import Vm
 from swansong import protocol
-from swansongd.stores.files import FileStore
+from swansongd.stores.file.store import FileStore
+
+from testkit import REPOSITORY, committed
+from testkit.as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
+from testkit.rig import Vm
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 
 NAME = "rank-00000/model.bin"
 FILES = {NAME: bytes(range(256)) * 40}
-DAEMON_AS = Path(__file__).parents[1] / "daemon_as.py"
+DAEMON_AS = REPOSITORY / "testkit" / "daemon_as.py"
 
 
 class Site(Vm):
@@ -67,7 +68,11 @@ class Site(Vm):
 
         def make() -> None:
             committed.commit(
-                FileStore(f"file://{self.bucket}"), FILES, run="run", step=step, attempt=f"a{step}"
+                FileStore(f"file://{self.bucket}"),
+                FILES,
+                run="run",
+                step=step,
+                upload_nonce=f"a{step}",
             )
 
         as_user(DAEMON, make)
@@ -168,7 +173,7 @@ def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     forged = {
         "run": "run", "store_url": f"file://{site.bucket}", "boot_id": boot_id, "generation": 77,
-        "incarnation": "", "nonce": "0123456789abcdef",
+        "job_start_id": "", "nonce": "0123456789abcdef",
     }  # fmt: skip
 
     def plant() -> None:

@@ -8,18 +8,19 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import CREDENTIALS, Vm
 from swansongd.trainers.admission import CONNECTIONS_PER_USER
-from waiting import until
+
+from testkit import REPOSITORY
+from testkit.clouds import Aws, Bucket
+from testkit.rig import CREDENTIALS, Vm
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(100)
 
-FAULTY_DAEMON = str(Path(__file__).with_name("faulty_daemon.py"))
+FAULTY_DAEMON = str(REPOSITORY / "testkit" / "faulty_daemon.py")
 
 
 class Liar:
@@ -156,7 +157,7 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: st
             liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
             assert "run.several_vms" in liar.hear()["reason"]
         with Liar(vm) as liar:
-            liar.say(type="incarnation", id=f"i{number}")
+            liar.say(type="job_start", id=f"i{number}")
             assert "run.several_vms" in liar.hear()["reason"]
     report = vm.status()
     assert (report["generation"], report["state"]) == (generation, "IDLE")

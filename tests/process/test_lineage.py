@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from process.conftest import NewVm
-from rig import Process, Vm
-from staged import seal_files
-from waiting import until
+
+from testkit import TRAINERS
+from testkit.clouds import Aws, Bucket
+from testkit.rig import Process, Vm
+from testkit.staged import seal_files
+from testkit.waiting import until
+from tests.process.conftest import NewVm
 
 pytestmark = pytest.mark.timeout(110)
 
 STRANGER = 12345
 """A user id that no configuration names."""
-WITNESS = Path(__file__).with_name("liner.py")
+WITNESS = TRAINERS / "liner.py"
 
 
 @contextmanager

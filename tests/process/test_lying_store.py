@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws
-from rig import Vm
-from staged import seal_files
-from strict_bucket import ACCOUNT, Strict
-from waiting import until
+
+from testkit.clouds import Aws
+from testkit.rig import Vm
+from testkit.staged import seal_files
+from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
 

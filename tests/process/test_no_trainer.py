@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from staged import write_set
+
+from testkit.clouds import Aws, Bucket
+from testkit.staged import write_set
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.fault("T01")]
 

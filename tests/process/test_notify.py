@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from channel_peer import PeerProcess, RunningChannel
-from clouds import Bucket
-from emulators.process import EmulatorProcess
-from rig import Vm, control
 from swansong import protocol
-from waiting import until
+
+from testkit.channel_peer import PeerProcess, RunningChannel
+from testkit.clouds import Bucket
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm, control
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -217,7 +218,7 @@ def test_a_shutdown_of_the_host_waits_for_the_commit(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
     """The delay lock is held until the verdict and released with it; a second shutdown waits again."""
-    with EmulatorProcess("emulators.fake_logind") as fake:
+    with EmulatorProcess("testkit.emulators.fake_logind") as fake:
         bus = control(fake.url, "state")["bus"]
         vm = new_vm("vm", bucket.store, settings={"sources": {"system_bus": bus}})
         daemon = vm.start_daemon()

@@ -7,21 +7,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket, Gcp
-from emulators.process import EmulatorProcess
-from rig import control
-from source_run import asked
 from swansongd.sources.aws_events import SCHEDULED_PATH
-from waiting import until
+
+from testkit.clouds import Aws, Bucket, Gcp
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import control
+from testkit.source_run import asked
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
-SCALING = ("emulators.autoscaling", "--group", "trainers", "--hook", "swansong")
+SCALING = ("testkit.emulators.autoscaling", "--group", "trainers", "--hook", "swansong")
 
 
 @pytest.fixture
 def own_imds() -> Iterator[EmulatorProcess]:
     """A metadata service that a test may kill."""
-    with EmulatorProcess("emulators.aws_imds", "--port", "0") as emulator:
+    with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as emulator:
         yield emulator
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import CREDENTIALS
-from staged import seal_files
-from strict_bucket import Strict
+
+from testkit.rig import CREDENTIALS
+from testkit.staged import seal_files
+from testkit.strict_bucket import Strict
 
 pytestmark = pytest.mark.timeout(90)
 

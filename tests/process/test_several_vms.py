@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Process, Vm
-from staged import write_files
 from swansong import protocol
 from swansong.protocol import FileEntry, RankManifest
-from waiting import until
+
+from testkit.rig import Process, Vm
+from testkit.staged import write_files
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,9 +101,9 @@ class Pair:
         for vm in self.vms:
             until(lambda vm=vm: committed(vm) == 5, timeout_s=40, what="step 5 as a whole")
 
-    def begin(self, incarnation: str, generation: int) -> None:
+    def begin(self, job_start_id: str, generation: int) -> None:
         for rank in self.ranks:
-            rank.say(type="incarnation", id=incarnation)
+            rank.say(type="job_start", id=job_start_id)
         for vm in self.vms:
             until(lambda vm=vm: vm.status()["generation"] == generation, timeout_s=30)
 

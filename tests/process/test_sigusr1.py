@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
+
+from testkit.clouds import Aws, Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,7 +7,8 @@ import signal
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
+
+from testkit.clouds import Aws, Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import Aws
-from strict_bucket import ACCOUNT, Strict
+
+from testkit.clouds import Aws
+from testkit.strict_bucket import ACCOUNT, Strict
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import Process, control
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.rig import Process, control
+from testkit.waiting import until
 
 TROUBLE_S = 15.0
 NOTICES = 3

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
 from swansongd.core.staged_sets import UNSENT_MAX
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
+
+from testkit.clouds import Aws, Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

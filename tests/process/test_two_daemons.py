@@ -7,10 +7,11 @@ import signal
 from typing import Any
 
 import pytest
-from clouds import Bucket
-from staged import seal_files
 from swansong.protocol import sealed_name
-from waiting import until
+
+from testkit.clouds import Bucket
+from testkit.staged import seal_files
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

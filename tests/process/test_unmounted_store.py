@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from committed import tree
-from rig import BIN, CREDENTIALS, Process, Vm, environment
-from staged import seal_files
-from swansongd.stores.tree import MARKER
-from waiting import until
+from swansongd.stores.file.tree import MARKER
+
+from testkit.committed import tree
+from testkit.rig import BIN, CREDENTIALS, Process, Vm, environment
+from testkit.staged import seal_files
+from testkit.waiting import until
 
 pytestmark = [
     pytest.mark.timeout(110),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from simulation.fleet import FAULTS, Fleet
 from swansongd.model import Verdict
+
+from testkit.simulation.fleet import FAULTS, Fleet
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from simulation.world import MIB, World, restart_alone
-from story import a_notice
 from swansongd.core import notices
 from swansongd.core.events import Action, AskTrainers, Log, Mark, NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity, Verdict
+
+from testkit.simulation.world import MIB, World, restart_alone
+from testkit.story import a_notice
 
 ONE_SEED = os.environ.get("SWANSONG_SEED")
 SEEDS = [int(ONE_SEED)] if ONE_SEED else list(range(3))

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from simulation.world import MIB, World
-from story import a_notice
 from swansongd.core.events import (
     Action,
     CheckFence,
@@ -28,6 +26,9 @@ from swansongd.core.events import (
 from swansongd.core.notices import OUTLIVED_S
 from swansongd.core.state import Phase
 from swansongd.model import Health, Notice, Severity, SourceStatus, Verdict
+
+from testkit.simulation.world import MIB, World
+from testkit.story import a_notice
 
 HOUR_S = 3600.0
 ONE_SEED = os.environ.get("SWANSONG_SEED")

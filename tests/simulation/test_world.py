@@ -10,11 +10,12 @@ import os
 from dataclasses import replace
 
 import pytest
-from simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
 from swansongd.core import notices
 from swansongd.core.events import NoticeRaised
 from swansongd.core.state import Phase
 from swansongd.model import Severity, Verdict
+
+from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
 
 SEEDS = int(os.environ.get("SWANSONG_SEEDS", "80"))
 ONE_SEED = os.environ.get("SWANSONG_SEED")

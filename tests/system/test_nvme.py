@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "systemd" / "nvme" / "swansong_nvme.py"
+from testkit import REPOSITORY
+
+SCRIPT = REPOSITORY / "systemd" / "nvme" / "swansong_nvme.py"
 EC2 = "Amazon EC2 NVMe Instance Storage"
 SERIAL = "AWS258BF695E953E5141"
 SIZE_BYTES = 64 << 20

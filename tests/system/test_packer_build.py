@@ -18,9 +18,11 @@ from typing import Any
 import boto3
 import hcl2
 import pytest
-from emulators.process import EmulatorProcess
 
-PACKER = Path(__file__).resolve().parents[2] / "packer"
+from testkit import REPOSITORY
+from testkit.emulators.process import EmulatorProcess
+
+PACKER = REPOSITORY / "packer"
 MOTO = """
   access_key                  = "test"
   secret_key                  = "test"
@@ -35,7 +37,7 @@ MOTO = """
 @pytest.fixture
 def ec2() -> Iterator[tuple[Any, str]]:
     """A client of moto's EC2, and its address."""
-    with EmulatorProcess("emulators.ec2_server") as server:
+    with EmulatorProcess("testkit.emulators.ec2_server") as server:
         client = boto3.client(
             "ec2",
             endpoint_url=server.url,

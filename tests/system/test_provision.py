@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from wheelhouse import write_wheelhouse
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from testkit import REPOSITORY
+from testkit.wheelhouse import write_wheelhouse
+
 PROVISION = REPOSITORY / "packer" / "provision.sh"
 FIRST = """# the configuration of the first run
 [run]

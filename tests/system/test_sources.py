@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from testkit import REPOSITORY
+
 PARTS = ("training_hooks", "daemon")
 SOURCE_DATE_EPOCH = "315532800"  # as in the Makefile
 

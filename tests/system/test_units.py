@@ -18,7 +18,8 @@ from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
 from swansongd.cli.main import EXIT_CODES
 from swansongd.errors import ConfigError, FencedError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from testkit import REPOSITORY
+
 UNITS = REPOSITORY / "systemd"
 TALKS_TO_THE_STORE = ["swansongd.service", "swansong-restore@.service"]
 CHECKED = ("systemd", "packer", "constraints.txt", "tests/check_system_files.sh", ".ci/run")

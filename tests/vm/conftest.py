@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system.nspawn.build import missing, run
-from vm import image as images
-from vm.cloud import Cloud
-from vm.evidence import COLUMNS, Story
-from vm.image import Image
-from vm.machine import Machine
+
+from testkit.nspawn.build import missing, run
+from testkit.vm import image as images
+from testkit.vm.cloud import Cloud
+from testkit.vm.evidence import COLUMNS, Story
+from testkit.vm.image import Image
+from testkit.vm.machine import Machine
 
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)

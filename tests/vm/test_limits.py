@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from vm.test_power import Clouds, NewVm, push_button_and_stop_hard, train
+
+from tests.vm.test_power import Clouds, NewVm, push_button_and_stop_hard, train
 
 # The address is the VM's own, the first that its network gives out.
 KNOCK = "import socket; socket.create_connection(('169.254.10.15', 8099), 3); print('it answers')"

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from vm.cloud import Cloud
-from vm.evidence import Story
-from vm.machine import Machine
-from waiting import until
+
+from testkit.vm.cloud import Cloud
+from testkit.vm.evidence import Story
+from testkit.vm.machine import Machine
+from testkit.waiting import until
 
 STEPS = 120
 FIRST = f"--steps {STEPS} --every-steps 10 --pad-mb 8 --step-delay-s 0.5"

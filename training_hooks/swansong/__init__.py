@@ -14,8 +14,8 @@
 Standard library only.  Without the daemon every call does nothing.
 """
 
-from swansong._agree import CheckpointRequest
-from swansong._restore import RestoreError
+from swansong._checkpoint.restore import RestoreError
+from swansong._ranks.agreement import CheckpointRequest
 from swansong.guard import EXIT_SAVED, Guard, attach
 
 __version__ = "0.1.0"

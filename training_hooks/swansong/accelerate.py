@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import swansong
-from swansong._torch_parts import Parts
+from swansong._torch.parts import Parts
 from swansong.torch import TrainingState
 
 __all__ = ["attach"]

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from swansong._torch_parts import JointDirectory
+from swansong._torch.parts import JointDirectory
 
 __all__ = ["DcpState"]
 

@@ -23,13 +23,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swansong._agree import CheckpointRequest, Due, Ranks
-from swansong._agree_nodes import advise_on_launcher
-from swansong._conversation import Conversation
-from swansong._health import Health
-from swansong._progress import PauseWatch, Reporter
-from swansong._restore import RestoreError, load_checkpoint, where_to_go_back, where_to_go_on
-from swansong._saving import CLOSE_PATIENCE_S, Saver
+from swansong._checkpoint.health import Health
+from swansong._checkpoint.restore import (
+    RestoreError,
+    load_checkpoint,
+    where_to_go_back,
+    where_to_go_on,
+)
+from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
+from swansong._daemon.progress import PauseWatch, Reporter
+from swansong._daemon.session import DaemonSession
+from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
+from swansong._ranks.assembly import advise_on_launcher
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
@@ -118,7 +123,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
-        self._talk = Conversation(
+        self._talk = DaemonSession(
             ranks,
             run=run,
             every_steps=every_steps,
@@ -270,8 +275,8 @@ class Guard:
         log.warning("went back from step %s to step %s", at_step, step)
         # A set of a step that is done anew is another one than that of the first time.
         self._saver.forget()
-        attempt = f"{self._ranks.attempt}~{self._rollbacks}"
-        self._ranks = dataclasses.replace(self._ranks, attempt=attempt)
+        restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
+        self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
         self._health.forget()
         self._agreement.step = step
         self._started(step)

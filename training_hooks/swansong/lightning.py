@@ -18,7 +18,7 @@ import os
 from typing import Any
 
 import swansong
-from swansong._torch_parts import Parts
+from swansong._torch.parts import Parts
 from swansong.torch import TrainingState
 
 try:

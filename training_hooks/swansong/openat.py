@@ -4,7 +4,7 @@
 Trainers, other members of their group and crashed processes write to staging, so no path there is safe
 to resolve twice.  Every function takes one name and the descriptor of the directory that holds it, follows
 no link, and checks the open descriptor instead of the name.  Both distributions use this module for
-everything below the staging directory; ``tests/unit/test_openat_rule.py`` enforces that.
+everything below the staging directory; ``tests/unit/hooks/test_openat_rule.py`` enforces that.
 
 Standard library only, Python 3.10 and later.
 """

@@ -92,8 +92,8 @@ class Hello(Message):
     local_world_size: Ranks = 1
     node: Node = 0
     nodes: Nodes = 1
-    attempt: Text = ""
-    """Identity of this incarnation of the trainer, for example ``run-id/restart-count``."""
+    restart_id: Text = ""
+    """Identity of this start of the trainer processes, for example ``run-id/restart-count``."""
     capabilities: Capabilities = field(default_factory=list)
     """``periodic``: takes periodic checkpoints when the daemon asks, and plans none itself."""
     step: Step = -1
@@ -160,18 +160,18 @@ class Finish(Message):
     """
 
     TYPE: ClassVar[str] = "finish"
-    incarnation: Id
+    job_start_id: Id
     """Name of the start that is about to begin."""
 
 
 @dataclass(frozen=True)
-class Incarnation(Message):
+class JobStart(Message):
     """What all ranks of this start of a job over several VMs, and no others, have in common.
 
     It begins: nothing that an earlier start has sealed is committed after this.
     """
 
-    TYPE: ClassVar[str] = "incarnation"
+    TYPE: ClassVar[str] = "job_start"
     id: Id
 
 
@@ -222,8 +222,8 @@ class RestoreQuery(Message):
     generation: Generation = -1
     step: Step = -1
     """With ``generation``: this commit and no other, for so the job's first rank has decided."""
-    incarnation: Id = ""
-    """Answer only when this :class:`Incarnation` has begun at the daemon as well."""
+    job_start_id: Id = ""
+    """Answer only when this :class:`JobStart` has begun at the daemon as well."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Finished(Message):
     """Answer to :class:`Finish`: as far as this VM is concerned, the start may begin."""
 
     TYPE: ClassVar[str] = "finished"
-    incarnation: Id
+    job_start_id: Id
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ class Noted(Message):
 
 
 FROM_TRAINER: tuple[type[Message], ...] = (
-    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, Incarnation, Sealed, Failed, Declined,
+    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, JobStart, Sealed, Failed, Declined,
     RestoreQuery, Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (

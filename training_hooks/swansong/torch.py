@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from swansong._agree import Ranks
-from swansong._torch_files import Arena, signature_of
-from swansong._torch_loader import ResumableLoader
-from swansong._torch_sets import FORMAT, INDEX, CheckpointSet, Collector, encode_index
+from swansong._ranks.agreement import Ranks
+from swansong._torch.index import FORMAT, INDEX, CheckpointSet, Collector, encode_index
+from swansong._torch.loader import ResumableLoader
+from swansong._torch.safetensors import Arena, signature_of
 from swansong.state import decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import swansong
-from swansong._torch_parts import JointDirectory
+from swansong._torch.parts import JointDirectory
 
 __all__ = ["SwansongCallback"]
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from job import Job, run
-from swansongd.config import FlushConfig
+from swansongd.bucket.keys import RunKeys
+from swansongd.config.config import FlushConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
-from swansongd.flush import FlushEngine
-from swansongd.journal import Journal
-from swansongd.keys import RunKeys
+from swansongd.flush.engine import FlushEngine
+from swansongd.flush.journal import Journal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
-from swansongd.restore import restore
+from swansongd.restore.restore import restore
 from swansongd.stores.opening import open_store
-from swansongd.stores.retry import Retrying
-from swansongd.stores.throttle import Throttled
+from swansongd.stores.wrappers.retry import Retrying
+from swansongd.stores.wrappers.throttle import Throttled
 
 
 def staged_set(job: Job, number: int) -> Staged:

@@ -31,17 +31,17 @@ from rich.progress import (
 )
 from swansong import bounds
 
-from swansongd import signing
-from swansongd.clerk import expect_recorded_store
-from swansongd.config import Config, load
-from swansongd.config_values import Wrong, run_name
-from swansongd.keys import RunKeys
-from swansongd.restore import CONNECTIONS
+from swansongd.bucket import signing
+from swansongd.bucket.keys import RunKeys
+from swansongd.config.config import Config, load
+from swansongd.config.values import Wrong, run_name
+from swansongd.flush.committer import expect_recorded_store
+from swansongd.observe.log import printable
+from swansongd.restore.restore import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.configured import open_configured
-from swansongd.stores.retry import Retrying
-from swansongd.telemetry.log import printable
+from swansongd.stores.wrappers.retry import Retrying
 
 _SILENT_S = 5.0
 """Work that is done within this time needs no lines of progress."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import structlog
 
 import swansongd
-from swansongd.config import DEFAULT_PATH, load
+from swansongd.config.config import DEFAULT_PATH, load
 from swansongd.errors import ConfigError, SwansongError
+from swansongd.observe import log
 from swansongd.service import Service
-from swansongd.telemetry import log
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,8 +16,8 @@ from swansongd.cli.talk import Daemon
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
-from swansongd.telemetry import log
-from swansongd.telemetry.log import printable
+from swansongd.observe import log
+from swansongd.observe.log import printable
 
 _STYLES = {
     Level.OK: "green",
@@ -96,8 +96,8 @@ def _ask(socket: Path) -> dict[str, Any]:
 def _show(out: Console, finding: Finding, name: str) -> None:
     line = Text("  ").append(f"{finding.level:<8}", style=_STYLES[finding.level])
     out.print(line.append(f" {name}: {printable(finding.found)}"), soft_wrap=True)
-    if finding.mend:
-        out.print(Text(f"           mend: {printable(finding.mend)}"), soft_wrap=True)
+    if finding.fix:
+        out.print(Text(f"           fix: {printable(finding.fix)}"), soft_wrap=True)
 
 
 def _summary(found: list[Finding]) -> str:

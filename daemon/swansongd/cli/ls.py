@@ -8,8 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from swansongd import catalog, restore
-from swansongd.catalog import Commit
+from swansongd.bucket import catalog
+from swansongd.bucket.catalog import Commit
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.protected import Best, pins
 from swansongd.cli.common import (
     Opened,
     ShownCount,
@@ -22,10 +24,9 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
-from swansongd.manifest import Manifest
 from swansongd.model import CommitRef, is_healthy
-from swansongd.pins import Best, pins
-from swansongd.telemetry.log import printable
+from swansongd.observe.log import printable
+from swansongd.restore.restore import health_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,7 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     }
     if isinstance(loaded, CorruptError):
         return row | {"complete": False, "problem": loaded.line()}
-    first, health = loaded[0], restore.health_of(loaded)
+    first, health = loaded[0], health_of(loaded)
     return row | {
         "kind": str(first.kind),
         "size_bytes": sum(manifest.size_bytes for manifest in loaded),

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from swansongd import __version__
-from swansongd.config import DEFAULT_PATH
+from swansongd.config.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
-from swansongd.telemetry import log
+from swansongd.observe import log
 
 _COMMANDS = {
     "status": "show what the daemon on this VM is doing",

@@ -16,8 +16,8 @@ from swansong.protocol import Noted, Notify, NotifyWithdrawn
 from swansongd.cli.common import add_json, print_json
 from swansongd.cli.status import newer_generation, part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
-from swansongd.config import load
-from swansongd.config_values import Wrong, duration
+from swansongd.config.config import load
+from swansongd.config.values import Wrong, duration
 from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
 from swansongd.sources.manual import identity_of

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import (
     ShownProgress,
     add_json,
@@ -24,11 +25,10 @@ from swansongd.cli.common import (
     opened,
     print_json,
 )
-from swansongd.commit import newest_whole_commit
 from swansongd.errors import ConfigError, NothingToRestore, StagingError
-from swansongd.local_sets import newest_local
 from swansongd.model import CommitRef, Staged
-from swansongd.restore import Wanted, healthy, restore
+from swansongd.restore.local_sets import newest_local
+from swansongd.restore.restore import Wanted, healthy, restore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

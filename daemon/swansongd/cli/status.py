@@ -10,8 +10,8 @@ from rich.table import Table
 
 from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
 from swansongd.cli.talk import Daemon
-from swansongd.config import load
-from swansongd.telemetry.log import printable
+from swansongd.config.config import load
+from swansongd.observe.log import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

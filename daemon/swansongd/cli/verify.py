@@ -15,8 +15,8 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
-from swansongd.restore import verify
-from swansongd.telemetry.log import printable
+from swansongd.observe.log import printable
+from swansongd.restore.restore import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -114,14 +114,14 @@ class PeerRequested:
 class FinishAsked:
     """The trainers are of this start of a job over several VMs, which is about to begin."""
 
-    incarnation: str
+    job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class IncarnationBegun:
+class JobStarted:
     """This start of the job begins: no VM has anything of an earlier one to commit."""
 
-    incarnation: str
+    job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class Tick:
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
-    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | IncarnationBegun
+    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | JobStarted
     | RolledBack | NewestDated | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
@@ -318,7 +318,7 @@ Event = (
 
 CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
-    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, IncarnationBegun,
+    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, JobStarted,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
@@ -374,7 +374,7 @@ class TellFenced:
 class TellFinished:
     """Nothing of earlier starts of the job is left to commit: this one may begin."""
 
-    incarnation: str
+    job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +420,7 @@ class ClaimGeneration:
 class JoinGeneration:
     """Claim a generation for this start of the job, or take part in the one that another VM has claimed."""
 
-    incarnation: str
+    job_start_id: str
     abandoned: tuple[CheckpointId, ...] = ()
     """See ClaimGeneration."""
 

@@ -197,7 +197,7 @@ def _note_older_commit(transition: Transition, step: int) -> None:
 
 
 def record_generation(transition: Transition, event: GenerationClaimed) -> None:
-    """The clerk claimed a generation, and found the newest commit of the run."""
+    """The committer claimed a generation, and found the newest commit of the run."""
     state, newest = transition.state, event.newest
     is_known = newest == state.last_commit
     transition.state = replace(

@@ -44,7 +44,7 @@ from swansongd.core.events import (
     FlushProgress,
     GenerationClaimed,
     HistoryRead,
-    IncarnationBegun,
+    JobStarted,
     NewestDated,
     NoticeRaised,
     NoticeWithdrawn,
@@ -108,10 +108,10 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
             if peers is not None:
                 notices.raised(transition, peers)
-        case FinishAsked(incarnation):
-            nodes.finish(transition, incarnation)
-        case IncarnationBegun(incarnation):
-            nodes.incarnation(transition, incarnation)
+        case FinishAsked(job_start_id):
+            nodes.finish(transition, job_start_id)
+        case JobStarted(job_start_id):
+            nodes.record_job_start(transition, job_start_id)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
             request.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)

@@ -47,12 +47,12 @@ def joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank came.  Over several VMs it will say which start of the job it is of; on one, this says it."""
     settings = transition.state.settings
     prefix = f"{_ALONE}{settings.vm}:"
-    if trainer.nodes == 1 and not transition.state.incarnation.startswith(prefix):
+    if trainer.nodes == 1 and not transition.state.job_start_id.startswith(prefix):
         finish(transition, f"{prefix}{transition.state.generation or 0}")
 
 
 def is_alone(name: str) -> bool:
-    """Whether this incarnation is that of a job with one VM, which no rank has to name."""
+    """Whether this job start is that of a job with one VM, which no rank has to name."""
     return name.startswith(_ALONE)
 
 
@@ -65,8 +65,8 @@ def finish(transition: Transition, name: str) -> None:
     if not state.settings.several_vms:
         return
     finishing = state.finishing
-    is_known = finishing is not None and finishing.incarnation == name
-    if name == state.incarnation or (is_known and finishing is not None and finishing.is_done):
+    is_known = finishing is not None and finishing.job_start_id == name
+    if name == state.job_start_id or (is_known and finishing is not None and finishing.is_done):
         transition.do(TellFinished(name))  # to a rank that came later, or came back
         return
     if is_known:
@@ -99,21 +99,21 @@ def reconcile(transition: Transition) -> None:
     # Ranks that do not ask where to resume may train already: what they seal must not be mixed up.
     known = finishing.known
     trains = known is not None and any(staged.id not in known for staged in state.staged)
-    # Without an incarnation, nothing here is of a start that this daemon took part in.
-    has_more = bool(state.incarnation) and (known is None or _has_more(state))
+    # Without a job start, nothing here is of a start that this daemon took part in.
+    has_more = bool(state.job_start_id) and (known is None or _has_more(state))
     if has_more and not trains and transition.now < finishing.by_mono_s:
         return
-    if trains or is_alone(finishing.incarnation):
-        incarnation(transition, finishing.incarnation)
+    if trains or is_alone(finishing.job_start_id):
+        record_job_start(transition, finishing.job_start_id)
     else:
         transition.state = replace(transition.state, finishing=replace(finishing, is_done=True))
-    transition.do(TellFinished(finishing.incarnation))
+    transition.do(TellFinished(finishing.job_start_id))
 
 
-def incarnation(transition: Transition, name: str) -> None:
+def record_job_start(transition: Transition, name: str) -> None:
     """Another start of the job begins: what was staged for an earlier one is not continued by this one."""
     state = transition.state
-    if not state.settings.several_vms or name == state.incarnation:
+    if not state.settings.several_vms or name == state.job_start_id:
         return
     evacuation, answer = state.evacuation, state.answer
     if (
@@ -125,7 +125,7 @@ def incarnation(transition: Transition, name: str) -> None:
         transition.fail_ask("the job was started again")
     dropped = _drop_all(transition)
     transition.state = replace(
-        transition.state, incarnation=name, finishing=None, overtaken_by=None
+        transition.state, job_start_id=name, finishing=None, overtaken_by=None
     )
     claims.order(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
     dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
@@ -148,7 +148,7 @@ def first_look(transition: Transition) -> None:
     """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
     state = transition.state
     settings = state.settings
-    if settings.several_vms and state.incarnation != settings.goes_on_with:
+    if settings.several_vms and state.job_start_id != settings.goes_on_with:
         transition.state = replace(
             transition.state, unusable=state.unusable | {staged.id for staged in state.staged}
         )

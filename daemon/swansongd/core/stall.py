@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices that a trainer makes no progress any more: a deadlock, a hung collective, a dead file system.
 
-The daemon cannot mend it.  It says so: in the log, in the status, and in the farewell.
+The daemon cannot fix it.  It says so: in the log, in the status, and in the farewell.
 """
 
 from __future__ import annotations

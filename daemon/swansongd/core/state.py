@@ -57,7 +57,7 @@ class Settings:
     vm: str = ""
     """Tells this VM, as of this boot, from others."""
     goes_on_with: str = ""
-    """The incarnation that an earlier life of this daemon, on this boot, was part of."""
+    """The job start that an earlier life of this daemon, on this boot, was part of."""
     sealed_under: int | None = None
     """Generation of the sets that earlier lives of this daemon left in staging; None if unknown."""
     booted_wall_ns: int = 0
@@ -125,7 +125,7 @@ class Incomplete:
 class Finishing:
     """Another start of the job is about to begin; first, what was sealed by then is committed."""
 
-    incarnation: str
+    job_start_id: str
     asked_mono_s: float
     by_mono_s: float
     """Not waited for any longer."""
@@ -312,7 +312,7 @@ class State:
     last_complete: CommitRef | None = None
     """Newest one that is whole: all its VMs have committed their parts."""
     incomplete: Incomplete | None = None
-    incarnation: str = ""
+    job_start_id: str = ""
     """Which start of a job over several VMs the trainers are of."""
     finishing: Finishing | None = None
     """The start that comes next."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import (
     configuration,
     daemon,
@@ -64,7 +64,7 @@ def check_image(path: Path) -> Iterator[Finding]:
 
 def _adapted(findings: Iterable[Finding]) -> Iterator[Finding]:
     for finding in findings:
-        yield replace(finding, mend=fixes.for_this_shell(finding.mend))
+        yield replace(finding, fix=fixes.for_this_shell(finding.fix))
 
 
 def _vm_findings(
@@ -115,8 +115,8 @@ def _vm_findings(
     yield from checked.run(trainers.checks(config, path, user, ask_daemon, by_systemd=by_systemd))
 
 
-def _not_as_the_daemon(level: Level, found: str, mend: str = "") -> Finding:
-    return Finding(family="host", name="as the daemon", level=level, found=found, mend=mend)
+def _not_as_the_daemon(level: Level, found: str, fix: str = "") -> Finding:
+    return Finding(family="host", name="as the daemon", level=level, found=found, fix=fix)
 
 
 def _identity(config: Config, ask_daemon: AskDaemon) -> tuple[sandbox.Identity, str]:

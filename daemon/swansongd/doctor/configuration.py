@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from swansongd.config import Config, load
+from swansongd.config.config import Config, load
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Finding, Judgement, failure, ok, warning
 from swansongd.errors import ConfigError
@@ -31,12 +31,12 @@ def read(path: Path) -> tuple[Config | None, list[Finding]]:
     try:
         config = load(path)
     except ConfigError as error:
-        mend = fixes.edit(path)
+        fix = fixes.edit(path)
         if not path.exists():
             source = Path(__file__).parents[1] / "swansong.example.toml"
             make = f"install -D -m 0644 {fixes.quoted(source)} {fixes.quoted(path)}"
-            mend = fixes.then(fixes.as_root(make), fixes.restart())
-        return None, [_finding(failure(problem, mend)) for problem in error.problems]
+            fix = fixes.then(fixes.as_root(make), fixes.restart())
+        return None, [_finding(failure(problem, fix)) for problem in error.problems]
     return config, [_finding(ok(f"{path} is in order; run {config.run.name}"))]
 
 
@@ -48,11 +48,11 @@ def checks(config: Config, path: Path) -> Iterator[Check]:
     """The cloud."""
     configured, detected = config.sources.cloud, detect_cloud()
     emulated = config.sources.metadata_url is not None
-    mend = fixes.edit(path) if detected == "none" else set_key(path, "cloud", "auto")
+    fix = fixes.edit(path) if detected == "none" else set_key(path, "cloud", "auto")
     yield Check(
         family=FAMILY,
         name="cloud",
-        ask=lambda: judge_cloud(configured, detected, emulated=emulated, mend=mend),
+        ask=lambda: judge_cloud(configured, detected, emulated=emulated, fix=fix),
     )
 
 
@@ -81,13 +81,13 @@ def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
     return fixes.then(fixes.as_root(command), fixes.restart())
 
 
-def judge_cloud(configured: str, detected: str, *, emulated: bool, mend: str) -> Judgement:
+def judge_cloud(configured: str, detected: str, *, emulated: bool, fix: str) -> Judgement:
     """Whether the cloud that is watched is the one that the VM runs in."""
     if configured == "auto" and detected == "none":
         return warning(
             "the firmware names neither AWS nor GCP: no metadata service is watched "
             "(sources.cloud = auto)",
-            mend,
+            fix,
         )
     if configured in ("auto", detected):
         return ok(f"sources.cloud = {configured}, the firmware names {_named(detected)}")
@@ -95,8 +95,8 @@ def judge_cloud(configured: str, detected: str, *, emulated: bool, mend: str) ->
     if detected == "none" and emulated:
         return ok(f"{found}; sources.metadata_url is set")
     if configured == "none":
-        return warning(f"{found}: its notices are not watched for", mend)
-    return (failure if detected != "none" else warning)(found, mend)
+        return warning(f"{found}: its notices are not watched for", fix)
+    return (failure if detected != "none" else warning)(found, fix)
 
 
 def _named(cloud: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swansongd import __version__
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
 from swansongd.doctor.sandbox import properties
@@ -54,7 +54,7 @@ def checks(
 
     def check(name: str, ask: Callable[[], Judgement], *needs: str) -> Check:
         limit_s = 3 * _SETTLE_S  # two waits, and an answer
-        return Check(family=FAMILY, name=name, ask=ask, needs=needs, mend=_LOOK, limit_s=limit_s)
+        return Check(family=FAMILY, name=name, ask=ask, needs=needs, fix=_LOOK, limit_s=limit_s)
 
     yield check("daemon", lambda: _runs(config, path, ask_daemon, by_systemd=by_systemd), *_CAUSES)
     yield check(
@@ -178,13 +178,13 @@ def _is_current(path: Path, report: Mapping[str, Any], *, by_systemd: bool) -> J
     return ok(f"the daemon goes by {path} as it is")
 
 
-def judge_version(running: object, installed: str, mend: str) -> Judgement:
+def judge_version(running: object, installed: str, fix: str) -> Judgement:
     """Whether the daemon runs the program that is installed: an upgrade takes a restart."""
     if running == installed:
         return ok(f"the daemon runs the installed version, {installed}")
     return warning(
         f"the daemon runs version {running!s:.100}, and version {installed} is installed",
-        mend,
+        fix,
     )
 
 
@@ -202,7 +202,7 @@ def _store(config: Config, path: Path, ask_daemon: AskDaemon) -> Judgement:
     return found or failure("the daemon has not reached its store yet", fixes.start(path))
 
 
-def judge_store(health: Mapping[str, Any] | None, mend: str) -> Judgement | None:
+def judge_store(health: Mapping[str, Any] | None, fix: str) -> Judgement | None:
     """What the daemon finds of its store; None before its first answer.
 
     It is asked only when the store itself is in order: what the daemon lacks then is a restart.
@@ -212,7 +212,7 @@ def judge_store(health: Mapping[str, Any] | None, mend: str) -> Judgement | None
     words = f"{health.get('health')}, {health.get('reason')}, for {health.get('for_s')} s"
     if health.get("health") == "ok":
         return ok(f"the daemon reaches its store: {words}")
-    return failure(f"the store is in order, but not for the daemon that runs: {words}", mend)
+    return failure(f"the store is in order, but not for the daemon that runs: {words}", fix)
 
 
 def judge_ranks(report: Mapping[str, Any]) -> Judgement:

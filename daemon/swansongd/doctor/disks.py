@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from swansongd.stores.mounts import Mount
+from swansongd.stores.file.mounts import Mount
 
 SYS = Path("/sys")
 

@@ -33,20 +33,20 @@ class Judgement:
     level: Level
     found: str
     """In words, with numbers."""
-    mend: str = ""
-    """The command that mends it."""
+    fix: str = ""
+    """The command that fixes it."""
 
 
 def ok(found: str) -> Judgement:
     return Judgement(Level.OK, found)
 
 
-def warning(found: str, mend: str) -> Judgement:
-    return Judgement(Level.WARNING, found, mend)
+def warning(found: str, fix: str) -> Judgement:
+    return Judgement(Level.WARNING, found, fix)
 
 
-def failure(found: str, mend: str) -> Judgement:
-    return Judgement(Level.FAILURE, found, mend)
+def failure(found: str, fix: str) -> Judgement:
+    return Judgement(Level.FAILURE, found, fix)
 
 
 def skipped(found: str) -> Judgement:
@@ -61,7 +61,7 @@ class Finding:
     name: str
     level: Level
     found: str
-    mend: str
+    fix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Check:
     """Unique among all checks."""
     ask: Callable[[], Judgement]
     """May block and may raise: a SwansongError says what is wrong, anything else is a fault of ours."""
-    mend: str = ""
+    fix: str = ""
     """The command for an error that names none."""
     needs: str | tuple[str, ...] = ()
     """Names of earlier checks without whose success this one would only repeat their failure."""
@@ -85,7 +85,7 @@ class Check:
             name=self.name,
             level=judgement.level,
             found=judgement.found,
-            mend=judgement.mend,
+            fix=judgement.fix,
         )
 
 
@@ -125,16 +125,16 @@ def has_failure(findings: Iterable[Finding]) -> bool:
     return any(finding.level is Level.FAILURE for finding in findings)
 
 
-def of_error(error: Exception, mend: str) -> Judgement:
+def of_error(error: Exception, fix: str) -> Judgement:
     """The failure that an error is; a command between backticks in its words becomes the mending one."""
     words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
     command = _COMMAND.search(words) or _COMMAND.search(hint)
     if command:
         if command.string == words:
-            words = words[: command.start()].removesuffix("; mend it with ").rstrip(" ,;:")
+            words = words[: command.start()].removesuffix("; fix it with ").rstrip(" ,;:")
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
-    return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, mend)
+    return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)
 
 
 def _bounded(check: Check) -> Judgement:
@@ -145,13 +145,13 @@ def _bounded(check: Check) -> Judgement:
         try:
             judgement = check.ask()
         except SwansongError as error:
-            judgement = of_error(error, check.mend)
+            judgement = of_error(error, check.fix)
         except Exception as error:
-            judgement = failure(f"the check broke: {type(error).__name__}: {error}", check.mend)
+            judgement = failure(f"the check broke: {type(error).__name__}: {error}", check.fix)
         said.put(judgement)
 
     threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True).start()
     try:
         return said.get(timeout=check.limit_s)
     except queue.Empty:
-        return failure(f"no answer within {check.limit_s:g} s", check.mend)
+        return failure(f"no answer within {check.limit_s:g} s", check.fix)

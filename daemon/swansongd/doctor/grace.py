@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.sources.aws import NOTICE_S
 from swansongd.sources.gcp import LONG_NOTICE_S
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
@@ -90,7 +90,7 @@ def not_writable(written: Iterable[Path], writable: Sequence[Path]) -> str:
 
 def image_checks(config: Path, daemon: Account | None) -> Iterator[Check]:
     """Of an image while it is baked, whether systemd runs or not."""
-    yield Check(family=FAMILY, name="packages", ask=_packages, mend=_PROVISION, limit_s=60.0)
+    yield Check(family=FAMILY, name="packages", ask=_packages, fix=_PROVISION, limit_s=60.0)
     yield Check(family=FAMILY, name="polkit", ask=_polkit)
     yield Check(
         family=FAMILY,
@@ -394,11 +394,11 @@ def _permissions(config: Path, daemon: Account | None) -> Judgement:
         ("rx", Path(sys.executable), _open_up(Path(sys.executable).resolve(), "a+rx")),
         ("rwx", _RESTORED, _tmpfiles()),
     )
-    for rights, path, mend in wanted:
+    for rights, path, fix in wanted:
         if not daemon.may(rights, path):
             return failure(
                 f"user {daemon.name} has not the rights {rights} to {path}",
-                fixes.then(mend, fixes.restart()),
+                fixes.then(fix, fixes.restart()),
             )
     if stat.S_IMODE(config.stat().st_mode) & stat.S_IWOTH:
         return failure(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes, host
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swansongd.config import Config, load
+from swansongd.config.config import Config, load
 from swansongd.doctor import configuration, metadata, network, staging, store
 from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Check, examine
 from swansongd.doctor.grace import grace_s
 from swansongd.errors import ConfigError
+from swansongd.observe import log
 from swansongd.sources.detect import detect_cloud
-from swansongd.telemetry import log
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.findings import (
     Check,
@@ -36,8 +36,8 @@ _IDENTITY = "/latest/meta-data/instance-id"
 _GCP = "/computeMetadata/v1/instance/"
 # As patient as the sources: the limit of an exchange doubles from TIMEOUT_S; then the hop limit is looked at.
 _LIMIT_S = 4 * TIMEOUT_MAX_S
-_MEND_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
-_MEND_GCP = "gcloud compute instances describe VM"
+_FIX_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
+_FIX_GCP = "gcloud compute instances describe VM"
 
 Ask = Callable[[str], Answer]
 
@@ -64,11 +64,9 @@ def _aws(url: str) -> Iterator[Check]:
             return patiently(lambda: imds.get(path))
 
     def path(name: str, path: str, judge: Callable[[int, str], Judgement]) -> Check:
-        return _path(name, lambda: ask(path), judge, needs="IMDS token", mend=_MEND_AWS)
+        return _path(name, lambda: ask(path), judge, needs="IMDS token", fix=_FIX_AWS)
 
-    yield _path(
-        "IMDS token", lambda: ask(_IDENTITY), judge_instance, needs="network", mend=_MEND_AWS
-    )
+    yield _path("IMDS token", lambda: ask(_IDENTITY), judge_instance, needs="network", fix=_FIX_AWS)
     yield path("instance-life-cycle", aws_events.LIFE_CYCLE_PATH, judge_life_cycle)
     yield path("spot notice", aws.SPOT_PATH, judge_spot)
     yield path("rebalance", aws_events.REBALANCE_PATH, judge_optional)
@@ -84,11 +82,9 @@ def _gcp(url: str) -> Iterator[Check]:
             return patiently(lambda: gcp.get(client, _GCP + key))
 
     def key(name: str, key: str, judge: Callable[[int, str], Judgement]) -> Check:
-        return _path(name, lambda: ask(key), judge, needs="metadata server", mend=_MEND_GCP)
+        return _path(name, lambda: ask(key), judge, needs="metadata server", fix=_FIX_GCP)
 
-    yield _path(
-        "metadata server", lambda: ask("id"), judge_instance, needs="network", mend=_MEND_GCP
-    )
+    yield _path("metadata server", lambda: ask("id"), judge_instance, needs="network", fix=_FIX_GCP)
     yield key("preemptible", "scheduling/preemptible", judge_preemptible)
     yield key("preempted", "preempted", judge_preempted)
     yield key("maintenance-event", "maintenance-event", judge_optional)
@@ -111,19 +107,19 @@ def _path(
     ask: Callable[[], Answer],
     judge: Callable[[int, str], Judgement],
     *,
-    mend: str,
+    fix: str,
     needs: str = "",
 ) -> Check:
     def look() -> Judgement:
         try:
             answer = ask()
         except MetadataUnavailable as error:
-            return of_error(error, mend)
+            return of_error(error, fix)
         if answer.status not in (200, 404):
-            return failure(f"HTTP {answer.status} is no answer to rely on", mend)
+            return failure(f"HTTP {answer.status} is no answer to rely on", fix)
         return judge(answer.status, shortened(answer.body.decode("utf-8", "replace"), 100))
 
-    return Check(family=FAMILY, name=name, ask=look, needs=needs, mend=mend, limit_s=_LIMIT_S)
+    return Check(family=FAMILY, name=name, ask=look, needs=needs, fix=fix, limit_s=_LIMIT_S)
 
 
 def _clock(ask: Callable[[], Answer], needs: str) -> Check:
@@ -143,7 +139,7 @@ def _clock(ask: Callable[[], Answer], needs: str) -> Check:
 
 def judge_instance(status: int, text: str) -> Judgement:
     if status != 200:
-        return failure(f"it answers HTTP {status} to who this VM is", _MEND_AWS)
+        return failure(f"it answers HTTP {status} to who this VM is", _FIX_AWS)
     return ok(f"answers, with a token where one is needed: this VM is {text}")
 
 
@@ -169,11 +165,11 @@ def judge_preemptible(status: int, text: str) -> Judgement:
 
 def judge_preempted(status: int, text: str) -> Judgement:
     if status == 404:
-        return warning("this VM has no such key: a preemption would not be seen", _MEND_GCP)
+        return warning("this VM has no such key: a preemption would not be seen", _FIX_GCP)
     if text.upper() == "TRUE":
         return warning("TRUE: this VM is being preempted", "swansong status")
     if text.upper() != "FALSE":
-        return failure(f"neither TRUE nor FALSE: {text}", _MEND_GCP)
+        return failure(f"neither TRUE nor FALSE: {text}", _FIX_GCP)
     return ok("FALSE: no notice")
 
 

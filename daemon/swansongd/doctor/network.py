@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Judgement, Level, failure, ok
 from swansongd.doctor.store_fixes import address

@@ -23,19 +23,19 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from swansongd import catalog, commit
+from swansongd.bucket import catalog, commit
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
-from swansongd.flush import FlushEngine
-from swansongd.journal import Journal
-from swansongd.keys import RunKeys
-from swansongd.manifest import Manifest
+from swansongd.flush.engine import FlushEngine
+from swansongd.flush.journal import Journal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
-from swansongd.restore import restore
-from swansongd.signing import Signer
+from swansongd.restore.restore import restore
 from swansongd.staging import scan
 from swansongd.stores.base import BytesBody, ObjectStore
-from swansongd.stores.retry import Retrying
+from swansongd.stores.wrappers.retry import Retrying
 
 SMALL_BYTES = 4096
 """Of the shard that is stored by one request."""

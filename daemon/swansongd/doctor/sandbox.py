@@ -174,18 +174,18 @@ def refused(ended: Mapping[str, str], said: str) -> Finding:
     found = (
         f"nothing can be run as the daemon, in the sandbox of its unit: {result}, status {status}"
     )
-    mend = f"systemctl cat {fixes.DAEMON}"
+    fix = f"systemctl cat {fixes.DAEMON}"
     if result == "oom-kill":
         found = (
             "the kernel kills what runs as the daemon for want of memory (MemoryMax= of its unit)"
         )
-        mend = fixes.more_memory()
+        fix = fixes.more_memory()
     return Finding(
         family="host",
         name="as the daemon",
         level=Level.FAILURE,
         found=f"{found}; {said}" if said else found,
-        mend=mend,
+        fix=fix,
     )
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from swansong import openat
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
-from swansongd.stores import mounts
+from swansongd.stores.file import mounts
 
 FAMILY = "staging"
 
@@ -46,13 +46,13 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
     """
     path, run = config.staging.path, config.staging.path / config.run.name
     make = fixes.then(fixes.directory(path, "2750"), fixes.restart())
-    yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), mend=make)
+    yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), fix=make)
     yield Check(
         family=FAMILY,
         name="staging rights",
         ask=lambda: _writable(path, run, daemon),
         needs="staging",
-        mend=make,
+        fix=make,
     )
     yield Check(
         family=FAMILY, name="staging parents", ask=lambda: _parents(path, daemon), needs="staging"
@@ -75,7 +75,7 @@ def checks(config: Config, daemon: Account) -> Iterator[Check]:
         name="disk speed",
         ask=lambda: _speed(path),
         needs="staging rights",
-        mend=f"df -h {fixes.quoted(path)}",
+        fix=f"df -h {fixes.quoted(path)}",
         limit_s=_LIMIT_S,
     )
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from swansongd import signing
-from swansongd.clerk import expect_recorded_store
-from swansongd.config import Config
+from swansongd.bucket import signing
+from swansongd.bucket.signing import Signer
+from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes, staging, store_fixes
 from swansongd.doctor.accounts import Account
 from swansongd.doctor.clock import judge_skew, skew_s
@@ -29,16 +29,16 @@ from swansongd.doctor.findings import (
 )
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
-from swansongd.signing import Signer
+from swansongd.flush.committer import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
-from swansongd.stores import mounts
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.configured import open_configured
-from swansongd.stores.files import FileStore
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import S3Store
-from swansongd.stores.wire import Wire
-from swansongd.threads import parallel
+from swansongd.stores.file import mounts
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.http.client import Wire
+from swansongd.stores.s3.store import S3Store
+from swansongd.util.threads import parallel
 
 FAMILY = "store"
 
@@ -154,7 +154,7 @@ class _Probe:
             ask=look,
             needs=needs,
             limit_s=limit_s,
-            mend=store_fixes.ask_by_hand(self._config),
+            fix=store_fixes.ask_by_hand(self._config),
         )
 
     def credentials(self) -> Judgement:
@@ -325,7 +325,7 @@ class _Probe:
         date = answer.headers.get("date", "")
         judged = judge_skew(skew_s(date, asked_wall_s, time.time()), "the store")
         if judged.level is Level.FAILURE:
-            self._clock_fix = judged.mend
+            self._clock_fix = judged.fix
         return judged
 
     def speed(self, usable_s: float) -> Judgement:
@@ -391,13 +391,13 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     if not reason:
         return ok(f"{root} is {where}")
     found = f"{root} dies with the VM: {reason} ({where})"
-    mend = set_key(path, "url", "s3://BUCKET/PREFIX")
+    fix = set_key(path, "url", "s3://BUCKET/PREFIX")
     if trial:
-        return warning(f"{found}; accepted for a trial", mend)
+        return warning(f"{found}; accepted for a trial", fix)
     return failure(
         f"{found}. Name a bucket, a file server or a disk that outlives the VM; to try Swansong out "
         "all the same: swansong doctor --trial",
-        mend,
+        fix,
     )
 
 
@@ -414,13 +414,13 @@ def judge_signing_key(path: Path, account: Account) -> Judgement:
     """Whether the daemon will accept the key: it does not start otherwise."""
     key = fixes.quoted(path)
     own = fixes.as_root(f"chown {account.name}: {key}")
-    mend = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
+    fix = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
     try:
         signing.load(path, owners={0, account.uid})
     except ConfigError as error:
-        return failure(str(error), mend)
+        return failure(str(error), fix)
     if not account.may("r", path):
-        return failure(f"{account.name} may not read {path}", mend)
+        return failure(f"{account.name} may not read {path}", fix)
     return ok(f"{path} is private, and manifests and claims are signed with it")
 
 

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, account
 from swansongd.doctor.configuration import set_key
 from swansongd.errors import NotFound, StoreError
-from swansongd.stores import mounts
 from swansongd.stores.base import bucket_and_prefix, is_certificate_problem
-from swansongd.stores.gcs_access import Forbidden
-from swansongd.stores.s3_access import CREDENTIALS_HINT, Unsupported
+from swansongd.stores.file import mounts
+from swansongd.stores.gcs.access import Forbidden
+from swansongd.stores.s3.access import CREDENTIALS_HINT, Unsupported
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from swansong.protocol import DEFAULT_SOCKET
 
-from swansongd.config import Config
+from swansongd.config.config import Config
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group, with_trainers
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
@@ -68,7 +68,7 @@ def checks(
         needs="daemon",
     )
     yield Check(
-        family=FAMILY, name="signal", ask=lambda: _signal(config, daemon), mend=fixes.edit(path)
+        family=FAMILY, name="signal", ask=lambda: _signal(config, daemon), fix=fixes.edit(path)
     )
 
 
@@ -113,8 +113,8 @@ def _reachable(config: Config, ask_daemon: AskDaemon, *, by_systemd: bool) -> Ju
     if by_systemd and not facts.st_mode & stat.S_IWGRP:
         # A restart would keep it: systemd holds the listening socket for the daemon.
         group = fixes.as_root(f"chgrp {TRAINER_GROUP} {fixes.quoted(socket)}")
-        mend = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
-        return failure(f"the group of trainers cannot reach {mode}", mend)
+        fix = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
+        return failure(f"the group of trainers cannot reach {mode}", fix)
     connected = _users_of(ask_daemon(socket).get("trainers") or [])
     granted = _users_granted() if by_systemd else {}
     how, kept_out = [], []

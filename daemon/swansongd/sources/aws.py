@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post, is_news
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clock, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
@@ -113,7 +114,7 @@ class Imds:
             answer = self._ask(path, token)
             if answer.status != 401:
                 return answer
-        newer = self._session.token  # another source may have been refused, and mended it, already
+        newer = self._session.token  # another source may have been refused, and fixed it, already
         if newer is None or newer == token:
             newer = self._fetch_token()
         return self._ask(path, newer)
@@ -153,7 +154,7 @@ class Imds:
                 self._hop_limited = True
                 raise MetadataUnavailable(
                     "the metadata service answers, but its token does not arrive: the hop limit is "
-                    "too low for a container; mend it with "
+                    "too low for a container; fix it with "
                     f"`{_MEND} --http-put-response-hop-limit 2`",
                     timed_out=True,
                 ) from error
@@ -188,7 +189,7 @@ def _refusal(status: int) -> str:
         return f"the metadata service redirects (HTTP {status}), which is not followed"
     if status == 403:
         return (
-            "the metadata service refuses (HTTP 403): it may be switched off; mend it with "
+            "the metadata service refuses (HTTP 403): it may be switched off; fix it with "
             f"`{_MEND} --http-endpoint enabled`"
         )
     return f"the metadata service answers HTTP {status}"
@@ -202,7 +203,7 @@ class Moment:
     wall_s: float
     """Seconds since 1970, UTC."""
 
-    def mended(self, answer: Answer) -> Moment:
+    def fixed(self, answer: Answer) -> Moment:
         """The same instant by the clock of the server, where it shows one.
 
         ``Date`` names a second; within that second the local clock is believed.
@@ -379,7 +380,7 @@ class AwsSource(ABC):
             post(NoticeRaised(notice))
 
     def _skew_words(self, asked: Moment, answer: Answer) -> str:
-        skew_s = asked.wall_s - asked.mended(answer).wall_s
+        skew_s = asked.wall_s - asked.fixed(answer).wall_s
         if abs(skew_s) <= CLOCK_SKEW_SHOWN_S:
             self._skew_s = 0.0
             return ""
@@ -401,7 +402,7 @@ class AwsSpotSource(AwsSource):
         answer = imds.look(SPOT_PATH)
         notice = None
         if answer.status == 200:
-            notice = read_instance_action(answer.body, asked.mended(answer), self._assumed_grace_s)
+            notice = read_instance_action(answer.body, asked.fixed(answer), self._assumed_grace_s)
             if server_date_s(answer) is None:
                 notice = self._by_local_clock(notice, answer.body, asked)
             self._body = answer.body

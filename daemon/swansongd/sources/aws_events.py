@@ -125,7 +125,7 @@ class AwsScheduledSource(AwsSource):
         if live or self._live is not None:
             over = self._read_history(imds)
         notices = [
-            (read_event(event, asked.mended(answer), self._assumed_grace_s), event)
+            (read_event(event, asked.fixed(answer), self._assumed_grace_s), event)
             for event in live
             if _text(event, "EventId") not in over
         ]

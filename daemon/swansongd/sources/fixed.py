@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clock, Post
 
 NAME = "deadline"
 JUMP_S = 1.0

@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post, is_news
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clock, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     Answer,

@@ -68,7 +68,7 @@ class _TimedSource(GcpSource):
         self, sight: Sight, stated: datetime | None, plus_s: float = 0.0
     ) -> tuple[float, DeadlineQuality]:
         """``plus_s`` after a stated time, by the server's clock; now if that has passed."""
-        now = Moment(self._monotonic(), self._wall()).mended(sight.answer)
+        now = Moment(self._monotonic(), self._wall()).fixed(sight.answer)
         if stated is None:
             return now.mono_s + self._grace_s, DeadlineQuality.ASSUMED
         left_s = stated.timestamp() + plus_s - now.wall_s

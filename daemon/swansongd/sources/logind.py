@@ -29,7 +29,8 @@ from jeepney.wrappers import unwrap_msg
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.base import Clock, HealthTracker, Post
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clock, Post
 from swansongd.sources.metadata import Backoff, shortened
 
 NAME = "logind"
@@ -57,11 +58,11 @@ _DENIED = (
     "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired",
 )
 _UNDER_WAY = "org.freedesktop.login1.OperationInProgress"
-_MEND_DELAY = (
+_FIX_DELAY = (
     "set InhibitDelayMaxSec= in /etc/systemd/logind.conf.d/zz-swansong.conf, then "
     "`systemctl restart systemd-logind`"
 )
-_MEND_DENIED = "mend it with `apt-get install polkitd`, or run the daemon as root"
+_FIX_DENIED = "fix it with `apt-get install polkitd`, or run the daemon as root"
 
 
 class LogindError(Exception):
@@ -209,7 +210,7 @@ def _in_words() -> Iterator[None]:
         if error.name in _ABSENT:
             raise NoLogind("no systemd-logind on the system bus") from error
         if error.name in _DENIED:
-            raise Refused(f"{words}; {_MEND_DENIED}") from error
+            raise Refused(f"{words}; {_FIX_DENIED}") from error
         raise (UnderWay if error.name == _UNDER_WAY else Refused)(words) from error
     except FileNotFoundError as error:
         raise NoLogind("no system bus: D-Bus is not installed, or not running") from error
@@ -397,7 +398,7 @@ class LogindSource:
         if self._delay_s < self._wanted_delay_s:
             health.degraded(
                 f"shutdowns wait {self._delay_s:g} s at most, less than the "
-                f"{self._wanted_delay_s:g} s of deadline.shutdown_delay_s; {_MEND_DELAY}"
+                f"{self._wanted_delay_s:g} s of deadline.shutdown_delay_s; {_FIX_DELAY}"
             )
         else:
             health.ok(f"shutdowns wait {self._delay_s:g} s at most")

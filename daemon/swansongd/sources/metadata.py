@@ -21,8 +21,8 @@ from typing import Self
 from urllib.parse import urlencode, urlsplit
 
 from swansongd.errors import Transient
-from swansongd.http1 import AnswerReader, left_s, receive_until, request_head
-from swansongd.sources.base import HealthTracker
+from swansongd.observe.health import HealthTracker
+from swansongd.util.http1 import AnswerReader, left_s, receive_until, request_head
 
 DEFAULT_URL = "http://169.254.169.254"
 IPV6_URLS = {"aws": "http://[fd00:ec2::254]", "gcp": "http://[fd20:ce::254]"}
@@ -107,7 +107,7 @@ class MetadataClient:
 
         Raises:
             MetadataUnavailable: no connection, nothing complete within the limit, a head that is broken
-                or beyond the limits of :mod:`swansongd.http1`, or a body of more than
+                or beyond the limits of :mod:`swansongd.util.http1`, or a body of more than
                 :data:`MAX_BODY_BYTES`.
         """
         asked_mono_s, limit_s = time.monotonic(), self._limit_s

@@ -23,7 +23,7 @@ from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object,
 from swansongd.errors import Transient
 from swansongd.stores.base import ObjectInfo, OpenUpload, Page
 from swansongd.stores.checksums import crc32c_from_base64
-from swansongd.stores.wire import ANSWER_BYTES_MAX, Answer
+from swansongd.stores.http.client import ANSWER_BYTES_MAX, Answer
 
 PAGE_ITEMS = 1000
 """Asked for; both stores give no more."""

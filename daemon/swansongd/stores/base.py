@@ -37,7 +37,7 @@ processor's cache when it is sent or written.  A store holds one for each reques
 bounds the memory of a flush or a restore: connections times this, whatever the files measure."""
 RENEW_BELOW_S = 900.0
 """Credentials with less life than this are renewed by :meth:`ObjectStore.warm`."""
-CRC32C_UNTOLD = -1
+CRC32C_UNKNOWN = -1
 """In receipts of :meth:`ObjectStore.parts`: this store tells no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
@@ -311,7 +311,7 @@ def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
 
     Stores accept gaps in silence.  What a listing returned may lack the checksum.
     """
-    if any(part.crc32c == CRC32C_UNTOLD for part in parts):
+    if any(part.crc32c == CRC32C_UNKNOWN for part in parts):
         raise Permanent(f"{upload.key}: its completion wants the receipts of put_part")
     count = part_count(upload.size_bytes, upload.part_size_bytes)
     if [part.number for part in parts] != list(range(1, count + 1)):

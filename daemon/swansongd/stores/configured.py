@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from swansongd.config import StoreConfig
+from swansongd.config.config import StoreConfig
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.opening import open_store

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.files import FileStore
-from swansongd.stores.gcs import GcsStore
-from swansongd.stores.s3 import Checksums, S3Store
-from swansongd.stores.s3_access import Addressing
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.s3.access import Addressing
+from swansongd.stores.s3.store import Checksums, S3Store
 
 
 def open_store(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from swansongd.rates import TokenBucket
 from swansongd.trainers.connection import Connection
+from swansongd.util.rates import TokenBucket
 
 CONNECTIONS_MAX = 256
 CONNECTIONS_PER_USER = 128

@@ -32,7 +32,6 @@ from swansong.protocol import Message, ProtocolError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused
 from swansongd.errors import ConfigError
-from swansongd.rates import LogLimit
 from swansongd.trainers import peers, translate
 from swansongd.trainers.admission import (
     CONNECTIONS_PER_USER,
@@ -49,13 +48,14 @@ from swansongd.trainers.connection import (
     close_socket,
     listen,
 )
+from swansongd.util.rates import LogLimit
 
 ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 _MESSAGES_PER_TURN = 16
 _SWEEP_S = 1.0
 _COMPLAINT_EVERY_S = 60.0
-_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.Incarnation)
+_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.JobStart)
 _SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from swansong.protocol import MAX_MESSAGE_BYTES, Hello
 
 from swansongd.errors import SwansongError
-from swansongd.rates import TokenBucket
 from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
+from swansongd.util.rates import TokenBucket
 
 OUTGOING_MESSAGES_MAX = 64
 OUTGOING_BYTES_MAX = 512 * 2**10

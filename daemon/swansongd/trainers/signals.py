@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
 
-from swansongd.config_values import signal_number
+from swansongd.config.values import signal_number
 from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
 from swansongd.trainers import peers, users

@@ -9,7 +9,7 @@ from swansong.protocol import Message
 from swansongd.core.events import (
     Event,
     FinishAsked,
-    IncarnationBegun,
+    JobStarted,
     PeerRequested,
     TrainerAccepted,
     TrainerAgreed,
@@ -48,9 +48,9 @@ def event_of(connection: int, message: Message) -> Event:
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
         case protocol.Finish():
-            return FinishAsked(message.incarnation)
-        case protocol.Incarnation():
-            return IncarnationBegun(message.id)
+            return FinishAsked(message.job_start_id)
+        case protocol.JobStart():
+            return JobStarted(message.id)
         case protocol.Failed():
             return TrainerFailed(
                 connection, message.request_id, short(message.reason), message.step

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket, Gcp
-from emulators.process import EmulatorProcess
-from system.nspawn import build
-from system.nspawn.build import Layer
-from system.nspawn.container import Container, Entry
+
+from testkit.clouds import Aws, Bucket, Gcp
+from testkit.emulators.process import EmulatorProcess
+from testkit.nspawn import build
+from testkit.nspawn.build import Layer
+from testkit.nspawn.container import Container, Entry
 
 RELEASE = os.environ.get("SWANSONG_TEST_RELEASE", build.STANDARD)
 """Of Debian: bullseye has systemd 247, bookworm 252, trixie 257."""
@@ -67,14 +68,14 @@ def network() -> Iterator[None]:
 @pytest.fixture
 def aws(network: None) -> Iterator[Aws]:
     """EC2's metadata service, at its real address as seen from the container."""
-    with EmulatorProcess("emulators.aws_imds", "--host", "0.0.0.0", "--port", "80"):
+    with EmulatorProcess("testkit.emulators.aws_imds", "--host", "0.0.0.0", "--port", "80"):
         yield Aws("http://127.0.0.1")
 
 
 @pytest.fixture
 def gcp(network: None) -> Iterator[Gcp]:
     """Compute Engine's metadata server, likewise."""
-    with EmulatorProcess("emulators.gcp_metadata", "--host", "0.0.0.0", "--port", "80"):
+    with EmulatorProcess("testkit.emulators.gcp_metadata", "--host", "0.0.0.0", "--port", "80"):
         yield Gcp("http://127.0.0.1")
 
 
@@ -82,7 +83,7 @@ def gcp(network: None) -> Iterator[Gcp]:
 def bucket(network: None) -> Iterator[Bucket]:
     """An empty prefix of a bucket outside of the container."""
     arguments = ("--host", "0.0.0.0", "--port", "9000", "--bucket", "ckpt")
-    with EmulatorProcess("emulators.s3_server", *arguments):
+    with EmulatorProcess("testkit.emulators.s3_server", *arguments):
         yield Bucket("http://127.0.0.1:9000", secrets.token_hex(4))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from system.nspawn.build import Layer, run_script
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.build import Layer, run_script
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 

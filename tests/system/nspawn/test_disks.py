@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from system.nspawn.container import DAEMON
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.container import DAEMON
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from rig import control
-from system.nspawn.container import DAEMON, TRAINER, Container
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.container import DAEMON, TRAINER, Container
+from testkit.rig import control
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(400, func_only=True)
 
@@ -55,8 +56,8 @@ def fixed(vm: Container, setup: Setup, *arguments: str) -> list[str]:
     tried = []
     for _ in range(ROUNDS):
         for finding in found:
-            tried.append(finding["mend"])
-            vm.run("bash", "-c", finding["mend"], may_fail=True, timeout_s=60)
+            tried.append(finding["fix"])
+            vm.run("bash", "-c", finding["fix"], may_fail=True, timeout_s=60)
         found = failures(doctor(vm, *arguments))
         if not found:
             return []
@@ -224,7 +225,7 @@ def test_root_makes_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) 
     assert found["store disk"]["level"] == "failure"
     assert "dies with the VM" in found["store disk"]["found"]
     assert found["bucket"]["level"] == "failure"
-    vm.run("bash", "-c", found["bucket"]["mend"])
+    vm.run("bash", "-c", found["bucket"]["fix"])
     left = failures(doctor(vm))
     assert [finding["name"] for finding in left] == ["store disk"]
     assert failures(doctor(vm, "--trial")) == []
@@ -246,7 +247,7 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
 
     assert finding["name"] == "store health"
     assert "Read-only file system" in finding["found"]
-    vm.run("bash", "-c", finding["mend"])
+    vm.run("bash", "-c", finding["fix"])
     assert failures(doctor(vm, "--trial")) == []
 
 
@@ -296,4 +297,4 @@ def test_only_root_can_look_as_the_daemon(new_vm: Any, bucket: Bucket, aws: Aws)
     found = json.loads(vm.run(*as_trainer, "swansong", "doctor", "--json", may_fail=True))
     first = failures(found)[0]
     assert first["name"] == "as the daemon"
-    assert first["mend"].endswith("swansong doctor")
+    assert first["fix"].endswith("swansong doctor")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from system.nspawn import build
-from system.nspawn.container import DAEMON, Container
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn import build
+from testkit.nspawn.container import DAEMON, Container
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
@@ -53,7 +54,7 @@ def test_an_upgrade_asks_for_a_restart(
     judged = judged_version(vm)
     assert judged["level"] == "warning"
     assert judged["found"].startswith("the daemon runs version ")
-    vm.run("sh", "-c", judged["mend"].removeprefix("sudo "))
+    vm.run("sh", "-c", judged["fix"].removeprefix("sudo "))
     until(lambda: vm.status()["version"] in judged["found"], what="the new daemon")
     assert judged_version(vm)["level"] == "ok"
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
 from swansong import protocol
-from system.nspawn.container import DAEMON, TRAINER, Container
-from waiting import until
+
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.container import DAEMON, TRAINER, Container
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import Aws, Bucket
-from system.nspawn.container import DAEMON, TRAINER, Container
-from waiting import until
+
+from testkit import TRAINERS
+from testkit.clouds import Aws, Bucket
+from testkit.nspawn.container import DAEMON, TRAINER, Container
+from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
@@ -18,7 +20,7 @@ STATE = "/var/lib/swansong"
 RUN = f"{STATE}/staging/run"
 STORE = f"{STATE}/store"
 SOCKET = "/run/swansong/trainer.sock"
-ATTACK = Path(__file__).resolve().parents[2] / "attacks" / "hostile_trainer.py"
+ATTACK = TRAINERS / "hostile_trainer.py"
 
 # As root, whom no mode keeps out: what the mounts of the namespace alone let be written.
 PROBE = """

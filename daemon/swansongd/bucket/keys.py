@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of the bucket: the one place that formats and parses keys.  docs/format.md describes it.
+
+Numbers are zero-padded so that a listing in lexicographic order is a listing in numeric order.  A number
+with more digits than the format has would give a key that no reader parses: formatting it raises
+:class:`~swansong.bounds.BoundsError`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from swansong import bounds
+
+from swansongd.bucket.signing import Signer
+from swansongd.model import CheckpointId, CommitRef
+
+_GENERATION = re.compile(r"([0-9]{8})\.json")
+_COMMIT = re.compile(r"([0-9]{8})/([0-9]{12})/([0-9]{5})-of-([0-9]{5})\.json")
+_SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitKey:
+    """What the name of a manifest says."""
+
+    ref: CommitRef
+    node: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Formats and parses the keys of one run.  The store itself adds the prefix of its URL."""
+
+    run: str
+    signer: Signer | None = None
+    """Signs the manifests and claims of the run, and decides which ones count; None: all count.  It is kept
+    here because every reader and writer of the run has this object, so that none can leave the check out."""
+
+    @property
+    def generations(self) -> str:
+        return f"{self.run}/generations/"
+
+    @property
+    def commits(self) -> str:
+        return f"{self.run}/commits/"
+
+    @property
+    def data(self) -> str:
+        return f"{self.run}/data/"
+
+    @property
+    def farewells(self) -> str:
+        return f"{self.run}/farewells/"
+
+    @property
+    def probes(self) -> str:
+        """Below it lie the rehearsals of ``swansong doctor``, each with the layout of a run."""
+        return f"{self.run}/probes/"
+
+    def generation(self, generation: int) -> str:
+        return f"{self.generations}{_generation(generation)}.json"
+
+    def shard(
+        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, path: str
+    ) -> str:
+        """Key of a shard.  ``upload_nonce`` is new for each flush, so that no key is ever written twice."""
+        name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{upload_nonce}"
+        return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}/{path}"
+
+    def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
+        return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
+
+    def farewell_prefix(self, generation: int) -> str:
+        return f"{self.farewells}{_generation(generation)}-"
+
+    def parts(self, ref: CommitRef) -> str:
+        """Prefix of the keys of all manifests of one checkpoint."""
+        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}/"
+
+    def farewell(self, generation: int, stamp: str) -> str:
+        return f"{self.farewell_prefix(generation)}{stamp}.json"
+
+    def parse_generation(self, key: str) -> int | None:
+        match = _GENERATION.fullmatch(key.removeprefix(self.generations))
+        return int(match[1]) if match and key.startswith(self.generations) else None
+
+    def parse_commit(self, key: str) -> CommitKey | None:
+        match = _COMMIT.fullmatch(key.removeprefix(self.commits))
+        if not match or not key.startswith(self.commits):
+            return None
+        generation, step, node, nodes = (int(group) for group in match.groups())
+        if node >= nodes:
+            return None
+        return CommitKey(ref=CommitRef(generation, step), node=node, nodes=nodes)
+
+    def is_shard(self, key: str, path: str) -> bool:
+        """Whether a writer of this run may have stored the shard of ``path`` under ``key``."""
+        directory = key.removeprefix(self.data).removesuffix(path)
+        return key == f"{self.data}{directory}{path}" and bool(
+            _SHARD_DIRECTORY.fullmatch(directory)
+        )
+
+
+def _generation(generation: int) -> str:
+    return f"{bounds.integer(generation, 'generation', 0, bounds.GENERATION_MAX):08d}"
+
+
+def _step(step: int) -> str:
+    return f"{bounds.integer(step, 'step', 0, bounds.STEP_MAX):012d}"
+
+
+def _node(number: int, field: str) -> str:
+    return f"{bounds.integer(number, field, 0, bounds.NODES_MAX):05d}"

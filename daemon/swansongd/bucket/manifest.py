@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: what one VM committed at one step.  docs/format.md describes the bytes.
+
+Canonical JSON with its own digest.  Every writer of the bucket can write a manifest, and a restore
+acts on its content, so ``decode`` checks every field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import FIELD as SIGNATURE
+from swansongd.bucket.signing import Signer, canonical
+from swansongd.digests import ALGORITHM, PART_SIZE_BYTES_MAX, part_count
+from swansongd.errors import CorruptError
+from swansongd.model import CheckpointKind, CommitRef, StoredShard
+
+FORMAT = "swansong-manifest"
+VERSION = 1
+
+BYTES_MAX = 16 * 2**20
+"""Room for bounds.FILES_MAX shards with 800 bytes each.  Decoding one takes less than 5 s of processor time
+and 256 MiB of memory, whatever it contains."""
+PARTS_MAX = 1_000_000
+"""Parts of all shards of one manifest: 16 TiB in parts of 16 MiB.  A restore holds 200 bytes for each."""
+SMALL_PARTS_MAX = 10_000
+"""Parts that may be smaller than a mebibyte, the last parts of the shards not counted."""
+
+_DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
+_CRC32C = re.compile(r"[0-9a-f]{8}")
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """An immutable list of shards with sizes and digests; its existence is the commit."""
+
+    run: str
+    generation: int
+    step: int
+    kind: CheckpointKind
+    node: int
+    nodes: int
+    nonce: str
+    """Tells our own commit from somebody else's after a lost reply."""
+    shards: tuple[StoredShard, ...]
+    parent: CommitRef | None = None
+    """The commit that this one goes on from."""
+    framework: str = "swansong"
+    health: Mapping[str, float] = field(default_factory=dict)
+    trainer: Mapping[str, object] = field(default_factory=dict)
+    created: str = ""
+    """UTC, informational; nothing is ordered by it."""
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.generation, self.step)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
+    """The manifest as the bytes of its object, signed if there is a ``signer``.
+
+    Raises:
+        BoundsError: a number is not finite, or JSON has no such value.
+    """
+    try:
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_fields(manifest)}
+        if manifest.parent is not None:
+            body["parent"] = _fields(manifest.parent)
+        body["shards"] = [
+            {**_fields(shard), "crc32c": f"{shard.crc32c:08x}"} for shard in manifest.shards
+        ]
+        if signer is not None:
+            body = signer.signed(FORMAT, body)
+        return _digested(body)[1]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
+
+
+def _fields(item: Manifest | StoredShard | CommitRef) -> dict[str, Any]:
+    """The fields of one dataclass by name, without a copy of what they hold: there are 20,000 shards."""
+    return {name: getattr(item, name) for name in item.__dataclass_fields__}
+
+
+def decode(data: bytes, signer: Signer | None = None) -> Manifest:
+    """Parse and check the bytes of a manifest.
+
+    Args:
+        signer: a manifest without its signature is refused; None accepts all.
+
+    Raises:
+        CorruptError: they are not exactly what ``encode`` made, a field is out of bounds, or the signature
+            is missing or wrong.
+    """
+    try:
+        return _decode(data, signer)
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None
+
+
+def _decode(data: bytes, signer: Signer | None) -> Manifest:
+    body = bounds.json_object(data, "the manifest", BYTES_MAX)
+    if body.get("format") != FORMAT:
+        raise CorruptError("the object is not a manifest")
+    version = bounds.integer(body.get("version"), "version of the manifest", 1, 10**6)
+    if version != VERSION:
+        raise CorruptError(
+            f"the manifest has format version {version}; this swansong knows {VERSION}",
+            hint="upgrade swansong to read it",
+        )
+    claimed = body.pop("digest", None)
+    try:
+        intact = (claimed, data) == _digested(body)
+    except (ValueError, RecursionError):
+        intact = False
+    if not intact:
+        raise CorruptError("the manifest does not match its own digest")
+    if signer is not None and not signer.is_valid(FORMAT, body):
+        raise CorruptError(
+            "the manifest is not signed"
+            if SIGNATURE not in body
+            else "the manifest carries a signature that is not of this key",
+            hint="Commits made without store.signing_key_file, or with another key, do not count",
+        )
+    return _manifest(body)
+
+
+def _digested(body: Mapping[str, object]) -> tuple[str, bytes]:
+    """The digest of a body without one, and the canonical JSON of both.
+
+    The body is written once, in two pieces with the digest between them: it may have 20,000 shards.
+    """
+    before = canonical({key: value for key, value in body.items() if key < "digest"})[1:-1]
+    after = canonical({key: value for key, value in body.items() if key > "digest"})[1:-1]
+    bare = b",".join(filter(None, (before, after)))
+    digest = f"sha256:{hashlib.sha256(b'{%b}' % bare).hexdigest()}"
+    field = canonical({"digest": digest})[1:-1]
+    return digest, b"{%b}" % b",".join(filter(None, (before, field, after)))
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    kind = _text(body, "kind")
+    if kind not in tuple(CheckpointKind):
+        raise CorruptError(f"the manifest has the kind {kind!r:.60}")
+    shards = bounds.items(body.get("shards"), "shards of the manifest", bounds.FILES_MAX)
+    manifest = Manifest(
+        run=_text(body, "run"),
+        generation=_count(body, "generation", bounds.GENERATION_MAX),
+        step=_count(body, "step", bounds.STEP_MAX),
+        kind=CheckpointKind(kind),
+        node=_count(body, "node", bounds.NODES_MAX),
+        nodes=_count(body, "nodes", bounds.NODES_MAX),
+        nonce=_text(body, "nonce"),
+        shards=tuple(_shard(item) for item in shards),
+        parent=_parent(body.get("parent")),
+        framework=_text(body, "framework"),
+        health=bounds.metrics(body.get("health"), "health of the manifest"),
+        trainer=bounds.facts(body.get("trainer"), "trainer of the manifest"),
+        created=_text(body, "created"),
+    )
+    if manifest.node >= manifest.nodes:
+        raise CorruptError(f"the manifest is of node {manifest.node} of {manifest.nodes}")
+    _check_parts(manifest.shards)
+    check_paths([shard.path for shard in manifest.shards])
+    keys = RunKeys(manifest.run)
+    for shard in manifest.shards:
+        if not keys.is_shard(shard.key, shard.path):
+            raise CorruptError(
+                f"the manifest names the key {shard.key!r:.100}, not that of {shard.path!r:.100} in "
+                f"the data of its run"
+            )
+    return manifest
+
+
+def _check_parts(shards: Sequence[StoredShard]) -> None:
+    """Whether a restore can hold all parts: a few bytes of manifest could name any number of them.
+
+    Raises:
+        BoundsError: they are too many.
+    """
+    size_bytes = bounds.integer(
+        sum(shard.size_bytes for shard in shards), "size of the checkpoint", 0, bounds.BYTES_MAX
+    )
+    parts = sum(part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards)
+    parts_max = min(PARTS_MAX, len(shards) + SMALL_PARTS_MAX + size_bytes // _MIB)
+    if parts > parts_max:
+        raise BoundsError(
+            f"the manifest has {parts} parts for {size_bytes} bytes; the limit is {parts_max}"
+        )
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Whether files of these names can lie in one directory, each once.
+
+    Raises:
+        CorruptError: one is unsafe, occurs twice, or is a directory on the way to another.
+    """
+    seen: set[str] = set()
+    directories: set[str] = set()
+    for path in paths:
+        try:
+            bounds.path(path, "a path of the manifest")
+        except BoundsError as error:
+            raise CorruptError(f"the manifest is not safe to restore: {error}") from None
+        if path in seen:
+            raise CorruptError(f"the manifest names the path {path!r:.100} twice")
+        seen.add(path)
+        parts = path.split("/")
+        directories.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
+    if clash := sorted(seen & directories):
+        raise CorruptError(f"the manifest has {clash[0]!r:.100} as a file and as a directory")
+
+
+def _shard(item: Any) -> StoredShard:
+    if type(item) is not dict:
+        raise CorruptError("the manifest has a shard that is no object")
+    crc32c = _text(item, "crc32c")
+    if not _CRC32C.fullmatch(crc32c):
+        raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, not of 8 hex digits")
+    digest = _text(item, "digest")
+    if not _DIGEST.fullmatch(digest):
+        raise CorruptError(
+            f"the manifest has the digest {digest!r:.80}, which this swansong does not know"
+        )
+    return StoredShard(
+        path=_text(item, "path", bounds.TEXT_CHARS_MAX),
+        size_bytes=_count(item, "size_bytes", bounds.BYTES_MAX),
+        digest=digest,
+        key=_text(item, "key", bounds.TEXT_CHARS_MAX),
+        part_size_bytes=bounds.integer(
+            item.get("part_size_bytes"), "part size of a shard", 1, PART_SIZE_BYTES_MAX
+        ),
+        crc32c=int(crc32c, 16),
+    )
+
+
+def _parent(item: Any) -> CommitRef | None:
+    if item is None:
+        return None
+    if type(item) is not dict:
+        raise CorruptError("the manifest has a parent that is no object")
+    return CommitRef(
+        _count(item, "generation", bounds.GENERATION_MAX), _count(item, "step", bounds.STEP_MAX)
+    )
+
+
+def _text(body: Mapping[str, Any], name: str, max_chars: int = bounds.ID_CHARS_MAX) -> str:
+    return bounds.text(body.get(name), f"{name} in the manifest", max_chars)
+
+
+def _count(body: Mapping[str, Any], name: str, high: int) -> int:
+    return bounds.integer(body.get(name), f"{name} in the manifest", 0, high)

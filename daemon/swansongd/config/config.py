@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: one TOML file into frozen dataclasses, all problems reported at once.
+
+``swansong.example.toml`` says what each key means to an operator; here stands how it is read.  No
+environment variable changes anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+from urllib.parse import unquote, urlsplit
+
+from swansong.protocol import DEFAULT_SOCKET
+
+from swansongd.config import values as read
+from swansongd.config.values import Reader, Wrong
+from swansongd.errors import ConfigError
+
+DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
+METADATA_TIMEOUT_S = 2.0
+"""The longest that one question to the metadata service may take."""
+
+_HINT = "swansong.example.toml shows every key"
+
+
+# ---------------------------------------------------------------- the sections
+
+
+def _key(reader: Reader, *, default: Any = MISSING, key: str = "") -> Any:
+    """A key of a section, and how it is read; ``key`` where its name is not that of the field."""
+    return dataclasses.field(default=default, metadata={"reader": reader, "key": key})
+
+
+_section = dataclass(frozen=True, slots=True, kw_only=True)
+
+
+@_section
+class RunConfig:
+    name: str = _key(read.run_name)
+    several_vms: bool = _key(read.yes_or_no, default=False)
+    """The job may run on several VMs at once; each has this set."""
+    checkpoint_interval_s: float | None = _key(read.interval, default=None)
+    """None: by the measured cost of a save and the interruptions that were seen."""
+    mtbf_s: float = _key(read.duration, default=4 * 3600.0, key="mtbf")
+
+
+@_section
+class StagingConfig:
+    path: Path = _key(read.path)
+
+
+@_section
+class StoreConfig:
+    url: str = _key(read.store_url)
+    endpoint: str | None = _key(read.http_url, default=None)
+    region: str | None = _key(
+        read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"), default=None
+    )
+    profile: str | None = _key(
+        read.text(r"[^\x00-\x1f\]]{1,128}", "give a profile of the AWS configuration"), default=None
+    )
+    ca_bundle: Path | None = _key(read.path, default=None)
+    """None: what this VM trusts."""
+    addressing: Literal["auto", "path", "virtual"] = _key(
+        read.one_of("auto", "path", "virtual"), default="auto"
+    )
+    checksums: Literal["auto", "trailer", "header"] = _key(
+        read.one_of("auto", "trailer", "header"), default="auto"
+    )
+    abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
+    signing_key_file: Path | None = _key(read.path, default=None)
+    """None: manifests and claims are not signed, and every one counts."""
+
+
+@_section
+class SourcesConfig:
+    cloud: str = _key(read.one_of("auto", "aws", "gcp", "none"), default="auto")
+    metadata_url: str | None = _key(read.http_url, default=None)
+    """None: the cloud's own address."""
+    poll_interval_s: float = _key(read.duration, default=1.0)
+    gcp_preemption_notice_s: float | None = _key(read.preemption_notice, default=None)
+    """None: learned when it comes."""
+    asg_name: str | None = _key(
+        read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"), default=None
+    )
+    asg_hook: str | None = _key(
+        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
+    )
+    asg_grace_s: float | None = _key(read.duration, default=None)
+    """None: as ``deadline.assumed_grace_s``."""
+    end_at: datetime | None = _key(read.utc_instant, default=None)
+    max_run_duration_s: float | None = _key(read.duration, default=None, key="max_run_duration")
+    end_lead_s: float = _key(read.duration, default=120.0, key="end_lead")
+    system_bus: str | None = _key(read.bus_address, default=None)
+    """None: the host's own."""
+
+
+@_section
+class TrainerConfig:
+    socket: Path = _key(read.socket_path, default=Path(DEFAULT_SOCKET))
+    signal: str = _key(read.trainer_signal, default="none")
+    pid_file: Path | None = _key(read.path, default=None)
+    unit: str | None = _key(
+        read.text(
+            r"[A-Za-z0-9:_.\\@-]{1,240}\.(service|scope)", "give a unit such as train.service"
+        ),
+        default=None,
+    )
+    users: tuple[str | int, ...] = _key(read.users, default=())
+    """Who may speak on the socket and own staged files, besides root and the daemon's own user."""
+    settle_s: float = _key(read.duration, default=2.0)
+    stall_steps: float = _key(read.factor, default=20.0)
+    stall_min_s: float = _key(read.duration, default=60.0)
+
+    @property
+    def signal_number(self) -> int | None:
+        """Number of the configured signal on this machine; None for ``none``."""
+        return read.signal_number(self.signal)
+
+
+@_section
+class DeadlineConfig:
+    reserve_s: float = _key(read.duration, default=3.0)
+    assumed_grace_s: float = _key(read.duration, default=25.0)
+    sigterm_grace_s: float = _key(read.duration, default=25.0)
+    shutdown_delay_s: float = _key(read.duration, default=20.0)
+
+
+@_section
+class FlushConfig:
+    connections: int = _key(read.connections, default=32)
+    part_size_bytes: int = _key(read.part_size, default=16 * 2**20, key="part_size")
+    background_bytes_per_s: float | None = _key(read.rate, default=None)
+    """None: as fast as it goes; so always while an evacuation is open."""
+
+
+@_section
+class LogConfig:
+    format: str = _key(read.one_of("json", "console"), default="json")
+    level: str = _key(read.one_of("debug", "info", "warning", "error"), default="info")
+
+
+@_section
+class Config:
+    run: RunConfig
+    staging: StagingConfig
+    store: StoreConfig
+    sources: SourcesConfig
+    trainer: TrainerConfig
+    deadline: DeadlineConfig
+    flush: FlushConfig
+    log: LogConfig
+
+
+_SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
+
+
+def section_keys() -> dict[str, tuple[str, ...]]:
+    """All keys that there are, by section."""
+    return {name: tuple(_fields(section)) for name, section in _SECTIONS.items()}
+
+
+# ---------------------------------------------------------------- reading the file
+
+
+def load(path: Path) -> Config:
+    """Read the configuration file.
+
+    Raises:
+        ConfigError: it is missing, is no TOML, or holds anything that cannot be meant.
+    """
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            [f"{path}: no such file"],
+            hint="copy swansong.example.toml there, or name another file with --config",
+        ) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: is not UTF-8 (at byte {error.start})"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}: is not TOML: {error}"], hint=_HINT) from None
+    return parse(body)
+
+
+def parse(body: Mapping[str, object]) -> Config:
+    """Turn the parsed TOML into a configuration.
+
+    Raises:
+        ConfigError: anything is missing, unknown, wrong or impossible; lists all of it.
+    """
+    problems = [
+        _problem(name, "unknown section", value, _nearest(name, list(_SECTIONS)))
+        for name, value in body.items()
+        if name not in _SECTIONS
+    ]
+    values = {
+        name: _read_section(name, section, body.get(name, {}), problems)
+        for name, section in _SECTIONS.items()
+    }
+    problems += _impossible(values)
+    if problems:
+        raise ConfigError(problems, hint=_HINT)
+    return Config(**{name: section(**values[name]) for name, section in _SECTIONS.items()})
+
+
+def _read_section(
+    name: str, section: type[Any], table: object, problems: list[str]
+) -> dict[str, Any]:
+    """The values of a section by field, defaults included; those that are wrong are left out."""
+    if not isinstance(table, dict):
+        problems.append(_problem(name, "is no table", table, f"begin it with [{name}]"))
+        return {}
+    known = _fields(section)
+    problems += [
+        _problem(f"{name}.{key}", "unknown key", value, _nearest(key, list(known)))
+        for key, value in table.items()
+        if key not in known
+    ]
+    values = {}
+    for key, item in known.items():
+        where = f"{name}.{key}"
+        try:
+            if key in table:
+                values[item.name] = item.metadata["reader"](table[key])
+            elif item.default is MISSING:
+                problems.append(f"{where}: is missing (got nothing); {_example(item)}")
+            else:
+                values[item.name] = item.default
+        except Wrong as wrong:
+            shown = table[key] if wrong.shown is MISSING else wrong.shown
+            problems.append(_problem(where, wrong.problem, shown, wrong.remedy))
+    return values
+
+
+def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Values that are right each by itself, and cannot be together."""
+    trainer, deadline = values["trainer"], values["deadline"]
+    problems = []
+    targets = [key for key in ("pid_file", "unit") if trainer.get(key) is not None]
+    if trainer.get("signal", "none") != "none" and len(targets) != 1:
+        got = " and ".join(targets) or "neither"
+        problems.append(
+            f"trainer.signal: needs to know one process (got {got}); "
+            "set either trainer.pid_file or trainer.unit"
+        )
+    reserve_s = deadline.get("reserve_s", 0.0)
+    problems += [
+        _problem(
+            "deadline.reserve_s",
+            f"leaves nothing of deadline.{key} = {deadline[key]:g}",
+            reserve_s,
+            "make it smaller",
+        )
+        for key in ("assumed_grace_s", "sigterm_grace_s")
+        if reserve_s >= deadline.get(key, math.inf)
+    ]
+    poll_interval_s = values["sources"].get("poll_interval_s", 0.0)
+    found_s = poll_interval_s + METADATA_TIMEOUT_S
+    if reserve_s < deadline.get("assumed_grace_s", math.inf) <= found_s + reserve_s:
+        problems.append(
+            _problem(
+                "sources.poll_interval_s",
+                f"finds a notice after up to {found_s:g} s; deadline.assumed_grace_s less "
+                f"deadline.reserve_s is only {deadline['assumed_grace_s'] - reserve_s:g} s",
+                poll_interval_s,
+                "make it smaller",
+            )
+        )
+    hook = [key for key in ("asg_hook", "asg_name") if values["sources"].get(key) is not None]
+    if len(hook) == 1:
+        problems.append(
+            f"sources.asg_hook: needs sources.asg_name and the other way round (got {hook[0]}); "
+            "set both or neither"
+        )
+    url, staging = str(values["store"].get("url", "")), values["staging"].get("path")
+    if staging is not None and url.startswith("file://"):
+        store = Path(unquote(urlsplit(url).path))
+        if store == staging or staging in store.parents:
+            problems.append(
+                _problem("store.url", "lies within staging.path", url, "give it a place of its own")
+            )
+    return problems
+
+
+def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a section by the key that stands in the file."""
+    return {item.metadata["key"] or item.name: item for item in dataclasses.fields(section)}
+
+
+def _example(item: dataclasses.Field[Any]) -> str:
+    try:
+        item.metadata["reader"](None)
+    except Wrong as wrong:
+        return wrong.remedy
+    return "give it a value"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+def _problem(where: str, problem: str, value: object, remedy: str) -> str:
+    return f"{where}: {problem} (got {value!r:.80}); {remedy}"

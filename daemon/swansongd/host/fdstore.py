@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What systemd keeps for us from one start of the daemon to the next: its file descriptor store.
+
+Three things outlive a crash or a restart: the socket that trainers connect to, so that they wait instead of
+being refused; the live notices with the ids of their evacuations; and logind's delay lock, while a shutdown
+waits for an evacuation.  When the service is stopped, systemd closes all of them.
+
+A lock in the store delays the shutdown even if no daemon runs any more.  So each start takes the lock out of
+the store, and a lock from there is not stored again: one restart during a shutdown keeps the lock, and a
+daemon that crashes again releases it.
+
+Without systemd the notices are in a file of the daemon's own directory, which counts for this boot only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swansong import bounds, openat
+
+from swansongd.core.notices import REPEATS_MAX
+from swansongd.host.sdnotify import SystemdNotifier
+from swansongd.model import DeadlineQuality, Notice, Severity
+
+LISTENER = "trainer-socket"
+LOCK = "delay-lock"
+NOTICES = "notices"
+NOTICES_FILE = "notices.json"
+_FIRST_FD = 3
+_NOTICES_MAX_BYTES = 2**16
+_NOTICES_MAX = 64
+_FACTS_MAX = 64
+
+
+class FdStore:
+    """Without room in the store of systemd, nothing is kept and nothing comes back.
+
+    Args:
+        notifier: the way to systemd.
+        environment: of the process; says what was kept by the daemon before us.
+        boot_id: of this boot of the kernel: the deadlines of another one mean nothing.
+    """
+
+    def __init__(
+        self, notifier: SystemdNotifier, environment: Mapping[str, str], *, boot_id: str = ""
+    ) -> None:
+        self._notifier = notifier
+        self._boot_id = boot_id
+        self._fds = _inherited(environment)
+        self._notices: tuple[Notice, ...] = ()
+        self._notices_fd = self._fds.pop(NOTICES, None)
+        self._own_fd: int | None = None
+        if LOCK in self._fds:
+            # Before anything can fail: if this start fails, the lock is released with the process.
+            notifier.drop(LOCK)
+
+    def use_directory(self, own_fd: int) -> None:
+        """Without systemd, keep the notices in this directory, which no other user may write to."""
+        if not self._notifier.has_systemd:
+            self._own_fd = own_fd
+
+    # ------------------------------------------------------------------ from the daemon before us
+
+    def listener_fd(self, path: Path) -> int | None:
+        """The listening socket, if it is the one at ``path``."""
+        fd = self._fds.pop(LISTENER, None)
+        if fd is None:
+            return None
+        with socket.socket(fileno=os.dup(fd)) as listener:
+            bound = listener.getsockname() if listener.family == socket.AF_UNIX else None
+        if bound == os.fspath(path) and path.is_socket():
+            return fd
+        os.close(fd)
+        self._notifier.drop(LISTENER)
+        return None
+
+    def lock_fd(self) -> int | None:
+        """The delay lock that the daemon before us held while a shutdown waited for it."""
+        return self._fds.pop(LOCK, None)
+
+    def notices(self, now_mono_s: float) -> list[Notice]:
+        """Those that were live, and have not run out since."""
+        # Absent, cut off, or of another version; BoundsError is a ValueError.
+        with suppress(OSError, ValueError, KeyError, RecursionError):
+            found = bounds.json_object(self._read(), NOTICES, _NOTICES_MAX_BYTES)
+            if found["boot_id"] != self._boot_id:
+                return []
+            items = bounds.items(found[NOTICES], NOTICES, _NOTICES_MAX)
+            notices = [_notice(facts) for facts in items]
+            return [notice for notice in notices if notice.deadline_mono_s > now_mono_s]
+        return []
+
+    def _read(self) -> bytes:
+        if self._own_fd is not None:
+            owners = {os.geteuid()}
+            return openat.read_file(
+                NOTICES_FILE, dir_fd=self._own_fd, max_bytes=_NOTICES_MAX_BYTES, owners=owners
+            )
+        return (
+            b"" if self._notices_fd is None else os.pread(self._notices_fd, _NOTICES_MAX_BYTES, 0)
+        )
+
+    # ------------------------------------------------------------------ for the daemon after us
+
+    def keep_listener(self, fd: int) -> None:
+        self._notifier.keep(LISTENER, fd)
+
+    def keep_lock(self, fd: int | None) -> None:
+        """In place of the one kept so far; with None, that one is let go."""
+        self._notifier.drop(LOCK)
+        if fd is not None:
+            self._notifier.keep(LOCK, fd)
+
+    def keep_notices(self, notices: Iterable[Notice]) -> None:
+        """In place of those kept so far."""
+        wanted = tuple(notices)
+        if wanted == self._notices:
+            return
+        self._notices = wanted
+        body = {"boot_id": self._boot_id, NOTICES: [asdict(item) for item in wanted]}
+        data = json.dumps(body).encode()
+        with suppress(OSError):  # no memory or no space for it: then nothing is kept
+            if self._own_fd is not None:
+                # No fsync: the file need not outlive this boot, and the decision loop must not wait.
+                openat.replace_file(NOTICES_FILE, data, dir_fd=self._own_fd, durable=False)
+                return
+            if self._notices_fd is None:
+                self._notices_fd = os.memfd_create(NOTICES)
+                self._notifier.keep(NOTICES, self._notices_fd)
+            os.ftruncate(self._notices_fd, 0)
+            os.pwrite(self._notices_fd, data, 0)
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
+    """The descriptors that systemd handed to this process, by name; of two with one name the later."""
+    if environment.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    found: dict[str, int] = {}
+    names = environment.get("LISTEN_FDNAMES", "").split(":")
+    count = environment.get("LISTEN_FDS", "0")
+    for fd, name in enumerate(names[: int(count) if count.isdecimal() else 0], _FIRST_FD):
+        try:
+            os.set_inheritable(fd, False)
+        except OSError:  # promised, and not there
+            continue
+        if name in found:
+            os.close(found[name])
+        found[name] = fd
+    return found
+
+
+def _notice(value: Any) -> Notice:
+    facts = bounds.mapping(value, "a notice", _FACTS_MAX)
+    return Notice(
+        source=bounds.text(facts["source"], "source"),
+        kind=bounds.text(facts["kind"], "kind"),
+        identity=bounds.text(facts["identity"], "identity"),
+        severity=Severity(facts["severity"]),
+        deadline_mono_s=_instant(facts["deadline_mono_s"], "deadline_mono_s"),
+        deadline_quality=DeadlineQuality(facts["deadline_quality"]),
+        detail=bounds.text(facts["detail"], "detail"),
+        later_mono_s=None
+        if facts["later_mono_s"] is None
+        else _instant(facts["later_mono_s"], "later_mono_s"),
+        is_overdue=bounds.boolean(facts["is_overdue"], "is_overdue"),
+        evacuation_id=bounds.identifier(facts["evacuation_id"], "evacuation_id"),
+        repeats=tuple(
+            bounds.text(identity, "a repeat")
+            for identity in bounds.items(facts["repeats"], "repeats", REPEATS_MAX)
+        ),
+    )
+
+
+def _instant(value: Any, field: str) -> float:
+    return bounds.number(value, field, -bounds.SECONDS_MAX, bounds.SECONDS_MAX)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads shards over many connections, each byte once: hashed, and written where it belongs, as it comes.
+
+The unit is the part: what an interrupted restore has of a part is read back from the disk, which is
+cheaper than the network, and every other part is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from swansongd.digests import part_count, shard_digest
+from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
+from swansongd.model import StoredShard
+from swansongd.restore.journal import Noted
+from swansongd.restore.target import RestoredFile, RestoreTarget
+from swansongd.stores.base import WINDOW_BYTES, ObjectStore
+from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
+from swansongd.util.threads import Task, parallel
+
+Progress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all; called from any thread, one call at a time."""
+Problems = dict[StoredShard, str]
+"""What is wrong, by shard, in words."""
+
+_SYNCS = 2
+"""Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
+_MISSING = "{} is missing from the store"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How shards are read.
+
+    Args:
+        connections: how many parts are under way at once, at most.
+        stop: ends it with Stopped, within a window.
+        refused: the error of an object that the store refuses while it returns others, see
+            :func:`swansongd.bucket.catalog.refused`; None: such an object ends the reading.
+    """
+
+    store: ObjectStore
+    connections: int
+    stop: threading.Event | None
+    refused: Callable[[str, Permanent], CorruptError] | None = None
+
+    def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
+        """Compare what the store has with what it should have, without reading it."""
+        # Shards of one flush lie side by side: a listing tells of a thousand at once.
+        beside: defaultdict[str, list[StoredShard]] = defaultdict(list)
+        for shard in shards:
+            is_named_for_path = shard.key.endswith(f"/{shard.path}")
+            beside[shard.key[: -len(shard.path)] if is_named_for_path else shard.key].append(shard)
+        problems: Problems = {}
+
+        def check(prefix: str) -> None:
+            wanted = {shard.key for shard in beside[prefix]}  # others may lie there in any number
+            listing = self.store.list(prefix)
+            try:
+                sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
+            except Permanent as error:
+                why = self._refused(f"the listing of {prefix}", error)
+                problems.update(dict.fromkeys(beside[prefix], why))
+                return
+            is_one_gone = False
+            for shard in beside[prefix]:
+                size_bytes = sizes_bytes.get(shard.key)
+                if size_bytes is None and not is_one_gone:
+                    # Some stores omit keys between two pages, so a HEAD decides.  One shard that is gone
+                    # condemns the commit: the others cost no request then.
+                    info = self.store.head(shard.key)
+                    size_bytes = None if info is None else info.size_bytes
+                    is_one_gone = info is None
+                if size_bytes is None:
+                    problems[shard] = _MISSING.format(shard.path)
+                elif size_bytes != shard.size_bytes:
+                    problems[shard] = (
+                        f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
+                    )
+
+        self._each(list(beside), check, threads=self.connections)
+        return problems
+
+    def read(
+        self,
+        shards: Mapping[int, StoredShard],
+        *,
+        target: RestoreTarget | None = None,
+        noted: Noted | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Problems, int]:
+        """Read all bytes of the shards, and compare their digests.
+
+        With a ``target`` they are written there, noted under the number of their shard, and synced.  While
+        a disk syncs the files that are whole, as many connections as before fetch others.
+
+        Returns:
+            What is wrong, and how many bytes did not have to be fetched because they were ``noted``, and
+            there.
+        """
+        total_bytes = sum(shard.size_bytes for shard in shards.values())
+        pace = _Pace(total_bytes, ConcurrencyLimit(self.connections), progress, self.stop)
+        reading = _Reading(self.store, target, noted or {}, pace, self._refused)
+        # The largest first: what comes last should be small, so that no connection is idle for long.
+        largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
+        states = [_Shard(number, shard) for number, shard in largest_first]
+        self._each(
+            [(state, index) for state in states for index in range(state.parts_left)],
+            lambda part: reading.part(*part),
+            threads=self.connections if target is None else _SYNCS * self.connections,
+        )
+        return reading.problems, reading.reused_bytes
+
+    def _refused(self, what: str, error: Permanent) -> str:
+        """What is wrong with one object that the store refuses; raises ``error`` if it refuses them all."""
+        if self.refused is None:
+            raise error
+        return self.refused(what, error).line()
+
+    def _each(
+        self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int
+    ) -> None:
+        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.stop)
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard that is being read."""
+
+    number: int
+    shard: StoredShard
+    digests: list[bytes] = field(init=False)
+    """Of its parts; empty while a part is not there."""
+    parts_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts_left = part_count(self.shard.size_bytes, self.shard.part_size_bytes)
+        self.digests = [b""] * self.parts_left
+
+
+class _Pace:
+    """Bytes done, of all connections together: how many parts may be under way goes by that, progress is
+    told, and a stop is seen."""
+
+    def __init__(
+        self,
+        total_bytes: int,
+        width: ConcurrencyLimit,
+        progress: Progress | None,
+        stop: threading.Event | None,
+    ) -> None:
+        self._total_bytes = total_bytes
+        self._width = width
+        self._progress = progress
+        self._stop = stop
+        self._cpus = len(os.sched_getaffinity(0))
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._done_bytes = 0
+        self._look_again_mono_s = 0.0
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Wait until one more part may be under way; raises Stopped."""
+        with self._changed:
+            while self._under_way >= self._width.now and not self._is_stopped:
+                self._changed.wait(SAMPLE_S)  # when nothing moves, nobody else looks
+                self._look()
+            self._under_way += 1
+        try:
+            self._end_if_stopped()
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify()
+
+    def add(self, size_bytes: int) -> None:
+        """Raises Stopped once it is time to end."""
+        self._end_if_stopped()
+        with self._changed:
+            self._done_bytes += size_bytes
+            self._look()
+            if self._progress is not None and size_bytes > 0:
+                self._progress(self._done_bytes, self._total_bytes)
+
+    def take_back(self, size_bytes: int) -> None:
+        """So many bytes come again."""
+        if size_bytes:
+            with self._changed:
+                self._done_bytes -= size_bytes
+
+    def _look(self) -> None:
+        now_mono_s = time.monotonic()
+        if now_mono_s < self._look_again_mono_s:
+            return  # the time of all threads together costs more than a small file
+        self._look_again_mono_s = now_mono_s + SAMPLE_S / 4
+        before = self._width.now
+        self._width.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
+        if self._width.now > before:
+            self._changed.notify_all()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+    def _end_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise Stopped("stopped before it was done")
+
+
+class _PartSink:
+    """Takes the bytes of one part: hashes them, and writes them to their place."""
+
+    def __init__(
+        self, offset: int, size_bytes: int, write: Callable[[memoryview, int], None], pace: _Pace
+    ) -> None:
+        self._offset = offset
+        self._size_bytes = size_bytes
+        self._write = write
+        self._pace = pace
+        self._hash = blake3()
+        self._done_bytes = 0
+
+    def rewind(self) -> None:
+        self._pace.take_back(self._done_bytes)
+        self._hash = blake3()
+        self._done_bytes = 0
+
+    def write(self, window: memoryview) -> None:
+        if self._done_bytes + window.nbytes > self._size_bytes:
+            raise Transient("the store sent more than it was asked for")
+        self._hash.update(window)
+        self._write(window, self._offset + self._done_bytes)
+        self._done_bytes += window.nbytes
+        self._pace.add(window.nbytes)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+class _Reading:
+    """One pass over some shards."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        target: RestoreTarget | None,
+        noted: Noted,
+        pace: _Pace,
+        refused: Callable[[str, Permanent], str],
+    ) -> None:
+        self.problems: Problems = {}
+        self.reused_bytes = 0
+        self._store = store
+        self._target = target
+        self._noted = noted
+        self._pace = pace
+        self._refused = refused
+        self._lock = threading.Lock()
+        self._has_failed = False
+        """The first error ends it: threads that wait for a connection then send no further request."""
+
+    def part(self, state: _Shard, index: int) -> None:
+        """Read one part; with the last one of a shard its digest is compared."""
+        shard = state.shard
+        if self._target is None:
+            self._read(state, index, None)
+            return
+        with self._target.file(shard.path) as file:
+            if self._read(state, index, file):
+                file.sync()
+
+    def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
+        """Read one part; True when the shard is whole, and as it should be."""
+        shard = state.shard
+        try:
+            with self._pace.part():
+                if shard in self.problems or self._has_failed:
+                    return False
+                try:
+                    if file is None:
+                        digest = self._fetched(shard, index, lambda _window, _offset: None)
+                    else:
+                        digest = self._placed(state, index, file)
+                except (NotFound, Permanent):
+                    raise
+                except BaseException:
+                    self._has_failed = True
+                    raise
+        except NotFound:
+            self.problems[shard] = _MISSING.format(shard.path)
+            return False
+        except Permanent as error:
+            self.problems[shard] = self._refused(shard.path, error)
+            return False
+        with self._lock:
+            state.digests[index] = digest
+            state.parts_left -= 1
+            if state.parts_left:
+                return False
+        if shard_digest(state.digests) != shard.digest:
+            self.problems[shard] = f"{shard.path} does not match its digest"
+            return False
+        return True
+
+    def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
+        """Have the part in its file, and noted."""
+        noted = self._noted.get((state.number, index))
+        if noted is not None and _read_back(file, state.shard, index) == noted:
+            size_bytes = _span(state.shard, index)[1]
+            with self._lock:
+                self.reused_bytes += size_bytes
+            self._pace.add(size_bytes)
+            return noted
+        digest = self._fetched(state.shard, index, file.write)
+        assert self._target is not None
+        self._target.note(state.number, index, digest)
+        return digest
+
+    def _fetched(
+        self, shard: StoredShard, index: int, write: Callable[[memoryview, int], None]
+    ) -> bytes:
+        offset, size_bytes = _span(shard, index)
+        sink = _PartSink(offset, size_bytes, write, self._pace)
+        self._store.get_range(shard.key, offset, size_bytes, sink)
+        return sink.digest()
+
+
+def _span(shard: StoredShard, index: int) -> tuple[int, int]:
+    """Offset and size of a part."""
+    offset = index * shard.part_size_bytes
+    return offset, min(shard.part_size_bytes, shard.size_bytes - offset)
+
+
+def _read_back(file: RestoredFile, shard: StoredShard, index: int) -> bytes:
+    """Digest of what lies where the part belongs; of nothing when it cannot be read."""
+    offset, size_bytes = _span(shard, index)
+    seen = blake3()
+    buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
+    done_bytes = 0
+    while done_bytes < size_bytes:
+        window = buffer[: size_bytes - done_bytes]
+        count = file.read_into(window, offset + done_bytes)
+        if not count:
+            return b""
+        seen.update(window[:count])
+        done_bytes += count
+    return seen.digest()

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers trainers that ask for a checkpoint to resume from, with a local directory.
+
+The newer of two is taken, by the rule of :mod:`swansongd.core.resume`: the newest sealed set that is still
+in staging (the trainer crashed, or the disk survived the VM), or the newest whole commit in the store,
+downloaded and verified.  Staging is scanned before the choice.  Every rank asks for itself, and all ranks of
+one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
+
+One thread answers all queries, one after another, from a queue of limited length.  Downloads go to a
+directory that only the daemon can write: trainers can neither lead them elsewhere nor change what was
+verified.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+from swansong import openat
+from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+
+from swansongd.bucket import catalog, commit
+from swansongd.bucket.keys import RunKeys
+from swansongd.core import nodes, resume
+from swansongd.core.events import Event, RolledBack
+from swansongd.core.state import State
+from swansongd.errors import (
+    CorruptError,
+    NothingToRestore,
+    StagingError,
+    SwansongError,
+    UnreadableError,
+)
+from swansongd.model import CheckpointId, CommitRef, Staged
+from swansongd.restore.restore import Wanted, health_of, healthy, restore, whole
+from swansongd.restore.target import Access, interrupted
+from swansongd.staging.prepare import RunDirectory, open_restored
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.wrappers.retry import Retrying
+
+BUDGET_S = 100.0
+"""How long the store is asked the same again before the trainer is told that it cannot be reached."""
+ONE_START_S = 60.0
+"""Who asks so soon after another, with nothing sealed in between, is a rank of the same start."""
+QUERIES_MAX = 1024
+"""Queries that wait; further ones are refused."""
+RESTORED_FILE_MODE = 0o640
+_PROGRESS_INTERVAL_S = 0.5
+_LOOK_INTERVAL_S = 0.02
+_SCAN_PATIENCE_S = 10.0
+"""A scan that takes longer than this is not waited for: the choice is made from the last one."""
+
+_log = structlog.get_logger(__name__)
+
+Reply = Callable[[Message], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedAnswer:
+    """The last answer, and what was known when it was given."""
+
+    answer: Restored
+    mono_s: float
+    newest: CommitRef | None
+    local: CheckpointId | None
+    job_start_id: str = ""
+    """Of the job, as it was then: the answer is for no other start."""
+
+    def still_stands(self) -> bool:
+        """Whether what it names is there; there is nothing to be there for a fresh run."""
+        return not self.answer.path or Path(self.answer.path).is_dir()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ticket:
+    """A query that waits for its answer."""
+
+    query: RestoreQuery
+    reply: Reply
+    post: Callable[[Event], None]
+    give_up_mono_s: float
+
+
+class Resume:
+    """Answers queries in one thread, in the order in which they came.
+
+    Args:
+        store: the backend; retries are added here.
+        keys: of the run.
+        run: staging directory of the run.
+        state: reads the newest state of the decision loop.
+        stop: ends it all.
+        rescan: orders a scan of staging, whose result is awaited; None: the last scan is new enough.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        run: RunDirectory,
+        state: Callable[[], State],
+        stop: threading.Event,
+        *,
+        rescan: Callable[[], None] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = store
+        self._keys = keys
+        self._run = run
+        self._state = state
+        self._stop = stop
+        self._rescan = rescan
+        self._monotonic = monotonic
+        self._given: _CachedAnswer | None = None
+        self._went_back: tuple[int, float, Restored] | None = None
+        self._changed = threading.Condition()
+        self._waiting: deque[_Ticket] = deque()
+        self._current: _Ticket | None = None
+        threading.Thread(target=self._serve, name="resume", daemon=True).start()
+
+    def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
+        """Answer with Restored in the end, with Restoring until then; returns at once.
+
+        A rollback posts RolledBack before its answer.  Over several VMs the answer to a rollback only
+        names the checkpoint: all ranks ask for it by name once they have begun another job start, and
+        that takes the place of RolledBack.
+        """
+        ticket = _Ticket(
+            query=query, reply=reply, post=post, give_up_mono_s=self._monotonic() + BUDGET_S
+        )
+        with self._changed:
+            is_full = len(self._waiting) >= QUERIES_MAX
+            if not is_full:
+                self._waiting.append(ticket)
+                self._changed.notify()
+        if is_full:
+            error = f"{QUERIES_MAX} restore queries wait already: ask again later"
+            _send(ticket, Restored(query.query_id, error=error))
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            ticket = self._next()
+            if ticket is None:
+                return
+            try:
+                answer = replace(self._find(ticket), query_id=ticket.query.query_id)
+            except SwansongError as error:
+                answer = Restored(ticket.query.query_id, error=error.line())
+            except Exception as error:
+                _log.exception("resume_fault")
+                answer = Restored(ticket.query.query_id, error=f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._current = None
+            _log.info(
+                "resume",
+                step=answer.step,
+                generation=answer.generation,
+                path=answer.path,
+                error=answer.error,
+            )
+            _send(ticket, answer)
+
+    def _next(self) -> _Ticket | None:
+        """The first query that can be answered now; None after the stop.
+
+        A query for a job start that has not begun waits without holding up those behind it.
+        """
+        with self._changed:
+            while not self._stop.is_set():
+                for place, ticket in enumerate(self._waiting):
+                    if self._has_begun(ticket) or self._monotonic() > ticket.give_up_mono_s:
+                        del self._waiting[place]
+                        self._current = ticket
+                        return ticket
+                self._changed.wait(_LOOK_INTERVAL_S if self._waiting else None)
+        return None
+
+    def _has_begun(self, ticket: _Ticket) -> bool:
+        """Whether the decision loop is done with the steps that no longer count.
+
+        Over several VMs a choice is made under the generation of this start of the job: from its claim
+        on, nothing of an earlier start is committed.
+        """
+        query, state = ticket.query, self._state()
+        if query.generation >= 0:
+            return not query.job_start_id or state.job_start_id == query.job_start_id
+        if query.rollback or not state.settings.several_vms:
+            return True
+        wanted = query.job_start_id
+        is_wanted = state.job_start_id == wanted if wanted else nodes.is_alone(state.job_start_id)
+        return is_wanted and state.finishing is None and state.generation is not None
+
+    def _find(self, ticket: _Ticket) -> Restored:
+        query = ticket.query
+        if not self._has_begun(ticket):
+            raise StagingError(
+                "this start of the job has no generation: the store failed, or the job was started again",
+                hint="See: swansong status",
+            )
+        if query.generation >= 0:
+            return self._chosen(query)
+        if query.rollback:
+            return self._rollback(query, ticket.post)
+        return self._answer()
+
+    def _scanned(self) -> State:
+        """The state after a scan that begins now, which finds what was sealed a moment ago."""
+        if self._rescan is None:
+            return self._state()
+        begun_mono_s = self._monotonic()
+        self._rescan()
+        while self._monotonic() - begun_mono_s < _SCAN_PATIENCE_S:
+            state = self._state()
+            if state.scanned_mono_s is not None and state.scanned_mono_s >= begun_mono_s:
+                return state
+            if self._stop.wait(_LOOK_INTERVAL_S):
+                break
+        return self._state()
+
+    def _answer(self) -> Restored:
+        state = self._scanned()
+        own = resume.newest_local(state, None)
+        local = None if own is None else own.id
+        given = self._given
+        if given is not None and not (
+            given.local == local
+            and given.job_start_id == state.job_start_id
+            and given.still_stands()
+        ):
+            given = None
+        if state.settings.several_vms and not nodes.is_alone(state.job_start_id):
+            own = given = None  # what lies in staging is a part only, and the choice is for all
+        if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
+            return given.answer
+        store = self._store()
+        newest = commit.newest_whole_commit(store, self._keys)
+        if own is not None:
+            own = resume.newest_local(state, newest)
+        if given is not None and given.newest == newest:
+            answer = given.answer
+        elif own is not None:
+            answer = self._in_staging(own, state)
+        else:
+            answer = self._fetched(store, newest)
+        self._given = _CachedAnswer(
+            answer=answer,
+            mono_s=self._monotonic(),
+            newest=newest,
+            local=local,
+            job_start_id=state.job_start_id,
+        )
+        return answer
+
+    def _chosen(self, query: RestoreQuery) -> Restored:
+        wanted = CommitRef(query.generation, query.step)
+        given = self._given
+        if given is not None and given.newest == wanted and given.still_stands():
+            return given.answer  # to another rank of this VM
+        answer = self._fetched(self._store(), wanted, lambda ref, _: ref == wanted)
+        self._given = _CachedAnswer(
+            answer=answer, mono_s=self._monotonic(), newest=wanted, local=None
+        )
+        return answer
+
+    def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
+        state = self._state()
+        if any(trainer.nodes > 1 for trainer in state.trainers):
+            return self._healthy_for_all(query.before_step)
+        if self._went_back is not None:
+            number, mono_s, answer = self._went_back
+            if number == query.rollback and self._monotonic() - mono_s < ONE_START_S:
+                return answer  # to another rank
+        store = self._store()
+        committed = self._newest_healthy_commit(store, query.before_step)
+        own = resume.newest_healthy_local(state, query.before_step, committed)
+        if own is not None:
+            answer = self._in_staging(own, state)
+        elif committed is not None:
+            answer = self._fetched(store, committed, lambda ref, _: ref == committed)
+        else:
+            raise self._nothing_before(query.before_step)
+        post(RolledBack(answer.step))
+        self._given = None
+        self._went_back = (query.rollback, self._monotonic(), answer)
+        return answer
+
+    def _healthy_for_all(self, before_step: int) -> Restored:
+        store = self._store()  # what lies in staging is a part only
+        committed = self._newest_healthy_commit(store, before_step)
+        if committed is None:
+            raise self._nothing_before(before_step)
+        answer = self._fetched(store, committed, lambda ref, _: ref == committed)
+        self._given = _CachedAnswer(
+            answer=answer, mono_s=self._monotonic(), newest=committed, local=None
+        )
+        return answer
+
+    def _nothing_before(self, step: int) -> NothingToRestore:
+        return NothingToRestore(
+            f"run {self._keys.run} has no healthy checkpoint before step {step}"
+        )
+
+    def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
+        unread: UnreadableError | None = None
+        for found in catalog.list_commits(store, self._keys):
+            if found.ref.step >= before_step:
+                continue
+            try:
+                manifests = whole(store, self._keys, found)
+            except UnreadableError as error:
+                unread = unread or error
+                continue
+            except CorruptError:
+                continue
+            if healthy(found.ref, health_of(manifests)):
+                return found.ref
+        if unread is not None:
+            raise unread
+        return None
+
+    def _store(self) -> ObjectStore:
+        return Retrying(
+            self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
+        )
+
+    def _in_staging(self, own: Staged, state: State) -> Restored:
+        return Restored(
+            "",
+            path=str(self._run.path / own.directory),
+            step=own.id.step,
+            generation=state.generation if state.generation is not None else -1,
+        )
+
+    def _fetched(
+        self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
+    ) -> Restored:
+        parent = self._run.path / RESTORED_DIRECTORY
+        parent_fd = _opened_restored(self._run)
+        try:
+            before = os.listdir(parent_fd)
+            # A download that was interrupted is continued under its own name.
+            destination = parent / (interrupted(parent_fd) or secrets.token_hex(4))
+            try:
+                restored = restore(
+                    store,
+                    self._keys,
+                    destination,
+                    parent_fd=parent_fd,
+                    access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
+                    # Only the manifests of that step are read: there may be thousands of commits.
+                    step=None if wanted is None or newest is None else newest.step,
+                    wanted=wanted,
+                    progress=self._progress(),
+                    skipped=lambda ref, why: _log.error(
+                        "commit_skipped", commit=str(ref), reason=why
+                    ),
+                    stop=self._stop,
+                )
+            except NothingToRestore as error:
+                if newest is None and error.is_fresh:
+                    return Restored("")  # a fresh run
+                raise
+            _remove(before, parent_fd)  # of earlier trainers on this VM
+        finally:
+            os.close(parent_fd)
+        return Restored(
+            "",
+            path=str(destination),
+            step=restored.ref.step,
+            generation=restored.ref.generation,
+        )
+
+    def _progress(self) -> Callable[[int, int], None]:
+        """Reports to all waiting queries, those later in the queue included."""
+        last_mono_s = self._monotonic()
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last_mono_s
+            if self._monotonic() - last_mono_s < _PROGRESS_INTERVAL_S:
+                return
+            last_mono_s = self._monotonic()
+            with self._changed:
+                current = [] if self._current is None else [self._current]
+                tickets = [*current, *self._waiting]
+            for ticket in tickets:
+                _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
+
+        return progress
+
+
+def _send(ticket: _Ticket, message: Message) -> None:
+    """Reply to one peer; a failure concerns that peer alone."""
+    try:
+        ticket.reply(message)
+    except Exception as error:
+        _log.warning("restore_reply_failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _opened_restored(run: RunDirectory) -> int:
+    try:
+        return open_restored(run.fd)
+    except OSError as error:
+        raise StagingError(
+            f"{run.path / RESTORED_DIRECTORY} cannot be used: {error.strerror}",
+            hint="let the daemon's user own the staging directory of the run",
+        ) from error
+
+
+def _remove(names: list[str], parent_fd: int) -> None:
+    for name in names:
+        try:
+            openat.remove_tree(name, dir_fd=parent_fd)
+        except OSError as error:
+            _log.warning("not_removed", directory=name, error=error.strerror)

@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place that a restore writes to: a hidden sibling of the destination, renamed when it is whole.
+
+::
+
+    .NAME.partial-<nonce>/          mode 0700, locked by the restore that works on it
+        files/                      becomes NAME
+        journal                     which parts are there; see journal.py
+
+All names are resolved one component at a time, relative to open directories, and through no link, so that a
+user who may write near the destination cannot lead the bytes elsewhere.  An interrupted restore is continued
+only if its directory, and every file in it, is ours alone: an earlier owner would keep the right to change
+the published files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from swansong import openat
+
+from swansongd.errors import StagingError, Stopped, StoreError, SwansongError
+from swansongd.model import StoredShard
+from swansongd.restore import journal
+from swansongd.restore.journal import Noted
+
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_APPEND
+_FILES, _JOURNAL = "files", "journal"
+_PARTIAL = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
+_WORKING_MODE = 0o700
+_BLOCK_BYTES = 512
+"""The unit of ``st_blocks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Read access to the restored files; only their owner may write."""
+
+    file_mode: int
+    gid: int | None = None
+    """Group of everything; None: that of the process."""
+
+    @property
+    def directory_mode(self) -> int:
+        """Directories may be entered by those who may read the files."""
+        return self.file_mode | (self.file_mode & 0o444) >> 2
+
+    @classmethod
+    def by_umask(cls) -> Access:
+        """As the umask of the process allows, but never writable for others."""
+        with open("/proc/self/status", "rb") as status:
+            masks = (int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+            mask = next(masks, 0o077)  # not every kernel shows the mask
+        return cls(0o644 & ~mask)
+
+
+class RestoredFile:
+    """A file of the target.  Raises StagingError, whoever calls it: a store must not take it for its own."""
+
+    def __init__(
+        self,
+        fd: int,
+        writing: threading.Lock,
+        errors: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._fd = fd
+        self._writing = writing
+        self._errors = errors
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Put all of ``data`` at ``offset``."""
+        # The kernel lets one write a file at a time, and has the others spin for their turn.
+        with self._errors(), self._writing:
+            done = 0
+            while done < data.nbytes:
+                done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def sync(self) -> None:
+        """Make the file durable."""
+        with self._errors():
+            os.fsync(self._fd)
+
+    def read_into(self, window: memoryview, offset: int) -> int:
+        """How many bytes of ``window`` were filled; 0 where there is nothing to read."""
+        try:
+            return os.preadv(self._fd, [window], offset)
+        except OSError:
+            return 0
+
+
+class RestoreTarget:
+    """A directory in the making.
+
+    As a context manager it leaves nothing behind unless :meth:`publish` was reached, or it was ended by
+    an error of the store, by ``Stopped`` or by a signal: then what is there waits for the next restore of
+    the same commit to the same destination.  :meth:`file` and :meth:`note` may be called from many
+    threads.
+
+    Args:
+        destination: where the directory will stand; its parent must be no link.
+        parent_fd: its parent, open; None opens the path, and creates it if need be.
+        access: who may read the result.
+
+    Raises:
+        StagingError: on entering, when ``destination`` is anything but absent or an empty directory;
+            from every method, when the file system refuses.
+    """
+
+    def __init__(
+        self, destination: Path, *, parent_fd: int | None = None, access: Access | None = None
+    ) -> None:
+        self._destination = destination
+        self._access = access or Access.by_umask()
+        self._name = ""
+        self._given_parent_fd = parent_fd
+        self._parent_fd = -1
+        self._partial_fd = -1
+        self._files_fd = -1
+        self._journal_fd = -1
+        self._is_locked = False
+        self._has_parts = False
+        self._directories: set[tuple[str, ...]] = set()
+        self._writing: dict[str, threading.Lock] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._check_destination()
+        except BaseException:
+            self._close_parent()
+            raise
+        return self
+
+    def _check_destination(self) -> None:
+        with self._errors():
+            if self._given_parent_fd is not None:
+                self._parent_fd = os.dup(self._given_parent_fd)
+            try:
+                found = self._open_destination()
+            except FileNotFoundError:
+                return
+            except NotADirectoryError:
+                found = None
+            is_free = found is not None and not os.listdir(found)
+            if found is not None:
+                os.close(found)
+            if not is_free:
+                raise StagingError(
+                    f"{self._destination} exists and is no empty directory",
+                    hint="Name another directory to restore to, or move this one away",
+                )
+            if os.path.ismount(self._destination):
+                raise StagingError(
+                    f"{self._destination} is a mount point, which cannot be replaced",
+                    hint="Name a directory below it",
+                )
+
+    def _open_destination(self) -> int | None:
+        try:
+            if self._parent_fd >= 0:
+                return openat.open_directory(self._destination.name, dir_fd=self._parent_fd)
+            return openat.open_directory(self._destination)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Neither a place that cannot be used nor a commit that is damaged gets better by itself.
+        is_worth_keeping = not isinstance(error, SwansongError) or isinstance(
+            error, StoreError | Stopped
+        )
+        if error is None or not (is_worth_keeping and self._has_parts and self._is_locked):
+            self._discard()
+        elif isinstance(error, SwansongError):
+            kept = (
+                f"What was fetched is kept: the next restore to {self._destination} goes on with it"
+            )
+            error.hint = f"{error.hint}. {kept}" if error.hint else kept
+        self._close()
+        self._close_parent()
+
+    def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
+        """Make a file for each shard, if there is space for what they will hold.
+
+        Goes on with what an interrupted restore of the same ``identity`` left here; everything else that
+        was left here, by this restore too, is removed.  Returns the parts that are noted, which the
+        caller must read back before it believes them.
+        """
+        with self._errors():
+            if self._parent_fd < 0:
+                os.makedirs(self._destination.parent, exist_ok=True)
+                self._parent_fd = openat.open_directory(self._destination.parent)
+            self._discard()
+            noted = self._take_over(identity, shards)
+            if noted is None:
+                noted = {}
+                self._create()
+            self._has_parts = bool(noted)
+            self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
+            self._check_space(shards)
+            for shard in shards:
+                self._make_directories(shard.path)
+                with self._open(shard.path, create=True) as fd:
+                    os.ftruncate(fd, shard.size_bytes)
+            self._writing = {shard.path: threading.Lock() for shard in shards}
+            if noted:
+                self._journal_fd = _open_own(
+                    _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
+                )
+            else:
+                self._journal_fd = openat.create_file(
+                    _JOURNAL, dir_fd=self._partial_fd, flags=_APPEND
+                )
+                os.write(self._journal_fd, journal.first_line(identity))
+            return noted
+
+    @contextmanager
+    def file(self, path: str) -> Iterator[RestoredFile]:
+        """One of the files, open."""
+        with self._errors(), self._open(path) as fd:
+            yield RestoredFile(fd, self._writing[path], self._errors)
+
+    def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
+        """The bytes of this part are in their file."""
+        with self._errors():
+            # One write, so that threads do not mix their lines; a torn one is passed over.
+            os.write(self._journal_fd, journal.line(shard_number, part_index, digest))
+        self._has_parts = True
+
+    def publish(self) -> None:
+        """Make all durable, and give the directory its name."""
+        with self._errors():
+            for parts in self._directories:
+                with self._directory(parts) as fd:
+                    os.fsync(fd)
+            os.fchmod(self._files_fd, self._access.directory_mode)
+            os.fsync(self._files_fd)
+            os.rename(
+                _FILES,
+                self._destination.name,
+                src_dir_fd=self._partial_fd,
+                dst_dir_fd=self._parent_fd,
+            )
+            os.fsync(self._parent_fd)
+        self._discard()
+
+    # ------------------------------------------------------------ the partial directory
+
+    def _take_over(self, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
+        """Continue what a dead restore of the same left; remove what other dead ones left.
+
+        A directory that is not ours alone is neither used nor touched.
+        """
+        taken: Noted | None = None
+        for name in sorted(os.listdir(self._parent_fd)):
+            match = _PARTIAL.fullmatch(name)
+            if match is None or match[1] != self._destination.name:
+                continue
+            fd = self._locked(name)
+            if fd is None:
+                continue
+            noted = _journal(fd, identity, shards) if taken is None else None
+            if noted:
+                taken = noted
+                self._name, self._partial_fd, self._is_locked = name, fd, True
+            else:
+                self._remove(name, fd)
+                os.close(fd)
+        return taken
+
+    def _create(self) -> None:
+        self._name = f".{self._destination.name}.partial-{secrets.token_hex(8)}"
+        self._partial_fd = openat.make_directory(
+            self._name, dir_fd=self._parent_fd, mode=_WORKING_MODE
+        )
+        try:
+            fcntl.flock(self._partial_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # a network file system without locks: nothing is left here for others to find
+        self._is_locked = True
+
+    def _locked(self, name: str) -> int | None:
+        """The directory of that name, open and locked; None when it is not ours to continue."""
+        try:
+            fd = openat.open_directory(name, dir_fd=self._parent_fd, owners={os.geteuid()})
+        except OSError:
+            return None
+        try:
+            is_ours = stat.S_IMODE(os.fstat(fd).st_mode) == _WORKING_MODE and not openat.has_acl(fd)
+            if is_ours and set(os.listdir(fd)) <= {_FILES, _JOURNAL}:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its earlier holder may have removed it meanwhile, or given it its final name.
+                if os.path.samestat(
+                    os.fstat(fd), os.stat(name, dir_fd=self._parent_fd, follow_symlinks=False)
+                ):
+                    return fd
+        except OSError:
+            pass  # of a living restore
+        os.close(fd)
+        return None
+
+    def _remove(self, name: str, fd: int) -> None:
+        """Remove a directory by its descriptor: the name may be that of another one by now."""
+        with suppress(OSError):
+            openat.empty_directory(fd)
+            os.rmdir(name, dir_fd=self._parent_fd)
+
+    def _check_space(self, shards: Sequence[StoredShard]) -> None:
+        """Counts what is there already, but only the bytes that really take up space."""
+        here_bytes = 0
+        for _, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
+            for name in names:
+                status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+                here_bytes += min(status.st_blocks * _BLOCK_BYTES, status.st_size)
+        space = os.fstatvfs(self._parent_fd)
+        free_bytes = space.f_bavail * space.f_frsize
+        needed_bytes = sum(shard.size_bytes for shard in shards) - here_bytes
+        if needed_bytes > free_bytes:
+            raise StagingError(
+                f"{self._destination} needs {needed_bytes} bytes; {free_bytes} are free there",
+                hint="Make room, or restore to another file system",
+            )
+
+    def _discard(self) -> None:
+        if self._partial_fd >= 0:
+            self._remove(self._name, self._partial_fd)
+        self._close()
+
+    def _close(self) -> None:
+        for fd in (self._journal_fd, self._files_fd, self._partial_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._journal_fd = self._files_fd = self._partial_fd = -1
+        self._is_locked = self._has_parts = False
+        self._directories.clear()
+
+    def _close_parent(self) -> None:
+        if self._parent_fd >= 0:
+            os.close(self._parent_fd)
+            self._parent_fd = -1
+
+    # ------------------------------------------------------------ within
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StagingError(
+                f"cannot restore to {self._destination}: {error.strerror}"
+            ) from error
+
+    @contextmanager
+    def _open(self, path: str, *, create: bool = False) -> Iterator[int]:
+        *parents, name = path.split("/")
+        with self._directory(tuple(parents)) as directory:
+            fd = -1
+            if create:
+                with suppress(FileExistsError):
+                    fd = openat.create_file(
+                        name, dir_fd=directory, mode=self._access.file_mode, flags=os.O_RDWR
+                    )
+            if fd < 0:
+                fd = _open_own(name, _FILE, dir_fd=directory)
+        try:
+            if create:
+                self._give_to_group(fd)
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _directory(self, parts: tuple[str, ...]) -> Iterator[int]:
+        fd = os.dup(self._files_fd)
+        try:
+            for part in parts:
+                below = openat.open_directory(part, dir_fd=fd, owners={os.geteuid()})
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _make_directories(self, path: str) -> None:
+        parents = path.split("/")[:-1]
+        for depth in range(1, len(parents) + 1):
+            parts = tuple(parents[:depth])
+            if parts not in self._directories:
+                with self._directory(parts[:-1]) as above:
+                    os.close(self._open_or_make(above, parts[-1], self._access.directory_mode))
+                self._directories.add(parts)
+
+    def _open_or_make(self, parent_fd: int, name: str, mode: int) -> int:
+        try:
+            fd = openat.make_directory(name, dir_fd=parent_fd, mode=mode)
+        except FileExistsError:
+            return openat.open_directory(name, dir_fd=parent_fd, owners={os.geteuid()})
+        self._give_to_group(fd)
+        return fd
+
+    def _give_to_group(self, fd: int) -> None:
+        gid = self._access.gid
+        if gid is not None and os.fstat(fd).st_gid != gid:
+            with suppress(
+                PermissionError
+            ):  # the sandbox forbids it, and has the right group anyway
+                os.fchown(fd, -1, gid)
+
+
+def _open_own(name: str, flags: int, *, dir_fd: int) -> int:
+    """Open a file that an earlier restore of ours made.
+
+    Raises:
+        OSError: it is gone, a link, of another user, or has a second name, by which others may change it.
+    """
+    fd = os.open(name, flags, dir_fd=dir_fd)
+    facts = os.fstat(fd)
+    is_ours = facts.st_uid == os.geteuid() and facts.st_nlink == 1 and not facts.st_mode & 0o022
+    if not (stat.S_ISREG(facts.st_mode) and is_ours):
+        os.close(fd)
+        raise openat.UnsafeFileError(name, "is not a file of an earlier restore")
+    return fd
+
+
+def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
+    try:
+        data = openat.read_file(
+            _JOURNAL,
+            dir_fd=fd,
+            max_bytes=journal.max_bytes(shards),
+            owners={os.geteuid()},
+        )
+    except OSError:
+        return None
+    return journal.parse(data, identity, shards)
+
+
+def interrupted(parent_fd: int) -> str | None:
+    """Name of the destination, within an open directory, of a restore that was not finished; or None.
+
+    Which of several is left open; the next restore finds out whether its owner lives.
+    """
+    for name in sorted(os.listdir(parent_fd)):
+        match = _PARTIAL.fullmatch(name)
+        if match is not None:
+            try:
+                os.stat(match[1], dir_fd=parent_fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return match[1]
+    return None

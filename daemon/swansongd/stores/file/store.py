@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory as an object store: NFS, EFS, FSx, Filestore, a second disk, the demo.
+
+An object is a file under the directory of the URL.  It is written to a hidden directory on the same
+file system, synced, and then linked or renamed to its name, so that it is there whole or not at all.  A
+multipart upload is a directory there: the bytes, its key, and notes of the parts that are durably in it.
+
+The directory of the URL must exist, and it carries a marker with a random id: what is not mounted, or is
+another file system, is an error and never an empty store.  The mode of that directory decides which other
+users may read or write there.  See :class:`~swansongd.stores.file.tree.Tree`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+from swansong.openat import FILE, open_directory, remove_tree
+
+from swansongd.errors import ConfigError, NotFound, Permanent, TooLarge, Transient
+from swansongd.stores.base import (
+    GET_BYTES_MAX,
+    WINDOW_BYTES,
+    Body,
+    ObjectInfo,
+    OpenUpload,
+    Page,
+    PartReceipt,
+    Sink,
+    Upload,
+    expect_all_parts,
+    expect_part,
+    listed,
+    settle_completion,
+)
+from swansongd.stores.file.io import (
+    Modes,
+    classified,
+    errors_of,
+    new_directory,
+    new_file,
+    read_all,
+    write_all,
+    write_body,
+)
+from swansongd.stores.file.tree import MARKER, RESERVED, TEMPORARY, Tree
+
+T = TypeVar("T")
+
+_UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
+_PUBLISH_ATTEMPTS = 100
+_DEPTH_MAX = 100
+_KEY_BYTES_MAX = 4096
+_READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_BYTES, _KEY, _NOTES = "bytes", "key", "notes"
+"""The files of an upload."""
+_NOTE = struct.Struct(">IIQ")
+"""Number, CRC32C and length of a part, at its place in the notes.  Zeros: it is not there."""
+
+
+class FileStore:
+    """The object store in a directory.
+
+    Args:
+        url: ``file:///absolute/path``; percent-encoding is undone.
+    """
+
+    part_size_bytes_min = 1
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        path = os.path.normpath(unquote(parts.path))
+        if parts.netloc not in ("", "localhost") or not os.path.isabs(path) or path == "/":
+            raise ConfigError(["store.url: must read file:///absolute/path"])
+        self.url = url
+        self._tree = Tree(path)
+
+    @property
+    def store_id(self) -> str:
+        """Id in the marker of the directory; empty before the marker was read."""
+        return self._tree.store_id
+
+    def expect(self, store_id: str) -> None:
+        """From now on nothing is read or written unless the marker has this id; empty: any."""
+        self._tree.store_id = store_id
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        def write(fd: int) -> None:
+            with errors_of(f"put {key}"):
+                write_all(fd, memoryview(data).cast("B"), 0)
+
+        self._put(key, write, if_absent=if_absent)
+
+    def get(self, key: str) -> bytes:
+        with errors_of(f"get {key}"):
+            fd, size_bytes = self._open(key)
+            try:
+                if size_bytes > GET_BYTES_MAX:
+                    raise TooLarge(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
+                data = bytearray(size_bytes)
+                read_all(fd, memoryview(data), 0, key)
+            finally:
+                os.close(fd)
+        return bytes(data)
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
+            return
+        with errors_of(f"get {key}"):
+            fd, there_bytes = self._open(key)
+        try:
+            if offset < 0 or offset + size_bytes > there_bytes:
+                raise Permanent(f"get {key}: {size_bytes} bytes from {offset} of {there_bytes}")
+            sink.rewind()
+            buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
+            for at in range(offset, offset + size_bytes, WINDOW_BYTES):
+                window = buffer[: offset + size_bytes - at]
+                with errors_of(f"get {key}"):
+                    read_all(fd, window, at, key)
+                sink.write(window)
+        finally:
+            os.close(fd)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        *above, name = _names(key)
+        with errors_of(f"head {key}"):
+            try:
+                with self._tree.chain(above) as fds:
+                    facts = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return ObjectInfo(key, facts.st_size) if stat.S_ISREG(facts.st_mode) else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        del token  # all of it is on the first page
+        with errors_of(f"list {prefix}"), self._tree.chain() as fds:
+            found = sorted(_walk(fds[0], "", prefix, 0), key=lambda info: info.key)
+        return Page(found, None)
+
+    def delete(self, key: str) -> None:
+        *above, name = _names(key)
+        with errors_of(f"delete {key}"):
+            try:
+                with self._tree.chain(above) as fds:
+                    os.unlink(name, dir_fd=fds[-1])
+                    # Directories mean nothing here: leave none empty behind.
+                    with suppress(OSError):
+                        for directory, fd in zip(above[::-1], fds[-2::-1], strict=True):
+                            os.rmdir(directory, dir_fd=fd)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
+
+    def put_shard(self, key: str, body: Body) -> int:
+        return self._put(key, lambda fd: write_body(fd, body, 0, f"put {key}"), if_absent=False)
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        _names(key)
+        upload_id = uuid.uuid4().hex
+        with errors_of(f"begin {key}"), self._temporary() as (temporary_fd, modes):
+            fd = new_directory(upload_id, temporary_fd, modes)
+            try:
+                # The key comes first: an upload without one could not be found again.
+                for name, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
+                    file_fd = new_file(name, fd, modes)
+                    try:
+                        write_all(file_fd, memoryview(content), 0)
+                    finally:
+                        os.close(file_fd)
+            finally:
+                os.close(fd)
+        return Upload(key, upload_id, size_bytes, part_size_bytes)
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        expect_part(upload, number, body)
+        what = f"part {number} of {upload.key}"
+        with self._opened(upload, what) as (_, fd, notes):
+            with errors_of(what):
+                # A part that is sent again is not there until it has come again.
+                if any(os.pread(notes, _NOTE.size, number * _NOTE.size)):
+                    os.pwrite(notes, bytes(_NOTE.size), number * _NOTE.size)
+                    os.fdatasync(notes)
+            value = write_body(fd, body, (number - 1) * upload.part_size_bytes, what)
+            with errors_of(what):
+                # A receipt outlives a reboot (it is journalled), so the bytes must too.  The note may
+                # be lost then, but it is never there without them.
+                os.fdatasync(fd)
+                os.pwrite(notes, _NOTE.pack(number, value, body.size_bytes), number * _NOTE.size)
+        return _receipt(number, value)
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        what = f"parts of {upload.key}"
+        with self._opened(upload, what) as (_, _, notes), errors_of(what):
+            held = bytearray(os.fstat(notes).st_size // _NOTE.size * _NOTE.size)
+            read_all(notes, memoryview(held), 0, upload.key)
+        return [
+            _receipt(number, value)
+            for place, (number, value, size_bytes) in enumerate(_NOTE.iter_unpack(held))
+            if number == place > 0 and size_bytes == upload.part_length_bytes(number)
+        ]
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        expect_all_parts(upload, parts)
+        what = f"complete {upload.key}"
+        try:
+            there = set(self.parts(upload))
+            if missing := [part.number for part in parts if part not in there]:
+                raise Permanent(f"{what}: part {missing[0]} is not the one that is there")
+            with self._opened(upload, what) as (upload_fd, fd, _), errors_of(what):
+                os.fsync(fd)
+                self._publish(_BYTES, upload_fd, upload.key)
+        except NotFound as unknown:
+            settle_completion(self, upload, unknown)
+        self.abort(upload.key, upload.upload_id)  # what is left of it
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        what = f"uploads of {prefix}"
+        found: list[OpenUpload] = []
+        with errors_of(what), self._temporary() as (temporary_fd, modes):
+            # What time it is there: a file server has a clock of its own.
+            name = uuid.uuid4().hex
+            fd = new_file(name, temporary_fd, modes)
+            now_s = os.fstat(fd).st_mtime
+            os.close(fd)
+            os.unlink(name, dir_fd=temporary_fd)
+            for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
+                with suppress(FileNotFoundError):
+                    key, begun_s = _upload_at(name, temporary_fd)
+                    # A put, of a living or a dead process, has no key: it counts for each prefix.
+                    key = prefix if key is None else key
+                    if key.startswith(prefix):
+                        found.append(OpenUpload(key, name, max(0.0, now_s - begun_s)))
+        yield from found
+
+    def abort(self, key: str, upload_id: str) -> None:
+        with suppress(NotFound), errors_of(f"abort {key}"):
+            _expect_upload_id(upload_id)
+            with self._tree.chain([TEMPORARY]) as fds:
+                remove_tree(upload_id, dir_fd=fds[-1])
+
+    def check(self) -> None:
+        try:
+            with self._temporary() as (fd, modes):
+                name = uuid.uuid4().hex
+                os.close(new_file(name, fd, modes))
+                os.unlink(name, dir_fd=fd)
+        except OSError as error:
+            found = classified(error, f"write below {self._tree.root}")
+            if isinstance(found, Transient):
+                raise found from error
+            hint = found.hint or "Make store.url name a directory that the daemon may write to"
+            raise Permanent(str(found), hint=hint) from error
+
+    def warm(self) -> None:
+        with errors_of("look for the store"), self._tree.chain():
+            pass  # its marker is compared
+
+    # ------------------------------------------------------------ directories
+
+    @contextmanager
+    def _temporary(self) -> Iterator[tuple[int, Modes]]:
+        """The directory of what is not visible yet, made if it is not there."""
+        with self._tree.chain([TEMPORARY], create=True) as fds:
+            yield fds[-1], self._tree.modes(fds[0])
+
+    @contextmanager
+    def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int, int]]:
+        """Directory, bytes and notes of an upload; raises NotFound when it is not one of its key."""
+        with ExitStack() as stack:
+            with errors_of(what):
+                _expect_upload_id(upload.upload_id)
+                fds = stack.enter_context(self._tree.chain([TEMPORARY, upload.upload_id]))
+                if _key_at(fds[-1]) != upload.key:
+                    raise NotFound(f"{what}: the upload is one of another key")
+                files = []
+                for name in (_BYTES, _NOTES):
+                    files.append(os.open(name, _READ_WRITE, dir_fd=fds[-1]))
+                    stack.callback(os.close, files[-1])
+            yield fds[-1], files[0], files[1]
+
+    # ------------------------------------------------------------ writing
+
+    def _put(self, key: str, write: Callable[[int], T], *, if_absent: bool) -> T:
+        """Make an object of what ``write`` writes to a descriptor."""
+        what = f"put {key}"
+        _names(key)
+        with ExitStack() as stack:
+            with errors_of(what):
+                temporary_fd, modes = stack.enter_context(self._temporary())
+                name = uuid.uuid4().hex
+                fd = new_file(name, temporary_fd, modes)
+            stack.callback(_unlink_if_there, name, temporary_fd)
+            try:
+                result = write(fd)
+                with errors_of(what):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            with errors_of(what):
+                self._publish(name, temporary_fd, key, if_absent=if_absent)
+        return result
+
+    def _publish(self, file: str, dir_fd: int, key: str, *, if_absent: bool = False) -> None:
+        """Give a file its key, durably.  With ``if_absent`` it keeps its old name too."""
+        *above, name = _names(key)
+        for _ in range(_PUBLISH_ATTEMPTS):
+            try:
+                with self._tree.chain(above, create=True) as fds:
+                    if if_absent:
+                        os.link(
+                            file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1], follow_symlinks=False
+                        )
+                    else:
+                        os.rename(file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1])
+                    # All the way up: another thread may have made a directory and not synced it yet.
+                    for fd in reversed(fds):
+                        os.fsync(fd)
+                    return
+            except FileNotFoundError:
+                # Either the upload is unknown, or a delete has just removed an empty directory.
+                os.stat(file, dir_fd=dir_fd, follow_symlinks=False)
+        raise Transient(f"the directory of {key} keeps vanishing")
+
+    # ------------------------------------------------------------ reading
+
+    def _open(self, key: str) -> tuple[int, int]:
+        """File descriptor and size of an object."""
+        *above, name = _names(key)
+        try:
+            with self._tree.chain(above) as fds:
+                fd = os.open(name, FILE, dir_fd=fds[-1])
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise NotFound(f"get {key}: it is no regular file") from None
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            os.close(fd)
+            raise NotFound(f"get {key}: it is no regular file")
+        return fd, facts.st_size
+
+
+def _names(key: str) -> list[str]:
+    """The names of a key's directories and file."""
+    names = key.split("/")
+    if any(name in ("", ".", "..") for name in names) or names[0] in RESERVED or "\0" in key:
+        raise Permanent(f"{key!r:.200} is no key of a file store")
+    return names
+
+
+def _expect_upload_id(upload_id: str) -> None:
+    if not _UPLOAD_ID.fullmatch(upload_id):
+        raise NotFound(f"{upload_id!r:.80} is no upload of this store")
+
+
+def _unlink_if_there(name: str, dir_fd: int) -> None:
+    with suppress(OSError):
+        os.unlink(name, dir_fd=dir_fd)
+
+
+def _key_at(upload_fd: int) -> str:
+    """The key that an upload is for."""
+    fd = os.open(_KEY, FILE, dir_fd=upload_fd)
+    try:
+        return os.read(fd, _KEY_BYTES_MAX).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
+def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
+    """Key of what lies there under ``name``, None of a put, and when it was begun."""
+    facts = os.stat(name, dir_fd=temporary_fd, follow_symlinks=False)
+    if not stat.S_ISDIR(facts.st_mode):
+        return None, facts.st_mtime
+    fd = open_directory(name, dir_fd=temporary_fd)
+    try:
+        return _key_at(fd), os.stat(_KEY, dir_fd=fd, follow_symlinks=False).st_mtime
+    finally:
+        os.close(fd)
+
+
+def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectInfo]:
+    """The objects below a directory whose keys begin with ``prefix``; links do not count."""
+    if depth > _DEPTH_MAX:
+        raise Permanent(f"more than {_DEPTH_MAX} directories lie one in the other: {above:.200}")
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            key = above + entry.name
+            # An object that is removed meanwhile is left out.
+            with suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    below = f"{key}/"
+                    is_wanted = below.startswith(prefix) or prefix.startswith(below)
+                    if is_wanted and key != TEMPORARY:
+                        fd = open_directory(entry.name, dir_fd=dir_fd)
+                        try:
+                            yield from _walk(fd, below, prefix, depth + 1)
+                        finally:
+                            os.close(fd)
+                elif (
+                    key.startswith(prefix)
+                    and key != MARKER
+                    and entry.is_file(follow_symlinks=False)
+                ):
+                    yield ObjectInfo(key, entry.stat(follow_symlinks=False).st_size)
+
+
+def _receipt(number: int, value: int) -> PartReceipt:
+    return PartReceipt(number, f"{value:08x}", value)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Google Cloud Storage: the contract in terms of its requests.
+
+All of them go over the wire, which tries nothing twice: attempts, waiting and deadlines belong to the
+caller.  Objects and multipart uploads use the XML interface, listings and metadata the JSON one.  Google
+numbers the versions of an object and calls that a generation too; here that is an *object generation*.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from urllib.parse import quote, urlencode
+from xml.etree import ElementTree as ET
+
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores import answers
+from swansongd.stores.base import (
+    CRC32C_UNKNOWN,
+    GET_BYTES_MAX,
+    WINDOW_BYTES,
+    Body,
+    BytesBody,
+    BytesSink,
+    ObjectInfo,
+    OpenUpload,
+    Page,
+    PartReceipt,
+    Sink,
+    Upload,
+    all_pages,
+    bucket_and_prefix,
+    expect_all_parts,
+    expect_part,
+    listed,
+    named,
+    read_through,
+)
+from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
+from swansongd.stores.gcs.access import Forbidden, GcsAccess
+from swansongd.stores.http.client import Answer
+
+_HASH = "x-goog-hash"
+_ABSENT = {"x-goog-if-generation-match": "0"}
+"""For whole objects only: of multipart uploads the store supports no condition."""
+_UNVERIFIED = "This store tells no CRC32C of what it took: use another endpoint"
+
+
+class GcsStore:
+    """A bucket, or a prefix in one.  For credentials see :class:`swansongd.stores.gcs.access.GcsAccess`.
+
+    Args:
+        url: ``gs://bucket/prefix``.
+        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
+        connections: how many threads will call at once.
+        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
+        connect_timeout_s: limit of making a connection.
+        read_timeout_s: limit of one wait for an answer.
+    """
+
+    part_size_bytes_min = 5 * 2**20
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: str | None = None,
+        connections: int = 16,
+        *,
+        ca_bundle: str | None = None,
+        connect_timeout_s: float = 3.0,
+        read_timeout_s: float = 8.0,
+    ) -> None:
+        self.url = url
+        self._bucket, self._prefix = bucket_and_prefix(url)
+        self._local = threading.local()
+        self._access = GcsAccess(
+            endpoint=endpoint,
+            connections=connections,
+            ca_bundle=ca_bundle,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+        )
+
+    # ------------------------------------------------------------ small objects
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        with self._creating(key) if if_absent else nullcontext():
+            self._send(
+                f"put {key}",
+                key,
+                {},
+                BytesBody(data),
+                condition=_ABSENT if if_absent else {},
+            )
+
+    def get(self, key: str) -> bytes:
+        sink = BytesSink(GET_BYTES_MAX)
+        answer = self._xml(f"get {key}", "GET", key, sink=sink)
+        if answer.status != 200:
+            raise Permanent(f"get {key} in {self.url}: HTTP {answer.status} is no whole object")
+        return bytes(sink.data)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        found = self._metadata(key)
+        return ObjectInfo(key, found[0]) if found is not None else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        return self._list_page(prefix, token)
+
+    def delete(self, key: str) -> None:
+        with suppress(NotFound):
+            self._json(f"delete {key}", "DELETE", key)
+
+    # ------------------------------------------------------------ shards
+
+    def put_shard(self, key: str, body: Body) -> int:
+        what = f"put {key}"
+        try:
+            with self._creating(key):
+                return self._send(what, key, {}, body, condition=_ABSENT)[1]
+        except Exists as taken:
+            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            value, _ = read_through(body)
+            if self._crc32c_of(what, key, body.size_bytes, taken) != value:
+                raise
+            return value
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
+            return
+        what = f"get {key}"
+        span = f"{offset}-{offset + size_bytes - 1}"
+        answer = self._xml(what, "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
+        range_ = answer.headers.get("content-range", "")
+        if answer.status != 206 or not range_.startswith(f"bytes {span}/"):
+            raise Permanent(f"{what} in {self.url}: bytes {span} are not within the object")
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        what = f"begin {key}"
+        answer = self._xml(what, "POST", key, {"uploads": ""})
+        with answers.complete(what):
+            return Upload(key, answers.begun(answer), size_bytes, part_size_bytes)
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        expect_part(upload, number, body)
+        what = f"part {number} of {upload.key}"
+        parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
+        answer, value = self._send(what, upload.key, parameters, body)
+        return PartReceipt(number, answers.quoted(answer.headers["etag"]), value)
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        what = f"parts of {upload.key}"
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            parameters = {"uploadId": upload.upload_id, **dict(markers or ())}
+            answer = self._xml(what, "GET", upload.key, parameters)
+            with answers.complete(what):
+                return answers.parts(answer)
+
+        return [
+            PartReceipt(part.number, answers.quoted(part.etag), CRC32C_UNKNOWN)
+            for part in all_pages(what, page)
+            if part.size_bytes == upload.part_length_bytes(part.number)
+        ]
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        """See the contract.  NotFound also when the store put other bytes together than were sent."""
+        expect_all_parts(upload, parts)
+        order = ET.Element("CompleteMultipartUpload")
+        for part in parts:
+            item = ET.SubElement(order, "Part")
+            ET.SubElement(item, "PartNumber").text = str(part.number)
+            ET.SubElement(item, "ETag").text = part.etag
+        what = f"complete {upload.key}"
+        body = BytesBody(ET.tostring(order))
+        told: int | None = None
+        try:
+            answer = self._xml(what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body)
+            with answers.complete(what):
+                answers.completed(answer)
+            told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
+        except NotFound as unknown:
+            # Was an earlier completion carried out, unheard?  The checksum tells it.
+            told = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
+        if told is None:
+            absent = NotFound(f"{what}: the object is not there")
+            told = self._crc32c_of(what, upload.key, upload.size_bytes, absent)
+        self._expect_whole(what, upload, parts, told)
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        what = f"uploads of {prefix}"
+        base = {"uploads": "", "prefix": self._prefix + prefix}
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[OpenUpload], answers.Markers | None]:
+            answer = self._xml(what, "GET", None, {**base, **dict(markers or ())})
+            with answers.complete(what):
+                return answers.uploads(answer, self._prefix, prefix)
+
+        return all_pages(what, page)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        with suppress(NotFound):
+            self._xml(f"abort {key}", "DELETE", key, {"uploadId": upload_id})
+
+    # ------------------------------------------------------------ the bucket
+
+    def check(self) -> None:
+        self._list_page("", page_size=1)
+
+    def warm(self) -> None:
+        self.renew_credentials()
+        self.check()
+
+    def renew_credentials(self) -> None:
+        """Have a token that lasts for a while; raises Permanent where there are no credentials."""
+        self._access.renew_credentials()
+
+    def aborts_incomplete_uploads(self) -> bool:
+        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor.
+
+        Raises:
+            Permanent: the settings of the bucket cannot be read.
+        """
+        return any(
+            rule.get("action", {}).get("type") == "AbortIncompleteMultipartUpload"
+            for rule in self._access.lifecycle_rules(self._bucket)
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _metadata(self, key: str) -> tuple[int, int | None] | None:
+        """Size and CRC32C of an object; None when there is none."""
+        try:
+            answer = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
+        except NotFound:
+            # The same 404 for object and bucket: ask whether it was the bucket that is missing.
+            self._list_page(key, page_size=1)
+            return None
+        with answers.complete(f"head {key}"):
+            return answers.json_metadata(answer, self._prefix + key)
+
+    def _list_page(
+        self, prefix: str, token: str | None = None, *, page_size: int = answers.PAGE_ITEMS
+    ) -> Page:
+        what = f"list {prefix}"
+        parameters = {
+            "prefix": self._prefix + prefix,
+            "maxResults": str(page_size),
+            "fields": "kind,items(name,size),nextPageToken",
+        }
+        if token is not None:
+            parameters["pageToken"] = token
+        answer = self._json(what, "GET", None, parameters)
+        with answers.complete(what):
+            return answers.json_objects(answer, self._prefix, prefix)
+
+    def _json(
+        self, what: str, method: str, key: str | None, parameters: Mapping[str, str] | None = None
+    ) -> Answer:
+        """One request to the JSON interface, about an object or, with None, the objects of the bucket."""
+        target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
+        if key is not None:
+            target += f"/{quote(self._prefix + key, safe='')}"
+        if parameters:
+            target += "?" + urlencode(parameters, quote_via=quote)
+        with named(f"{what} in {self.url}"):
+            return self._access.exchange(method, target, {})
+
+    def _xml(
+        self,
+        what: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        """One request to the XML interface, about an object or, with None, the bucket."""
+        target = f"/{self._bucket}"
+        if key is not None:
+            target += f"/{quote(self._prefix + key)}"
+        if parameters:
+            # A flag, which has no value, carries no "=" either.
+            target += "?" + urlencode(parameters, quote_via=quote).replace("uploads=", "uploads", 1)
+        with named(f"{what} in {self.url}"):
+            return self._access.exchange(method, target, headers or {}, body=body, sink=sink)
+
+    def _send(
+        self,
+        what: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        *,
+        condition: Mapping[str, str] | None = None,
+    ) -> tuple[Answer, int]:
+        """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
+
+        A body in memory, or of one window, is hashed before it goes, and the store refuses it when it is
+        not the same there; of a larger one the store's checksum is compared afterwards, so that it is
+        read only once.
+        """
+        headers = dict(condition or {})
+        if not isinstance(body, BytesBody) and body.size_bytes <= WINDOW_BYTES:
+            body = BytesBody(self._read(body))
+        if isinstance(body, BytesBody):
+            headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
+        answer = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
+        with answers.complete(what):
+            answers.etag_of(answer.headers)
+        told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
+        if told is None and _HASH not in headers:
+            raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
+        if told not in (None, answer.crc32c):
+            raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
+        return answer, answer.crc32c
+
+    def _read(self, body: Body) -> memoryview:
+        """The whole of a small body, until this thread reads the next one."""
+        scratch: memoryview | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = memoryview(bytearray(WINDOW_BYTES))
+        window = scratch[: body.size_bytes]
+        body.rewind()
+        if window:
+            body.read_into(window)
+        return window
+
+    @contextmanager
+    def _creating(self, key: str) -> Iterator[None]:
+        """Around a create-if-absent: Exists when the name is taken, whatever was looked at first.
+
+        GCS counts overwriting as deleting: who may not do that may hear 403 instead of 412.
+        """
+        try:
+            yield
+        except Forbidden as error:
+            if self._metadata(key) is None:
+                raise
+            raise Exists(str(error)) from error
+
+    def _crc32c_of(self, what: str, key: str, size_bytes: int, absent: StoreError) -> int:
+        """What the store says of an object; raises ``absent`` when there is none of that size."""
+        found = self._metadata(key)
+        if found is None or found[0] != size_bytes:
+            raise absent
+        told = found[1]
+        if told is None:
+            raise Permanent(f"{what}: nothing to verify it by", hint=_UNVERIFIED)
+        return told
+
+    def _expect_whole(
+        self, what: str, upload: Upload, parts: Sequence[PartReceipt], told: int
+    ) -> None:
+        """Raises NotFound unless the object is what the parts make.
+
+        Not Transient: the upload is gone, and completing it again would find an object of the right
+        size.  Who is told that his upload is not there begins afresh under another key.
+        """
+        sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
+        if told != crc32c_of_parts(sizes):
+            raise NotFound(f"{what} in {self.url}: the object has other bytes than were sent")

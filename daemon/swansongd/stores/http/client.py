@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one data plane: HTTP/1.1 requests over kept-alive connections, as fast as TLS on this machine goes.
+
+A body is read into the window of its connection, checksummed there and sent from there, a window at a
+time; an answer comes the same way.  Nothing is copied on the way and nothing else is buffered, so that a
+request takes one window of memory, whatever it moves.  Signing, retries and what an answer means are the
+business of others.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from requests.utils import get_environ_proxies, select_proxy
+
+from swansongd.errors import Permanent, Transient
+from swansongd.stores.base import WINDOW_BYTES, Body, Sink
+from swansongd.stores.checksums import crc32c, crc32c_base64
+from swansongd.stores.http.pool import HEAD_ROOM_BYTES, Broken, Connection, Pool
+from swansongd.stores.http.tls import Tls
+from swansongd.util.http1 import AnswerReader, Head, receive_until, request_head
+
+ANSWER_BYTES_MAX = 4 * 2**20
+"""The longest body of an answer that goes to no sink: a listing of a thousand keys."""
+REFUSAL_BYTES_MAX = 64 * 2**10
+"""The longest part of a refusal's body that is read."""
+_CHUNK_HEAD_BYTES_MAX = 16
+_SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
+_PORTS = {"https": 443, "http": 80}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the store said."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    """Empty when it went to the sink."""
+    crc32c: int
+    """Of the body that was sent; 0 without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a wire has done so far."""
+
+    requests: int
+    """That got an answer, or failed."""
+    sent_bytes: int
+    """Of bodies, as far as they were handed to the network."""
+    received_bytes: int
+    """Handed to sinks."""
+    connections_opened: int
+    cuts: int
+    """Requests that were ended because nothing moved, or far too slowly."""
+
+
+@dataclass(slots=True)
+class _Request:
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: Body | None
+    trailer: str | None
+    sink: Sink | None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    range: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.range = {name.lower(): value for name, value in self.headers.items()}.get("range", "")
+
+
+class Wire:
+    """Requests to one endpoint.  Every method may be called from many threads at once.
+
+    Args:
+        endpoint: ``https://host[:port]`` or ``http://host[:port]``.
+        connections: how many requests may be under way at once; as many connections are kept.
+        ca_bundle: file of the certificates to trust instead of the system's.
+        connect_timeout_s: limit of making a connection, and of its TLS handshake.
+        stall_s: a request on which nothing moves for so long is ended.
+        reply_s: the same while only the answer is awaited.
+        answer_s: limit of a whole answer, or of its head where a sink takes the body.
+        is_proxied: whether the proxy of the environment is used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connections: int,
+        ca_bundle: str | None = None,
+        connect_timeout_s: float = 3.0,
+        stall_s: float = 3.0,
+        reply_s: float = 10.0,
+        answer_s: float = 60.0,
+        is_proxied: bool = True,
+    ) -> None:
+        parts = urlsplit(endpoint)
+        self._scheme = parts.scheme
+        self._address = (parts.hostname or "", parts.port or _PORTS[parts.scheme])
+        self.host = parts.netloc.removesuffix(f":{_PORTS[parts.scheme]}")
+        """As it stands in the Host header; who signs requests signs it."""
+        self._ca_bundle = ca_bundle
+        self._connect_timeout_s = connect_timeout_s
+        self._answer_s = answer_s
+        proxy = select_proxy(endpoint, get_environ_proxies(endpoint)) if is_proxied else None
+        self._proxy = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
+        is_forwarded = self._proxy is not None and parts.scheme == "http"
+        self._prefix = endpoint.rstrip("/") if is_forwarded else ""
+        self._proxy_lines = _authorization(self._proxy) if self._proxy is not None else []
+        self._lock = threading.Lock()
+        self._context: ssl.SSLContext | None = None
+        self._requests = 0
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._pool = Pool(self._dial, connections=connections, stall_s=stall_s, reply_s=reply_s)
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        *,
+        body: Body | None = None,
+        trailer: str | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        """One request, once.
+
+        Args:
+            target: path and query, percent-encoded.
+            headers: all but Host, Content-Length and Connection.
+            body: what to send; rewound first.
+            trailer: name of a header that carries the CRC32C of the body behind it; the body then goes
+                out aws-chunked, a window a chunk, and Content-Length is that of the encoded body.
+            sink: takes the body of a 200, or exactly the range in ``headers``; rewound first.  A 200 or
+                206 whose Content-Range is not that range comes back without its body.
+
+        Raises:
+            Transient: the network, or an answer that is not HTTP.
+            Permanent: the certificate is not trusted.
+            Exception: what ``body`` and ``sink`` raise, unchanged; the connection is closed.
+        """
+        request = _Request(method, target, headers, body, trailer, sink)
+        head = self._head(request)
+        connection = self._pool.take(f"{method} {target} {request.range}")
+        keep = False
+        try:
+            reader = AnswerReader(connection.receive_into, method)
+            try:
+                crc = self._send(connection, head, request)
+            except Broken:
+                return self._early_answer(connection, reader, request)
+            connection.await_answer(self._answer_s)
+            answer_head = reader.head()
+            answer, is_whole = self._receive(connection, reader, answer_head, request, crc)
+            keep = is_whole and answer_head.keeps_open and reader.is_drained
+            return answer
+        finally:
+            self._pool.give_back(connection, keep=keep)
+            with self._lock:
+                self._requests += 1
+                self._sent_bytes += request.sent_bytes
+                self._received_bytes += request.received_bytes
+
+    def counters(self) -> Counters:
+        """What was done so far."""
+        lent = self._pool.lent()
+        with self._lock:
+            return Counters(
+                requests=self._requests,
+                sent_bytes=self._sent_bytes,
+                received_bytes=self._received_bytes,
+                connections_opened=lent.opened,
+                cuts=lent.cuts,
+            )
+
+    def close(self) -> None:
+        """Close the idle connections, and the others when their requests are done."""
+        self._pool.close()
+
+    # ------------------------------------------------------------ one request
+
+    def _head(self, request: _Request) -> bytes:
+        size_bytes = request.body.size_bytes if request.body else 0
+        if request.trailer:
+            size_bytes = _encoded_bytes(size_bytes, request.trailer)
+        lines = [f"{request.method} {self._prefix}{request.target} HTTP/1.1", f"Host: {self.host}"]
+        lines += [f"{name}: {value}" for name, value in request.headers.items()]
+        if self._prefix:
+            lines += self._proxy_lines
+        if request.body is not None or request.method in ("PUT", "POST"):
+            lines.append(f"Content-Length: {size_bytes}")
+        head = request_head(lines)
+        if len(head) > HEAD_ROOM_BYTES - _CHUNK_HEAD_BYTES_MAX:
+            raise Permanent(f"a request head of {len(head)} bytes")
+        return head
+
+    def _send(self, connection: Connection, head: bytes, request: _Request) -> int:
+        """Send the request; returns the CRC32C of its body."""
+        body, trailer = request.body, request.trailer
+        if body is None:
+            connection.send(head)
+            return 0
+        body.rewind()
+        connection.total_bytes = left_bytes = body.size_bytes
+        buffer = connection.buffer
+        value = 0
+        before = head
+        while left_bytes or before:
+            count = min(left_bytes, WINDOW_BYTES)
+            end = HEAD_ROOM_BYTES + count
+            after = b""
+            if count:
+                window = buffer[HEAD_ROOM_BYTES:end]
+                connection.elsewhere(body.read_into, window)
+                value = crc32c(window, value)
+                left_bytes -= count
+            if trailer and count:
+                before += b"%x\r\n" % count
+                after = b"\r\n"
+            if trailer and not left_bytes:
+                after += f"0\r\n{trailer}:{crc32c_base64(value)}\r\n\r\n".encode()
+            start = HEAD_ROOM_BYTES - len(before)
+            buffer[start:HEAD_ROOM_BYTES] = before
+            buffer[end : end + len(after)] = after
+            connection.send(buffer[start : end + len(after)])
+            request.sent_bytes += count
+            before = b""
+        return value
+
+    def _early_answer(
+        self, connection: Connection, reader: AnswerReader, request: _Request
+    ) -> Answer:
+        """A store that refuses a body answers before it is all there, and closes.
+
+        Called while sending has just failed; raises that failure when there is no refusal.
+        """
+        connection.await_answer(self._answer_s)
+        try:
+            head = reader.head()
+            if head.status < 300:
+                raise Transient("the store had enough before the body was sent")
+            return self._receive(connection, reader, head, request, 0)[0]
+        except Transient as error:
+            raise Broken(
+                f"{connection.cut or 'the connection broke'} while sending: {error}"
+            ) from error
+
+    def _receive(
+        self,
+        connection: Connection,
+        reader: AnswerReader,
+        head: Head,
+        request: _Request,
+        sent_crc: int,
+    ) -> tuple[Answer, bool]:
+        """The answer, and whether its body was read to the end."""
+        window = connection.buffer[HEAD_ROOM_BYTES : HEAD_ROOM_BYTES + WINDOW_BYTES]
+        body = bytearray()
+        is_whole = True
+        is_refusal = head.status >= 300
+        if not (is_refusal or head.has_end) and request.method in ("GET", "POST"):
+            raise Transient("the answer does not say where its body ends")
+        if request.sink is not None and head.status in (200, 206):
+            if is_whole := _is_wanted(head, request.range):
+                connection.receive_body()
+                connection.total_bytes = head.size_bytes or 0
+                request.sink.rewind()
+                wanted_bytes = _span_bytes(request.range)
+                for piece in reader.pieces(head, window):
+                    request.received_bytes += piece.nbytes
+                    if wanted_bytes is not None and request.received_bytes > wanted_bytes:
+                        raise Transient("the answer is longer than its range")
+                    connection.elsewhere(request.sink.write, piece)
+                if wanted_bytes not in (None, request.received_bytes):
+                    raise Transient("the answer is shorter than its range")
+        else:
+            limit_bytes = REFUSAL_BYTES_MAX if is_refusal else ANSWER_BYTES_MAX
+            for piece in reader.pieces(head, window[:REFUSAL_BYTES_MAX]):
+                body += piece
+                if len(body) > limit_bytes:
+                    if not is_refusal:
+                        raise Transient(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
+                    is_whole = False  # enough for the reason of the refusal
+                    break
+        return Answer(head.status, head.headers, bytes(body), sent_crc), is_whole
+
+    # ------------------------------------------------------------ connections
+
+    def _dial(self) -> Connection:
+        address = self._address
+        if self._proxy is not None:
+            address = (self._proxy.hostname or "", self._proxy.port or 80)
+        sock = socket.create_connection(address, self._connect_timeout_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = None
+            if self._scheme == "https":
+                if self._proxy is not None:
+                    self._tunnel(sock)
+                tls = Tls(sock, self._tls(), self._address[0], self._connect_timeout_s)
+        except ssl.SSLCertVerificationError as error:
+            sock.close()
+            raise Permanent(
+                f"connecting to {self.host}: {error!s:.200}",
+                hint="The store's certificate is not trusted on this VM",
+            ) from error
+        except BaseException:
+            sock.close()
+            raise
+        sock.settimeout(None)
+        return Connection(sock, tls)
+
+    def _tls(self) -> ssl.SSLContext:
+        with self._lock:
+            if self._context is None:
+                self._context = ssl.create_default_context(cafile=self._ca_bundle)
+                self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+                self._context.set_alpn_protocols(["http/1.1"])
+            return self._context
+
+    def _tunnel(self, sock: socket.socket) -> None:
+        """Have the proxy connect ``sock`` to the store."""
+        where = f"{self._address[0]}:{self._address[1]}"
+        lines = [f"CONNECT {where} HTTP/1.1", f"Host: {where}", *self._proxy_lines]
+        sock.sendall(request_head(lines))
+        end_mono_s = time.monotonic() + self._connect_timeout_s
+        status = AnswerReader(receive_until(sock, end_mono_s), "HEAD").head().status
+        if status != 200:
+            raise Transient(f"the proxy does not connect to {where}: {status}")
+
+
+def _encoded_bytes(size_bytes: int, trailer: str) -> int:
+    """Length of a body once it is aws-chunked, trailer included."""
+    whole, rest = divmod(size_bytes, WINDOW_BYTES)
+    framing = whole * (len(f"{WINDOW_BYTES:x}") + 4)
+    if rest:
+        framing += len(f"{rest:x}") + 4
+    return size_bytes + framing + len(f"0\r\n{trailer}:{crc32c_base64(0)}\r\n\r\n")
+
+
+def _authorization(proxy: SplitResult) -> list[str]:
+    """The header line for a proxy that asks who we are."""
+    if not proxy.username:
+        return []
+    pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return [f"Proxy-Authorization: Basic {base64.b64encode(pair.encode()).decode()}"]
+
+
+def _is_wanted(head: Head, range_: str) -> bool:
+    """Whether the body is what was asked for, all of it and nothing else."""
+    if not range_:
+        return head.status == 200
+    # Some answer 200 to a range, and say which one it is all the same.
+    span = range_.removeprefix("bytes=")
+    return head.headers.get("content-range", "").startswith(f"bytes {span}/")
+
+
+def _span_bytes(range_: str) -> int | None:
+    """Length of a range with both ends; None of any other."""
+    span = _SPAN.fullmatch(range_)
+    return int(span[2]) - int(span[1]) + 1 if span else None

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to one store: kept alive, lent to one request at a time, and cut when they hang.
+
+Sockets block, for that is cheapest; what keeps a request from hanging is one thread that looks at all
+connections under way several times a second and shuts down those on which nothing moves.  It asks the
+kernel what the other side has acknowledged and sent: a full send buffer is no progress.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from swansongd.errors import Transient
+from swansongd.stores.base import WINDOW_BYTES
+from swansongd.stores.http.tls import Tls
+
+HEAD_ROOM_BYTES = 16 * 2**10
+"""Before the window: the head of the request or of a chunk, so that both leave in one call."""
+TAIL_ROOM_BYTES = 256
+"""After the window: the end of a chunk, and the trailer."""
+IDLE_S_MAX = 20.0
+"""Stores close what is idle for longer without a word, S3 for one."""
+
+_LOOK_S = 0.25
+_OUTLIER_AFTER_S = 2.0
+_OUTLIER_SHARE = 0.25
+_OUTLIER_OTHERS_MIN = 3
+_OUTLIER_MEMORY = 1024
+_RATED_AFTER_S = 0.1
+"""A rate over less says nothing."""
+
+# From struct tcp_info of the kernel: tcpi_unacked; tcpi_bytes_acked and tcpi_bytes_received;
+# tcpi_notsent_bytes.
+_TCP_INFO_BYTES = 148
+_UNACKED = struct.Struct("@24xI")
+_MOVED = struct.Struct("@120xQQ")
+_NOT_SENT = struct.Struct("@144xI")
+
+
+class Broken(Transient):
+    """The connection failed, whatever the other side may have done with the request by then."""
+
+
+class Phase(Enum):
+    """What the request on a connection is waiting for."""
+
+    ELSEWHERE = "elsewhere"
+    """Not for the network: a body is read, a sink written."""
+    SENDING = "sending"
+    AWAITING = "awaiting"
+    """All is sent; the answer is a short one, or its body has not begun."""
+    RECEIVING = "receiving"
+    """The body is on its way to a sink, however long it is."""
+
+
+class Connection:
+    """A socket, its window, and how the request on it fares.  One thread uses it at a time."""
+
+    def __init__(self, sock: socket.socket, tls: Tls | None = None) -> None:
+        self.sock = sock
+        self._tls = tls
+        self._send_all = tls.send_all if tls else sock.sendall
+        self._receive_into = tls.receive_into if tls else sock.recv_into
+        self.buffer = memoryview(bytearray(HEAD_ROOM_BYTES + WINDOW_BYTES + TAIL_ROOM_BYTES))
+        self.idle_since_mono_s = 0.0
+        self.cut = ""
+        """Why the watching thread shut it down; empty while it has not."""
+        self.phase = Phase.ELSEWHERE
+        self.request = ""
+        """Tells the request from others; the same for a repetition of it."""
+        self.total_bytes = 0
+        """How much the request is to move, as far as it is known."""
+        self.elsewhere_s = 0.0
+        self.limit_mono_s = math.inf
+        """The answer must be here by then, or its head if a sink takes the rest."""
+        self.moved_bytes = 0
+        self.moved_mono_s = 0.0
+        self._seen_mono_s: float | None = None
+        """When the watching thread first looked at the request; it counts from there."""
+        self._base_bytes = 0
+
+    def begin(self, request: str) -> None:
+        """A new request is under way."""
+        self.request = request
+        self.total_bytes = 0
+        self.elsewhere_s = 0.0
+        self.limit_mono_s = math.inf
+        self._seen_mono_s = None
+
+    def await_answer(self, limit_s: float) -> None:
+        """The request is sent: its answer is due in ``limit_s``, even if it comes byte by byte."""
+        self.phase = Phase.AWAITING
+        self.limit_mono_s = time.monotonic() + limit_s
+
+    def receive_body(self) -> None:
+        """The head of the answer is here, and the body may take its time as long as it moves."""
+        self.phase = Phase.RECEIVING
+        self.limit_mono_s = math.inf
+
+    def send(self, data: memoryview | bytes) -> None:
+        """All of ``data``; raises Broken."""
+        self.phase = Phase.SENDING
+        try:
+            self._send_all(data)
+        except OSError as error:
+            raise self.broken(error) from error
+
+    def receive_into(self, window: memoryview) -> int:
+        """Some bytes, 0 at the end; raises Broken."""
+        try:
+            count = self._receive_into(window)
+        except OSError as error:
+            raise self.broken(error) from error
+        if not count and self.cut:
+            raise self.broken(None)
+        return count
+
+    def elsewhere(self, work: Callable[[memoryview], None], window: memoryview) -> None:
+        """Do ``work`` on ``window``: no fault of the network, however long it takes."""
+        phase, self.phase = self.phase, Phase.ELSEWHERE
+        began_mono_s = time.monotonic()
+        work(window)
+        self.elsewhere_s += time.monotonic() - began_mono_s
+        self.phase = phase
+
+    def broken(self, error: OSError | None) -> Broken:
+        return Broken(self.cut or f"the connection broke: {error!s:.200}")
+
+    def is_usable(self) -> bool:
+        """Whether an idle connection is still worth a request: nothing came, not even its end."""
+        if self._tls is not None and self._tls.has_more:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(0)
+
+    # ------------------------------------------------------------ for the watching thread
+
+    def hangs(self, now_mono_s: float, stall_s: float, reply_s: float) -> bool:
+        """Look whether something moved since the last time; whether nothing did for too long."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        total_bytes = sum(_MOVED.unpack_from(info))
+        if self._seen_mono_s is None:
+            self._base_bytes, self.moved_bytes, self.elsewhere_s = total_bytes, 0, 0.0
+            self._seen_mono_s = self.moved_mono_s = now_mono_s
+        moved_bytes = total_bytes - self._base_bytes
+        if moved_bytes != self.moved_bytes or self.phase is Phase.ELSEWHERE:
+            self.moved_bytes, self.moved_mono_s = moved_bytes, now_mono_s
+        owes_answer = self.phase is Phase.AWAITING and not (
+            _UNACKED.unpack_from(info)[0] or _NOT_SENT.unpack_from(info)[0]
+        )
+        return now_mono_s - self.moved_mono_s > (reply_s if owes_answer else stall_s)
+
+    def on_network_s(self, now_mono_s: float) -> float:
+        """For how long the request has been the network's affair."""
+        return now_mono_s - (self._seen_mono_s or now_mono_s) - self.elsewhere_s
+
+    def rate(self, now_mono_s: float) -> float | None:
+        """Bytes per second on the network; None when it is too early to say."""
+        took_s = self.on_network_s(now_mono_s)
+        if took_s < _RATED_AFTER_S or self.phase is Phase.ELSEWHERE:
+            return None
+        return self.moved_bytes / took_s
+
+    def shut(self, why: str) -> None:
+        """Free whoever waits on it, at once."""
+        self.cut = why
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What became of the connections so far."""
+
+    opened: int
+    cuts: int
+
+
+class Pool:
+    """Lends connections; the one that was used last goes out first.
+
+    Args:
+        dial: makes a connection, within limits of its own.
+        connections: how many may be out at once.
+        stall_s: nothing moving for so long ends a request.
+        reply_s: the same while an answer is owed and nothing else.
+    """
+
+    def __init__(
+        self, dial: Callable[[], Connection], *, connections: int, stall_s: float, reply_s: float
+    ) -> None:
+        self._dial = dial
+        self._stall_s = stall_s
+        self._reply_s = reply_s
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._lent = 0
+        self._idle: list[Connection] = []
+        self._out: dict[Connection, None] = {}
+        """The eldest request first."""
+        self._once: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
+        """Requests that were cut as outliers: none is a second time."""
+        self._opened = 0
+        self._cuts = 0
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def take(self, request: str) -> Connection:
+        """A connection for ``request``; to be given back.  Raises what ``dial`` raises."""
+        with self._lock:
+            if not self._freed.wait_for(lambda: self._lent < self._connections, self._reply_s):
+                raise Transient("all connections to the store are busy")
+            self._lent += 1
+            connection = self._reusable()
+        try:
+            is_new = connection is None
+            connection = connection or self._dial()
+            with self._lock:
+                self._opened += is_new
+                self._lend(connection, request)
+        except BaseException as error:
+            if connection is not None:
+                connection.sock.close()
+            with self._lock:
+                self._free_one()
+            if isinstance(error, OSError):
+                raise Transient(f"no connection: {error!s:.200}") from error
+            raise
+        return connection
+
+    def give_back(self, connection: Connection, *, keep: bool) -> None:
+        """The request is done; ``keep`` when the connection is good for another one."""
+        with self._lock:
+            self._out.pop(connection, None)
+            keep = keep and not connection.cut and not self._closed.is_set()
+            if keep:
+                connection.phase = Phase.ELSEWHERE
+                connection.idle_since_mono_s = time.monotonic()
+                self._idle.append(connection)
+            else:
+                connection.sock.close()
+            self._free_one()
+
+    def close(self) -> None:
+        """Close what is idle now, and what comes back from now on."""
+        self._closed.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.sock.close()
+
+    def lent(self) -> Lent:
+        with self._lock:
+            return Lent(self._opened, self._cuts)
+
+    # ------------------------------------------------------------ under the lock
+
+    def _reusable(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            age_s = time.monotonic() - connection.idle_since_mono_s
+            if age_s < IDLE_S_MAX and connection.is_usable():
+                return connection
+            connection.sock.close()
+        return None
+
+    def _lend(self, connection: Connection, request: str) -> None:
+        connection.begin(request)
+        self._out[connection] = None
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="wire-watch", daemon=True)
+            self._watcher.start()
+
+    def _free_one(self) -> None:
+        self._lent -= 1
+        self._freed.notify()
+
+    # ------------------------------------------------------------ the watching thread
+
+    def _watch(self) -> None:
+        """As long as there are connections, so that an unused pool costs nothing."""
+        pause = threading.Event()
+        while True:
+            pause.wait(min(_LOOK_S, self._stall_s / 4))
+            with self._lock:
+                self._look(time.monotonic())
+                if not self._out and not self._idle:
+                    self._watcher = None
+                    return
+
+    def _look(self, now_mono_s: float) -> None:
+        # Under the lock: a connection that is out cannot be closed meanwhile, and its number given
+        # to another socket.
+        for connection in self._out:
+            if connection.cut:
+                continue
+            if now_mono_s > connection.limit_mono_s:
+                self._cut(connection, "no whole answer in time")
+            elif connection.hangs(now_mono_s, self._stall_s, self._reply_s):
+                still_s = now_mono_s - connection.moved_mono_s
+                self._cut(connection, f"nothing moved for {still_s:.1f} s")
+        outlier = self._outlier(now_mono_s)
+        if outlier is not None:
+            self._once.append(outlier.request)
+            self._cut(outlier, "far slower than the other connections")
+        while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
+            self._idle.pop(0).sock.close()
+
+    def _cut(self, connection: Connection, why: str) -> None:
+        self._cuts += 1
+        connection.shut(why)
+
+    def _outlier(self, now_mono_s: float) -> Connection | None:
+        """A request that would be done sooner if it began again on another connection."""
+        rates = {
+            c: rate for c in self._out if not c.cut and (rate := c.rate(now_mono_s)) is not None
+        }
+        for connection, rate in rates.items():
+            left_bytes = connection.total_bytes - connection.moved_bytes
+            if (
+                connection.on_network_s(now_mono_s) < _OUTLIER_AFTER_S
+                or left_bytes <= 0
+                or connection.request in self._once
+                or len(rates) <= _OUTLIER_OTHERS_MIN
+            ):
+                continue
+            usual = statistics.median(r for c, r in rates.items() if c is not connection)
+            is_slow = rate < _OUTLIER_SHARE * usual
+            # What is nearly done is left to end: left / rate > total / usual, without dividing by 0.
+            if is_slow and left_bytes * usual > connection.total_bytes * rate:
+                return connection
+        return None

@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3 and what speaks its protocol: the contract in terms of its requests.
+
+All of them go over the wire, which tries nothing twice: attempts, waiting and deadlines belong to the
+caller.  Every write carries a CRC32C that the store verifies, and the completion of an upload that of the
+whole object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+from xml.etree import ElementTree as ET
+
+import structlog
+
+from swansongd.errors import Exists, NotFound, Permanent, Transient
+from swansongd.stores import answers
+from swansongd.stores.base import (
+    CRC32C_UNKNOWN,
+    GET_BYTES_MAX,
+    Body,
+    BytesBody,
+    BytesSink,
+    ObjectInfo,
+    OpenUpload,
+    Page,
+    PartReceipt,
+    Sink,
+    Upload,
+    all_pages,
+    bucket_and_prefix,
+    expect_all_parts,
+    expect_part,
+    listed,
+    named,
+    read_through,
+)
+from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
+from swansongd.stores.http.client import Answer
+from swansongd.stores.s3.access import (
+    TRAILER_HINT,
+    Addressing,
+    S3Access,
+    TrailerRefused,
+    Unsupported,
+)
+from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
+
+Checksums = Literal["auto", "trailer", "header"]
+
+_CHECKSUM = "x-amz-checksum-crc32c"
+_CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
+_ABSENT = {"if-none-match": "*"}
+
+_log = structlog.get_logger(__name__)
+
+
+class S3Store:
+    """A bucket, or a prefix in one.
+
+    Args:
+        url: ``s3://bucket/prefix``.
+        endpoint: of an S3-compatible store or a VPC endpoint.
+        region: of the bucket; without it boto3's own configuration and the store's redirect decide.
+        connections: how many threads will call at once.
+        profile: of the AWS configuration files; without it the default chain decides.
+        ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
+        addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
+        checksums: ``trailer`` sends the checksum of a shard or part behind the body, which is then read
+            once; ``header`` sends it before the body, which is then read twice.  ``auto`` begins with
+            trailers, and switches to headers when the store does not read trailers.  Without TLS the
+            checksum is always in a header.
+        connect_timeout_s: limit of making a connection.
+        read_timeout_s: limit of one wait for an answer.
+    """
+
+    part_size_bytes_min = 5 * 2**20
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: str | None = None,
+        region: str | None = None,
+        connections: int = 16,
+        *,
+        profile: str | None = None,
+        ca_bundle: str | None = None,
+        addressing: Addressing = "auto",
+        checksums: Checksums = "auto",
+        connect_timeout_s: float = 3.0,
+        read_timeout_s: float = 8.0,
+    ) -> None:
+        self.url = url
+        bucket, self._prefix = bucket_and_prefix(url)
+        self._checksums = checksums
+        self.sends_trailers = checksums != "header"
+        """Whether shards go out with checksum trailers over TLS; False once the store proved to read none."""
+        self._reads_trailers: set[str] = set()
+        """Operations of which the store has shown that it reads the trailer."""
+        self._learning = threading.Lock()
+        self._access = S3Access(
+            bucket,
+            endpoint=endpoint,
+            region=region,
+            connections=connections,
+            profile=profile,
+            ca_bundle=ca_bundle,
+            addressing=addressing,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+        )
+
+    # ------------------------------------------------------------ small objects
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        condition = _ABSENT if if_absent else {}
+        self._put("PutObject", key, {}, BytesBody(data), condition)
+
+    def get(self, key: str) -> bytes:
+        sink = BytesSink(GET_BYTES_MAX)
+        answer = self._call("GetObject", "GET", key, sink=sink)
+        if answer.status != 200:
+            raise Permanent(
+                f"GetObject {key} in {self.url}: HTTP {answer.status} is no whole object"
+            )
+        return bytes(sink.data)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        try:
+            answer = self._call("HeadObject", "HEAD", key)
+        except NotFound:
+            # A HEAD says "404" and no more: ask whether it was the bucket that is missing.
+            self._list_page(key, max_keys=1)
+            return None
+        with answers.complete(f"HeadObject {key}"):
+            return ObjectInfo(key, answers.length_of(answer.headers))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        return self._list_page(prefix, token)
+
+    def delete(self, key: str) -> None:
+        self._call("DeleteObject", "DELETE", key)
+
+    # ------------------------------------------------------------ shards
+
+    def put_shard(self, key: str, body: Body) -> int:
+        try:
+            return self._send("PutObject", key, {}, body, _ABSENT).crc32c
+        except Exists:
+            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            value, _ = read_through(body)
+            is_ours = self._holds(key, body.size_bytes, value)
+            if is_ours is None:
+                return self._send("PutObject", key, {}, body).crc32c
+            if not is_ours:
+                raise
+            return value
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
+            return
+        span = f"{offset}-{offset + size_bytes - 1}"
+        answer = self._call("GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
+        range_ = answer.headers.get("content-range", "")
+        if not range_.startswith(f"bytes {span}/"):  # some answer 200 with it
+            raise Permanent(
+                f"get {key}: {size_bytes} bytes from {offset} are not within the object"
+            )
+
+    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
+        headers = {"x-amz-checksum-algorithm": "CRC32C", **_CHECKSUM_TYPE}
+        answer = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
+        with answers.complete(f"CreateMultipartUpload {key}"):
+            return Upload(key, answers.begun(answer), size_bytes, part_size_bytes)
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        expect_part(upload, number, body)
+        parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
+        answer = self._send("UploadPart", upload.key, parameters, body)
+        return PartReceipt(number, answers.quoted(answer.headers["etag"]), answer.crc32c)
+
+    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
+        try:
+            listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
+        except Unsupported:  # the store cannot confirm any part: all of them are sent again
+            return []
+        return [
+            PartReceipt(
+                part.number,
+                answers.quoted(part.etag),
+                CRC32C_UNKNOWN if part.crc32c is None else part.crc32c,
+            )
+            for part in listed_parts
+            if part.size_bytes == upload.part_length_bytes(part.number)
+        ]
+
+    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
+        expect_all_parts(upload, parts)
+        what = f"CompleteMultipartUpload {upload.key} in {self.url}"
+        sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
+        whole = crc32c_of_parts(sizes)
+        order = ET.Element("CompleteMultipartUpload")
+        for part in parts:
+            item = ET.SubElement(order, "Part")
+            ET.SubElement(item, "PartNumber").text = str(part.number)
+            ET.SubElement(item, "ETag").text = part.etag
+            ET.SubElement(item, "ChecksumCRC32C").text = crc32c_base64(part.crc32c)
+        body = BytesBody(ET.tostring(order))
+        headers = {
+            _CHECKSUM: crc32c_base64(whole),
+            "x-amz-mp-object-size": str(upload.size_bytes),
+            **_CHECKSUM_TYPE,
+        }
+        parameters = {"uploadId": upload.upload_id}
+        try:
+            answer = self._call(
+                "CompleteMultipartUpload",
+                "POST",
+                upload.key,
+                parameters,
+                headers,
+                payload=read_through(body, with_sha256=True)[1],
+                body=body,
+            )
+        except NotFound:
+            # Was an earlier completion carried out, unheard?
+            if self._holds(upload.key, upload.size_bytes, whole) is False:
+                raise
+            return
+        with named(what):
+            self._access.expect_no_error(answer)
+        try:
+            with answers.complete(what):
+                answers.completed(answer)
+        except Transient:
+            # Nothing says that it took effect: look.  Sent again it would find no upload if it did.
+            if self._holds(upload.key, upload.size_bytes, whole) is False:
+                raise
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        what = f"ListMultipartUploads {prefix}"
+        # No encoding-type: Ceph encodes the keys then and does not report it, SeaweedFS does the opposite.
+        base = {"prefix": self._prefix + prefix, "uploads": ""}
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[OpenUpload], answers.Markers | None]:
+            answer = self._call(
+                "ListMultipartUploads", "GET", None, {**base, **dict(markers or ())}
+            )
+            with answers.complete(what):
+                return answers.uploads(answer, self._prefix, prefix)
+
+        return all_pages(what, page)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        with suppress(NotFound):
+            self._call("AbortMultipartUpload", "DELETE", key, {"uploadId": upload_id})
+
+    # ------------------------------------------------------------ the bucket
+
+    def check(self) -> None:
+        self._list_page("", max_keys=1)
+
+    def warm(self) -> None:
+        self.renew_credentials()
+        self.check()
+
+    def renew_credentials(self) -> None:
+        """Have credentials that last for a while; raises Permanent where there are none."""
+        self._access.renew_credentials()
+
+    def aborts_incomplete_uploads(self) -> bool:
+        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor."""
+        try:
+            answer = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
+        except NotFound:
+            return False
+        with answers.complete("GetBucketLifecycleConfiguration"):
+            rules = answers.document(answer, "LifecycleConfiguration").findall("Rule")
+        return any(
+            rule.find("AbortIncompleteMultipartUpload") is not None
+            and rule.findtext("Status") == "Enabled"
+            and self._prefix.startswith(_rule_prefix(rule))
+            for rule in rules
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _list_page(
+        self, prefix: str, token: str | None = None, *, max_keys: int = answers.PAGE_ITEMS
+    ) -> Page:
+        parameters = {
+            "encoding-type": "url",
+            "list-type": "2",
+            "max-keys": str(max_keys),
+            "prefix": self._prefix + prefix,
+        }
+        if token is not None:
+            parameters["continuation-token"] = token
+        answer = self._call("ListObjectsV2", "GET", None, parameters)
+        with answers.complete(f"ListObjectsV2 {prefix}"):
+            return answers.objects(answer, self._prefix, prefix)
+
+    def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
+        """Whether the store has an object of this name, size and CRC32C.
+
+        None when it has one of the size, and does not tell the checksum of the whole.
+        """
+        try:
+            answer = self._call(
+                "HeadObject", "HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}
+            )
+        except NotFound:
+            return False
+        with answers.complete(f"HeadObject {key}"):
+            if answers.length_of(answer.headers) != size_bytes:
+                return False
+        told = answer.headers.get(_CHECKSUM, "-")  # one with a dash is made of those of the parts
+        return None if "-" in told else told == crc32c_base64(value)
+
+    def _listed_parts(self, key: str, upload_id: str) -> Iterator[answers.ListedPart]:
+        what = f"ListParts {key}"
+
+        def page(
+            markers: answers.Markers | None,
+        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            parameters = {"uploadId": upload_id, **dict(markers or ())}
+            answer = self._call("ListParts", "GET", key, parameters)
+            with answers.complete(what):
+                return answers.parts(answer)
+
+        return all_pages(what, page)
+
+    # ------------------------------------------------------------ bodies and their checksums
+
+    def _send(
+        self,
+        operation: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        condition: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
+
+        Some stores refuse a trailer.  Others accept it, and store the framing as part of the object.
+        """
+        if not (self.sends_trailers and self._access.route().is_tls):
+            return self._put(operation, key, parameters, body, condition)
+        try:
+            answer = self._put(operation, key, parameters, body, condition, has_trailer=True)
+        except TrailerRefused as refused:
+            if self._checksums != "auto":
+                raise
+            answer = self._put(operation, key, parameters, body, condition)
+            with self._learning:
+                self._send_headers_from_now_on(str(refused))
+            return answer
+        if self._has_read_trailer(operation, key, parameters, body, answer):
+            self._expect_same(operation, key, answer)
+            return answer
+        # Without the condition: the object is the one that this call has just stored.
+        return self._put(operation, key, parameters, body)
+
+    def _put(
+        self,
+        operation: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        condition: Mapping[str, str] | None = None,
+        *,
+        has_trailer: bool = False,
+    ) -> Answer:
+        """PUT ``body`` with a checksum that the store verifies."""
+        is_tls = self._access.route().is_tls
+        if has_trailer:
+            headers = {
+                "content-encoding": "aws-chunked",
+                "x-amz-decoded-content-length": str(body.size_bytes),
+                "x-amz-trailer": _CHECKSUM,
+            }
+            payload, trailer = UNSIGNED_TRAILER, _CHECKSUM
+        else:
+            value, sha256 = read_through(body, with_sha256=not is_tls)
+            headers = {_CHECKSUM: crc32c_base64(value)}
+            payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
+        headers.update(condition or {})
+        answer = self._call(
+            operation, "PUT", key, parameters, headers, payload=payload, body=body, trailer=trailer
+        )
+        with answers.complete(f"{operation} {key} in {self.url}"):
+            answers.etag_of(answer.headers)
+        if not has_trailer:
+            self._expect_same(operation, key, answer)
+        return answer
+
+    def _expect_same(self, operation: str, key: str, answer: Answer) -> None:
+        """Raises Transient when the store states the checksum of other bytes than were sent."""
+        sent = crc32c_base64(answer.crc32c)
+        if answer.headers.get(_CHECKSUM, sent) != sent:
+            raise Transient(
+                f"{operation} {key} in {self.url}: the store has other bytes than were sent"
+            )
+
+    def _has_read_trailer(
+        self,
+        operation: str,
+        key: str,
+        parameters: Mapping[str, str],
+        body: Body,
+        answer: Answer,
+    ) -> bool:
+        """Whether the store has removed the framing; asks for the size once for each operation.
+
+        Raises:
+            Permanent: it does not, and the configuration demands trailers.
+        """
+        if operation in self._reads_trailers:
+            return True
+        with self._learning:
+            if operation in self._reads_trailers or not self.sends_trailers:
+                return self.sends_trailers
+            # A store that returns the checksum has read it from the trailer, or computed it over the body.
+            if answer.headers.get(_CHECKSUM) != crc32c_base64(answer.crc32c):
+                size_bytes = self._stored_bytes(key, parameters)
+                if size_bytes != body.size_bytes:
+                    found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
+                    reason = f"{operation} {key}: stored size {found}, sent {body.size_bytes} bytes"
+                    if self._checksums == "auto":
+                        self._send_headers_from_now_on(reason)
+                        return False
+                    if size_bytes is not None:
+                        raise Permanent(reason, hint=TRAILER_HINT)
+            self._reads_trailers.add(operation)
+            return True
+
+    def _stored_bytes(self, key: str, parameters: Mapping[str, str]) -> int | None:
+        """Size of the object, or of the part, that was just sent; None where the store does not return it."""
+        try:
+            if "uploadId" not in parameters:
+                info = self.head(key)
+                return None if info is None else info.size_bytes
+            number = int(parameters["partNumber"])
+            parts = self._listed_parts(key, parameters["uploadId"])
+            return next((part.size_bytes for part in parts if part.number == number), None)
+        except NotFound:
+            raise
+        except Permanent:  # the store lacks ListParts, or the role lacks a right
+            return None
+
+    def _send_headers_from_now_on(self, reason: str) -> None:
+        """Called under the lock."""
+        if self.sends_trailers:
+            self.sends_trailers = False
+            _log.warning(
+                "store_reads_no_trailers",
+                url=self.url,
+                reason=reason,
+                hint=f"{TRAILER_HINT}: that saves this attempt at each start",
+            )
+
+    def _call(
+        self,
+        operation: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        payload: str = EMPTY_PAYLOAD,
+        body: Body | None = None,
+        trailer: str | None = None,
+        sink: Sink | None = None,
+    ) -> Answer:
+        """One signed request about an object or, with None, the bucket; the answer is a success.
+
+        Args:
+            operation: its name in the documentation of S3, which the permissions go by.
+        """
+        path = "" if key is None else f"/{self._prefix}{key}"
+        what = operation if key is None else f"{operation} {key}"
+        with named(f"{what} in {self.url}"):
+            return self._access.exchange(
+                method,
+                path,
+                parameters or {},
+                headers or {},
+                payload=payload,
+                body=body,
+                trailer=trailer,
+                sink=sink,
+            )
+
+
+def _rule_prefix(rule: ET.Element) -> str:
+    """Prefix of the keys that a lifecycle rule is for; an older form has it outside of the filter."""
+    filter_ = rule.find("Filter")
+    return (rule if filter_ is None else filter_).findtext("Prefix") or ""

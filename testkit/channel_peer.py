@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running trainer channel, and peers of it: in this process, or processes of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from structlog.testing import CapturingLogger
+from swansong import protocol
+from swansong.protocol import Message
+from swansongd.core.events import Event, TrainerJoined
+from swansongd.trainers.channel import TrainerChannel
+
+from testkit.waiting import until
+
+
+class RunningChannel:
+    """A channel that serves run ``r1``; keeps what it posts (``events``) and logs."""
+
+    def __init__(
+        self,
+        *,
+        allowed_uids: frozenset[int] = frozenset({0}),
+        answer: Callable[[Message, Callable[[Message], None]], None] = lambda _, __: None,
+        path: Path | None = None,
+        listener_fd: int | None = None,
+    ) -> None:
+        # Not tmp_path: the path of a socket has at most 107 bytes, and other users must get there.
+        self.directory = Path(tempfile.mkdtemp(prefix="swansong-"))
+        self.directory.chmod(0o755)
+        self.path = path or self.directory / "trainer.sock"
+        self.events: list[Event] = []
+        self.log = CapturingLogger()
+        self.channel = TrainerChannel(
+            self.path,
+            run="r1",
+            staging=Path("/staging/r1"),
+            allowed_uids=allowed_uids,
+            post=self.events.append,
+            answer=answer,
+            log=self.log,
+            listener_fd=listener_fd,
+        )
+
+    def __enter__(self) -> Self:
+        self.channel.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.channel.close()
+        shutil.rmtree(self.directory)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait(self, kind: type, count: int = 1) -> list[Any]:
+        until(lambda: len(self.of(kind)) >= count, what=f"{count} {kind.__name__}")
+        return self.of(kind)
+
+    @property
+    def lines(self) -> list[str]:
+        return [json.dumps([call.args, call.kwargs]) for call in self.log.calls]
+
+    def connect(self) -> Client:
+        return Client(self.path)
+
+    def joined(self, **hello: Any) -> Client:
+        """A client that said hello and was welcomed."""
+        before = len(self.of(TrainerJoined))
+        client = self.connect()
+        client.say(protocol.Hello(run="r1", **hello))
+        assert isinstance(client.hear(), protocol.Welcome)
+        client.number = self.wait(TrainerJoined, before + 1)[before].trainer.connection
+        return client
+
+
+class HeldChannel(RunningChannel):
+    """A channel whose thread can be made to wait, so that things come to it all at once."""
+
+    def __init__(self) -> None:
+        super().__init__(answer=self._wait)
+        self._is_held, self._go_on = threading.Event(), threading.Event()
+
+    def _wait(self, _: Message, __: Callable[[Message], None]) -> None:
+        self._is_held.set()
+        assert self._go_on.wait(20)
+
+    def hold(self, client: Client) -> None:
+        client.say(protocol.StatusQuery())
+        assert self._is_held.wait(20)
+
+    def release(self) -> None:
+        self._go_on.set()
+
+
+class Client:
+    """A peer in this process.  ``number`` is that of its connection, once it has joined."""
+
+    number = 0
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(20)
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
+
+    def say(self, message: Message | bytes) -> None:
+        self.socket.send(message if isinstance(message, bytes) else protocol.encode(message))
+
+    def hear(self) -> Message | None:
+        """The next message; None when the daemon has closed."""
+        data = self.socket.recv(protocol.MAX_MESSAGE_BYTES)
+        return protocol.decode(data) if data else None
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_PRELUDE = """
+import json, os, socket, sys
+path = sys.argv[1]
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def say(**body): s.send(json.dumps(body).encode())
+def hear(): return s.recv(65536).decode()
+def show(text): print(text, flush=True)
+def wait(): sys.stdin.readline()
+def join():
+    s.connect(path); say(type="hello", run="r1"); return hear()
+"""
+
+
+class PeerProcess:
+    """A peer in a process of its own; ``script`` goes on from ``_PRELUDE``.
+
+    With ``uid`` and ``gid`` it takes on another user; the interpreter may lie where only root gets.
+    """
+
+    def __init__(self, path: Path, script: str, *, uid: int = 0, gid: int = 0) -> None:
+        become = f"os.setgroups([]); os.setgid({gid}); os.setuid({uid})\n" if uid or gid else ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PRELUDE + become + script, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        """What it shows next; empty when it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulated clouds as tests use them: give a notice, look into the bucket, make the store suffer.
+
+The bucket is read and written by plain HTTP, so that what a test finds there was not brought to it by the
+code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+from xml.etree import ElementTree as ET
+
+from testkit.rig import control
+
+_SIGNED = "AWS4-HMAC-SHA256 Credential=tests/20300101/us-east-1/s3/aws4_request"
+"""The emulator reads who asks, and checks no signature."""
+SPOT_PATH = "/latest/meta-data/spot/instance-action"
+
+
+@dataclass(frozen=True)
+class Aws:
+    """The instance metadata service of one VM."""
+
+    url: str
+
+    @property
+    def metadata(self) -> tuple[str, str]:
+        """As :class:`rig.Vm` wants it."""
+        return ("aws", self.url)
+
+    def notice(self, action: str = "terminate", *, in_s: float = 30) -> datetime:
+        """EC2 will take the VM in so many seconds; returns the instant that it states."""
+        return datetime.fromisoformat(control(self.url, "notice", action=action, in_s=in_s)["time"])
+
+    def withdraw(self) -> None:
+        control(self.url, "withdraw")
+
+    def says_instead(self, body: str) -> None:
+        """From now on the notice's path holds this, whatever it means."""
+        control(self.url, "fault", kind="body", path=SPOT_PATH, value=body)
+
+    def polls(self) -> int:
+        """How often a notice was shown so far."""
+        counts: dict[str, int] = control(self.url, "requests").get(f"GET {SPOT_PATH}", {})
+        return counts.get("200", 0)
+
+
+@dataclass(frozen=True)
+class Gcp:
+    """The metadata server of one VM."""
+
+    url: str
+
+    @property
+    def metadata(self) -> tuple[str, str]:
+        """As :class:`rig.Vm` wants it."""
+        return ("gcp", self.url)
+
+    def preempt(self) -> None:
+        control(self.url, "set", key="instance/preempted", value="TRUE")
+
+    def die(self) -> None:
+        """The metadata server answers nothing any more."""
+        control(self.url, "dead", after_s=0)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One team's part of the bucket ``ckpt`` in the S3 emulator.  Keys are without the prefix."""
+
+    endpoint: str
+    prefix: str
+
+    @property
+    def store(self) -> dict[str, str]:
+        """Table ``[store]`` of the configuration."""
+        url = f"s3://ckpt/{self.prefix}"
+        return {"url": url, "endpoint": self.endpoint, "region": "us-east-1"}
+
+    def order(self, name: str, **query: object) -> Any:
+        """Trouble on order, see :mod:`emulators.store_control`."""
+        return control(self.endpoint, f"{name}?{urlencode(query)}")
+
+    def keys(self, below: str = "") -> list[str]:
+        query = urlencode({"list-type": 2, "prefix": f"{self.prefix}/{below}"})
+        listing = ET.fromstring(self._ask("GET", f"?{query}"))
+        assert listing.findtext("{*}IsTruncated") != "true"
+        names = [item.findtext("{*}Key") or "" for item in listing.findall("{*}Contents")]
+        return [name.removeprefix(f"{self.prefix}/") for name in names]
+
+    def get(self, key: str) -> bytes:
+        return self._ask("GET", quote(f"/{self.prefix}/{key}"))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._ask("PUT", quote(f"/{self.prefix}/{key}"), data)
+
+    def delete(self, key: str) -> None:
+        self._ask("DELETE", quote(f"/{self.prefix}/{key}"))
+
+    def objects(self, below: str = "") -> dict[str, bytes]:
+        """Everything that lies there, by key."""
+        return {key: self.get(key) for key in self.keys(below)}
+
+    def flip_bit(self, key: str) -> None:
+        self.order("corrupt", object=f"{self.prefix}/{key}")
+
+    def manifests(self, run: str = "run") -> list[dict[str, Any]]:
+        """The manifests of all commits, newest first."""
+        keys = sorted(self.keys(f"{run}/commits/"), reverse=True)
+        return [json.loads(self.get(key)) for key in keys]
+
+    def farewells(self, run: str = "run") -> list[dict[str, Any]]:
+        """The farewells of all evacuations, oldest first."""
+        return [json.loads(self.get(key)) for key in sorted(self.keys(f"{run}/farewells/"))]
+
+    def _ask(self, method: str, target: str, data: bytes | None = None) -> bytes:
+        url = f"{self.endpoint}/ckpt{target}"
+        headers = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
+        request = urllib.request.Request(url, data=data, method=method, headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            content: bytes = answer.read()
+        return content

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits made for tests: shards and manifests put into a store as the daemon would lay them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from swansongd.bucket import manifest
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.digests import part_count, part_digest, shard_digest
+from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.checksums import crc32c
+from swansongd.stores.file.store import FileStore
+
+PART_SIZE_BYTES = 1000
+"""Small, so that a few kilobytes have many parts."""
+
+
+Store = TypeVar("Store", bound=FileStore)
+
+
+def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type: ignore[assignment]
+    """A store in a directory of its own, made if it is not there."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = kind(f"file://{directory}")
+    store.check()
+    return store
+
+
+def digest_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> str:
+    return shard_digest(
+        [
+            part_digest(data[index * part_size_bytes : (index + 1) * part_size_bytes])
+            for index in range(part_count(len(data), part_size_bytes))
+        ]
+    )
+
+
+def commit(
+    store: ObjectStore,
+    files: Mapping[str, bytes],
+    *,
+    run: str = "r",
+    generation: int = 1,
+    step: int = 100,
+    node: int = 0,
+    nodes: int = 1,
+    upload_nonce: str = "a1",
+    loss: float = 2.5,
+    health: Mapping[str, float] | None = None,
+    kind: CheckpointKind = CheckpointKind.PERIODIC,
+) -> Manifest:
+    """Store the files as one node's part of a checkpoint, and commit it."""
+    keys = RunKeys(run)
+    checkpoint = CheckpointId(step, "abc")
+    shards = []
+    for path, data in files.items():
+        key = keys.shard(generation, checkpoint, upload_nonce, node, path)
+        store.put(key, data)
+        shards.append(
+            StoredShard(
+                path=path,
+                size_bytes=len(data),
+                digest=digest_of(data),
+                key=key,
+                part_size_bytes=PART_SIZE_BYTES,
+                crc32c=crc32c(data),
+            )
+        )
+    made = Manifest(
+        run=run,
+        generation=generation,
+        step=step,
+        kind=kind,
+        node=node,
+        nodes=nodes,
+        nonce=f"{upload_nonce}{node}",
+        shards=tuple(shards),
+        health={"loss": loss} if health is None else health,
+        created="2030-01-01T00:00:00Z",
+    )
+    store.put(keys.commit(CommitRef(generation, step), node, nodes), manifest.encode(made))
+    return made
+
+
+def object_path(directory: Path, key: str) -> Path:
+    """The file in which a file store keeps an object, for tests that damage it."""
+    return directory / key
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """All files below a directory, by relative path."""
+    found = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = Path(parent, name)
+            found[str(path.relative_to(directory))] = path.read_bytes()
+    return found

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The EC2 instance metadata service, to rehearse with: ``python -m emulators.aws_imds --port 1338``.
+
+Session tokens (IMDSv2) are required as on a VM that enforces them.  Whatever time is given as ``in_s``
+seconds from now is pinned when the order comes.  Control, beside what :mod:`emulators.faults` lists::
+
+    notice             {"action": "terminate", "in_s": 120}   spot interruption: terminate, stop, hibernate
+                       {"action": "stop", "time": "2026-01-05T18:02:00Z"}
+    withdraw           {}                                     that notice goes away again
+    rebalance          {}                                     a recommendation
+    schedule           {"code": "instance-retirement", "in_s": 86400, "event_id": "instance-event-1"}
+                       an event, beside those that there are, or in place of the one of that id
+    finish             {"event_id": "instance-event-1", "state": "canceled"}
+                       the event moves to the history, as canceled or completed
+    set                {"path": "autoscaling/target-lifecycle-state", "value": "Terminated"}
+                       any path below meta-data; null takes it away (404)
+    quiet              {}                                     every path as in the beginning
+    invalidate-tokens  {}                                     as after a reset of the service
+
+To rehearse with an image of your own, let it see this service as its metadata address and play a
+scenario: each begins with ten quiet seconds, and where the real VM would lose its power the service
+falls silent::
+
+    python -m emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
+
+``--speed 60`` plays an hour in a minute, the times that are stated included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar
+
+from testkit.emulators.faults import (
+    ControlError,
+    Emulator,
+    Reply,
+    Request,
+    Scenario,
+    add_arguments,
+    serve,
+)
+
+TOKEN_PATH = "/latest/api/token"
+TOKEN_HEADER = "X-aws-ec2-metadata-token"
+TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
+META_DATA = "/latest/meta-data/"
+ACTIONS = ("terminate", "stop", "hibernate")
+
+SPOT_KEYS = ("spot/instance-action", "spot/termination-time")
+REBALANCE_KEY = "events/recommendations/rebalance"
+ASG_KEY = "autoscaling/target-lifecycle-state"
+SCHEDULED_KEY = "events/maintenance/scheduled"
+HISTORY_KEY = "events/maintenance/history"
+
+_REGION = "us-east-1"
+_INSTANCE = "i-0123456789abcdef0"
+_TYPE = "p4d.24xlarge"
+
+_EVENT = "instance-event-0d59937288b749b32"
+_POWER_OFF = ("dead", {"after_s": 0})
+_DAY_S = 86400
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+_SCENARIOS: dict[str, Scenario] = {
+    "no-notice": ((60, *_POWER_OFF),),
+    "aws-120s": ((10, "notice", {"action": "terminate", "in_s": 120}), (130, *_POWER_OFF)),
+    "aws-39s": ((10, "notice", {"action": "terminate", "in_s": 39}), (49, *_POWER_OFF)),
+    "aws-hibernate": ((10, "notice", {"action": "hibernate", "in_s": 120}), (12, *_POWER_OFF)),
+    "aws-stop": ((10, "notice", {"action": "stop", "in_s": 120}), (130, *_POWER_OFF)),
+    "aws-withdrawn": ((10, "notice", {"action": "terminate", "in_s": 120}), (40, "withdraw", {})),
+    "aws-rebalance-then-notice": (
+        (10, "rebalance", {}),
+        (310, "notice", {"action": "terminate", "in_s": 120}),
+        (430, *_POWER_OFF),
+    ),
+    "aws-rebalance-only": ((10, "rebalance", {}),),
+    "aws-asg": (
+        (0, "set", {"path": ASG_KEY, "value": "InService"}),
+        (10, "set", {"path": ASG_KEY, "value": "Terminated"}),
+        (310, *_POWER_OFF),
+    ),
+    "aws-scheduled": (
+        (10, "schedule", {"code": "instance-retirement", "in_s": _DAY_S, "event_id": _EVENT}),
+        (10 + _DAY_S, *_POWER_OFF),
+    ),
+    "aws-scheduled-cancelled": (
+        (10, "schedule", {"code": "system-reboot", "in_s": _DAY_S, "event_id": _EVENT}),
+        (3610, "finish", {"event_id": _EVENT, "state": "canceled"}),
+    ),
+}
+
+
+def utc(moment: datetime) -> str:
+    """The way in which the service writes an instant."""
+    return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def event_date(moment: datetime) -> str:
+    """The way in which it writes the dates of events, whose day is not padded."""
+    day = moment.astimezone(UTC)
+    return f"{day.day} {_MONTHS[day.month - 1]} {day:%Y %H:%M:%S} GMT"
+
+
+class AwsImds(Emulator):
+    """State of one VM.
+
+    Args:
+        role: name of the instance profile's role.
+        v1: answer requests without a token, too (``HttpTokens=optional``).
+        ttl_on_get: repeat the remaining life of the token on every answer.
+        life_cycle: ``spot``, ``on-demand`` ...
+        scheduled_idle: value of the scheduled events while there are none; None for 404.
+    """
+
+    headers: ClassVar[dict[str, str | None]] = {"Server": "EC2ws"}
+    scenarios = _SCENARIOS
+
+    def __init__(
+        self,
+        *,
+        role: str = "swansong",
+        v1: bool = False,
+        ttl_on_get: bool = False,
+        life_cycle: str = "spot",
+        scheduled_idle: str | None = "[]",
+    ) -> None:
+        super().__init__()
+        self._v1 = v1
+        self._ttl_on_get = ttl_on_get
+        self._tokens: dict[str, float] = {}  # -> monotonic instant of its end
+        self._values: dict[str, str] = {
+            "ami-id": "ami-0123456789abcdef0",
+            "iam/security-credentials/" + role: "",  # made when asked for
+            "instance-action": "none",
+            "instance-id": _INSTANCE,
+            "instance-life-cycle": life_cycle,
+            "instance-type": _TYPE,
+            "placement/availability-zone": _REGION + "a",
+            "placement/region": _REGION,
+            HISTORY_KEY: "[]",
+        }
+        self._scheduled_idle = scheduled_idle
+        self._put(SCHEDULED_KEY, scheduled_idle)
+        self._quiet = dict(self._values)
+
+    def respond(self, request: Request) -> Reply:
+        if request.path.rstrip("/").endswith("/api/token"):
+            return self._token(request)
+        if request.method not in ("GET", "HEAD"):
+            return _page(405, "Method Not Allowed")
+        token = request.headers.get(TOKEN_HEADER)
+        with self.changed:
+            left_s = self._tokens.get(token or "", 0.0) - time.monotonic()
+            if left_s <= 0 and not (self._v1 and token is None):
+                self._tokens.pop(token or "", None)
+                return _page(401, "Unauthorized")
+            reply = self._read(request.path)
+        if self._ttl_on_get and token is not None:
+            reply.headers[TTL_HEADER] = str(int(left_s))
+        return reply
+
+    def _token(self, request: Request) -> Reply:
+        if request.method != "PUT":
+            return _page(405, "Method Not Allowed")
+        if request.path.rstrip("/") != TOKEN_PATH or "X-Forwarded-For" in request.headers:
+            return _page(403, "Forbidden")
+        ttl = request.headers.get(TTL_HEADER, "")
+        if not (ttl.isdecimal() and 1 <= int(ttl) <= 21600):
+            return _page(400, "Bad Request")
+        token = secrets.token_urlsafe(40)
+        with self.changed:
+            self._tokens[token] = time.monotonic() + int(ttl)
+        return _text(token, {TTL_HEADER: ttl})
+
+    def _read(self, path: str) -> Reply:
+        if path == "/latest/dynamic/instance-identity/document":
+            return _text(json.dumps(_identity_document(), indent=2))
+        if not (path + "/").startswith(META_DATA):
+            return _page(404, "Not Found")
+        key = path.removeprefix(META_DATA.rstrip("/")).strip("/")
+        if key.startswith("iam/security-credentials/") and key in self._values:
+            return _text(json.dumps(_credentials(), indent=2))
+        if key in self._values:
+            return _text(self._values[key])
+        below = key + "/" if key else ""
+        names = {
+            name + ("/" if rest else "")
+            for name, rest, _ in (
+                other.removeprefix(below).partition("/")
+                for other in self._values
+                if other.startswith(below)
+            )
+        }
+        return _text("\n".join(sorted(names))) if names else _page(404, "Not Found")
+
+    def order(self, name: str, body: dict[str, Any]) -> object:
+        match name:
+            case "notice":
+                return self._notice(**body)
+            case "withdraw":
+                for key in SPOT_KEYS:
+                    self._put(key, None)
+            case "rebalance":
+                self._put(REBALANCE_KEY, json.dumps({"noticeTime": utc(datetime.now(UTC))}))
+            case "schedule":
+                return self._schedule(**body)
+            case "finish":
+                return self._finish(**body)
+            case "set":
+                self._put(body["path"], body["value"])
+            case "quiet":
+                self._values = dict(self._quiet)
+            case "invalidate-tokens":
+                self._tokens.clear()
+            case _:
+                return super().order(name, body)
+        return {}
+
+    def _notice(
+        self, action: str = "terminate", in_s: float = 120, time: str | None = None
+    ) -> object:
+        if action not in ACTIONS:
+            raise ControlError(f"no such action: {action}")
+        when = time or utc(datetime.now(UTC) + timedelta(seconds=in_s))
+        self._put(SPOT_KEYS[0], json.dumps({"action": action, "time": when}))
+        self._put(SPOT_KEYS[1], when if action == "terminate" else None)
+        return {"action": action, "time": when}
+
+    def _schedule(self, code: str, in_s: float, event_id: str = _EVENT) -> object:
+        begins = datetime.now(UTC) + timedelta(seconds=in_s)
+        event = {
+            "NotBefore": event_date(begins),
+            "NotAfter": event_date(begins + timedelta(hours=2)),
+            "Code": code,
+            "Description": f"scheduled {code}",
+            "EventId": event_id,
+            "State": "active",
+        }
+        others = [other for other in self._events(SCHEDULED_KEY) if other["EventId"] != event_id]
+        self._put(SCHEDULED_KEY, json.dumps([*others, event]))
+        return event
+
+    def _finish(self, event_id: str, state: str) -> object:
+        tag = {"canceled": "[Canceled] ", "completed": "[Completed] "}.get(state)
+        events = self._events(SCHEDULED_KEY)
+        past = [event for event in events if event["EventId"] == event_id]
+        if tag is None or not past:
+            raise ControlError(f"no such event, or state: {event_id}, {state}")
+        left = [event for event in events if event["EventId"] != event_id]
+        ended = {**past[0], "Description": tag + past[0]["Description"], "State": state}
+        self._put(SCHEDULED_KEY, json.dumps(left) if left else self._scheduled_idle)
+        self._put(HISTORY_KEY, json.dumps([*self._events(HISTORY_KEY), ended]))
+        return ended
+
+    def _events(self, key: str) -> list[dict[str, str]]:
+        events: list[dict[str, str]] = json.loads(self._values.get(key, "[]"))
+        return events
+
+    def _put(self, key: str, value: str | None) -> None:
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = value
+
+
+def _text(body: str, headers: dict[str, str | None] | None = None) -> Reply:
+    kind: dict[str, str | None] = {"Content-Type": "text/plain"}
+    return Reply(200, body, {**AwsImds.headers, **kind, **(headers or {})})
+
+
+def _page(status: int, title: str) -> Reply:
+    page = (
+        '<?xml version="1.0" encoding="iso-8859-1"?>\n'
+        f"<html><head><title>{status} - {title}</title></head>"
+        f"<body><h1>{status} - {title}</h1></body></html>\n"
+    )
+    return Reply(status, page, {**AwsImds.headers, "Content-Type": "text/html"})
+
+
+def _identity_document() -> dict[str, str]:
+    return {
+        "accountId": "123456789012",
+        "architecture": "x86_64",
+        "availabilityZone": _REGION + "a",
+        "imageId": "ami-0123456789abcdef0",
+        "instanceId": _INSTANCE,
+        "instanceType": _TYPE,
+        "privateIp": "10.0.0.10",
+        "region": _REGION,
+        "version": "2017-09-30",
+    }
+
+
+def _credentials() -> dict[str, str]:
+    now = datetime.now(UTC)
+    return {
+        "Code": "Success",
+        "Type": "AWS-HMAC",
+        "LastUpdated": utc(now),
+        "Expiration": utc(now + timedelta(hours=6)),
+        "AccessKeyId": "ASIAEMULATED00000000",
+        "SecretAccessKey": "emulated-secret",
+        "Token": "emulated-session-token",
+    }
+
+
+def main() -> None:
+    """Serve until killed, or until standard input ends."""
+    parser = argparse.ArgumentParser(description="EC2 instance metadata, emulated")
+    add_arguments(parser, _SCENARIOS)
+    parser.add_argument("--role", default="swansong", help="name of the instance role")
+    parser.add_argument("--v1", action="store_true", help="answer without a token, too")
+    parser.add_argument("--ttl-on-get", action="store_true", help="token life on every answer")
+    parser.add_argument("--life-cycle", default="spot", help="spot, on-demand ...")
+    parser.add_argument("--scheduled-404", action="store_true", help="404 for no scheduled event")
+    options = parser.parse_args()
+    emulator = AwsImds(
+        role=options.role,
+        v1=options.v1,
+        ttl_on_get=options.ttl_on_get,
+        life_cycle=options.life_cycle,
+        scheduled_idle=None if options.scheduled_404 else "[]",
+    )
+    if options.scenario:
+        emulator.play(options.scenario, speed=options.speed)
+    serve(emulator, options.host, options.port)
+
+
+if __name__ == "__main__":
+    main()

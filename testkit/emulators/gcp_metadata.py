@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata server of Compute Engine, to rehearse with: ``python -m emulators.gcp_metadata``.
+
+A change wakes every hanging GET on that key and on the directories above it.  ETags never come back,
+not even when a value does.  Control, beside what :mod:`emulators.faults` lists::
+
+    set          {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
+    touch        {"key": "instance/preempted"}                    a new ETag for the old value
+    maintenance  {"value": "TERMINATE_ON_HOST_MAINTENANCE"}       shown only to a VM that has read
+                 the key since the event before; says whether it was: {"shown": true}
+    upcoming     {"in_s": 86400, "status": "PENDING"}             a window that begins in so long
+    stop         {"in_s": 600}                                    a graceful stop of that length
+    token        {"life_s": 3599}                                 life of the tokens from now on
+
+A token is handed out again until five minutes of it are left, as the real server does; then the next
+one comes.  To rehearse with an image of your own, let it see the server as its metadata address and
+play a scenario: each begins with ten quiet seconds, and where the real VM would lose its power the
+server falls silent::
+
+    python -m emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
+
+``--speed 60`` plays an hour in a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import secrets
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from testkit.emulators.faults import (
+    ControlError,
+    Emulator,
+    Reply,
+    Request,
+    Scenario,
+    add_arguments,
+    serve,
+)
+
+BASE = "/computeMetadata/v1/"
+TOKEN_KEY = "instance/service-accounts/default/token"
+MAINTENANCE_KEY = "instance/maintenance-event"
+UPCOMING_KEY = "instance/upcoming-maintenance"
+STOP_KEYS = "instance/shutdown-details/"
+TOKEN_RENEWED_S = 300
+"""With less than this left a token is replaced."""
+
+_HEADERS: dict[str, str | None] = {
+    "Metadata-Flavor": "Google",
+    "Server": "Metadata Server for VM",
+    "X-XSS-Protection": "0",
+    "X-Frame-Options": "SAMEORIGIN",
+}
+_EMAIL = "default@emulated.iam.gserviceaccount.com"
+"""The service account has two names."""
+_VALUES = {
+    "instance/id": "1234567890123456789",
+    "instance/machine-type": "projects/123456789012/machineTypes/a2-highgpu-1g",
+    "instance/maintenance-event": "NONE",
+    "instance/name": "emulated",
+    "instance/preempted": "FALSE",
+    "instance/scheduling/automatic-restart": "FALSE",
+    "instance/scheduling/on-host-maintenance": "TERMINATE",
+    "instance/scheduling/preemptible": "TRUE",
+    "instance/service-accounts/default/email": _EMAIL,
+    "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
+    TOKEN_KEY: "",  # made when it is asked for
+    "instance/upcoming-maintenance": "NONE",
+    "instance/zone": "projects/123456789012/zones/us-central1-a",
+    "project/numeric-project-id": "123456789012",
+    "project/project-id": "emulated",
+}
+_PREEMPTED = ("set", {"key": "instance/preempted", "value": "TRUE"})
+_TERMINATE = ("maintenance", {"value": "TERMINATE_ON_HOST_MAINTENANCE"})
+_POWER_OFF = ("dead", {"after_s": 0})
+_DAY_S = 86400
+_SCENARIOS: dict[str, Scenario] = {
+    "no-notice": (),
+    "gcp-30s": ((10, *_PREEMPTED), (40, *_POWER_OFF)),
+    "gcp-120s": ((10, *_PREEMPTED), (160, *_POWER_OFF)),
+    "gcp-dead-after-notice": ((10, *_PREEMPTED), (12, *_POWER_OFF)),
+    "gcp-maintenance-60min": ((10, *_TERMINATE), (3610, *_POWER_OFF)),
+    "gcp-maintenance-cancelled": ((10, *_TERMINATE), (610, "maintenance", {"value": "NONE"})),
+    "gcp-stop-only": ((10, "stop", {"in_s": 600}), (610, *_POWER_OFF)),
+    "gcp-upcoming": (
+        (10, "upcoming", {"in_s": _DAY_S, "status": "PENDING"}),
+        (_DAY_S - 3590, *_TERMINATE),
+        (_DAY_S + 10, *_POWER_OFF),
+    ),
+}
+
+
+class GcpMetadata(Emulator):
+    """State of one VM: values by key, and for each key ever set the number of its last change."""
+
+    headers = _HEADERS
+    scenarios = _SCENARIOS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_maintenance_watched = False
+        self._tokens = 0
+        self._token_life_s = 3599.0
+        self._token_end_mono_s = 0.0
+        self._salt = secrets.token_hex(8)
+        self._values = dict(_VALUES)
+        self._versions = {key: number for number, key in enumerate(_VALUES, start=1)}
+
+    def order(self, name: str, body: dict[str, Any]) -> object:
+        if name == "set":
+            self._set(body["key"], body["value"])
+        elif name == "touch":
+            self._set(body["key"], self._values[body["key"]], touch=True)
+        elif name == "maintenance":
+            return {"shown": self._maintenance(body["value"])}
+        elif name == "upcoming":
+            self._set(UPCOMING_KEY, _window(body["in_s"], body.get("status", "PENDING")))
+        elif name == "stop":
+            self._set(STOP_KEYS + "max-duration", str(round(body["in_s"])))
+            self._set(STOP_KEYS + "request-timestamp", _utc(datetime.now(UTC)))
+            self._set(STOP_KEYS + "stop-state", "PENDING_STOP")
+        elif name == "token":
+            self._token_life_s, self._token_end_mono_s = float(body["life_s"]), 0.0
+        else:
+            return super().order(name, body)
+        return {}
+
+    def _maintenance(self, value: str) -> bool:
+        if value != "NONE":
+            watched, self._is_maintenance_watched = self._is_maintenance_watched, False
+            if not watched:
+                return False
+        self._set(MAINTENANCE_KEY, value)
+        return True
+
+    def _token(self) -> str:
+        left_s = self._token_end_mono_s - time.monotonic()
+        if left_s < min(TOKEN_RENEWED_S, self._token_life_s / 2):
+            self._tokens += 1
+            left_s = self._token_life_s
+            self._token_end_mono_s = time.monotonic() + left_s
+        return json.dumps(
+            {
+                "access_token": f"emulated-token-{self._tokens}",
+                "expires_in": int(left_s),
+                "token_type": "Bearer",
+            }
+        )
+
+    def _set(self, key: str, value: str | None, *, touch: bool = False) -> None:
+        if value is not None and not isinstance(value, str):
+            raise ControlError("a value is a string or null")
+        if self._values.get(key) == value and not touch:
+            return
+        self._versions[key] = max(self._versions.values()) + 1
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = value
+
+    def respond(self, request: Request) -> Reply:
+        flavor = request.headers.get("Metadata-Flavor")
+        if "X-Forwarded-For" in request.headers or flavor is None:
+            return _refused(403, "Missing Metadata-Flavor:Google header, or forwarded.")
+        if flavor != "Google":
+            return _refused(404, "Not Found")
+        if request.method not in ("GET", "HEAD"):
+            return _refused(405, "Method Not Allowed")
+        if request.path == "/":  # how clients find out that they are on Compute Engine
+            return Reply(
+                200, "computeMetadata/\n", {**_HEADERS, "Content-Type": "application/text"}
+            )
+        if not request.path.startswith(BASE):
+            return _refused(404, "Not Found")
+        key = request.path.removeprefix(BASE).replace(f"/{_EMAIL}/", "/default/")
+        with self.changed:
+            if key == MAINTENANCE_KEY:
+                self._is_maintenance_watched = True
+            if key in self._values:
+                return self._answer(request, key)
+            if not self._below(key):
+                return _refused(404, "Not Found")
+            if key and not key.endswith("/"):
+                return Reply(301, "", {**_HEADERS, "Location": request.path + "/"})
+            return self._answer(request, key)
+
+    def _below(self, key: str) -> list[str]:
+        prefix = key.rstrip("/") + "/" if key else ""
+        return [other for other in self._values if other.startswith(prefix)]
+
+    def _answer(self, request: Request, key: str) -> Reply:
+        """Value or directory, when it is due.  Called with ``changed`` held."""
+        recursive = request.query.get("recursive", "").lower() == "true"
+        if request.query.get("wait_for_change", "").lower() == "true":
+            if key == TOKEN_KEY or (key not in self._values and not recursive):
+                return _refused(400, "This cannot be waited for.")
+            timeout = request.query.get("timeout_sec")
+            if timeout is not None and not timeout.isdecimal():
+                return _refused(400, "timeout_sec is no integer.")
+            self._wait(
+                key,
+                request.query.get("last_etag") or None,
+                None if timeout is None else int(timeout),
+            )
+        if key in self._values:
+            return self._reply(key, self._token() if key == TOKEN_KEY else self._values[key])
+        below = self._below(key)
+        if not below:
+            return _refused(404, "Not Found")
+        if recursive:
+            tree = self._tree(key, below)
+            return self._reply(key, json.dumps(tree))
+        names = {name + slash for name, slash, _ in (k[len(key) :].partition("/") for k in below)}
+        return self._reply(key, "".join(f"{name}\n" for name in sorted(names)))
+
+    def _wait(self, key: str, last_etag: str | None, timeout_s: int | None) -> None:
+        now = self._etag(key)
+        if last_etag is not None and last_etag != now:
+            return
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._etag(key) == now:
+            left_s = None if give_up is None else give_up - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            self.changed.wait(left_s)
+
+    def _etag(self, key: str) -> str:
+        prefix = key if key in self._versions or not key else key.rstrip("/") + "/"
+        version = max(
+            number
+            for other, number in self._versions.items()
+            if other == key or (other.startswith(prefix) and key not in self._versions)
+        )
+        return hashlib.sha256(f"{self._salt}{version}".encode()).hexdigest()[:16]
+
+    def _reply(self, key: str, body: str) -> Reply:
+        kind = "application/json" if body.startswith(("{", "[")) else "application/text"
+        return Reply(200, body, {**_HEADERS, "Content-Type": kind, "ETag": self._etag(key)})
+
+    def _tree(self, key: str, below: list[str]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for other in below:
+            if other == TOKEN_KEY:  # no listing gives a credential away
+                continue
+            *parents, leaf = map(_camel, other[len(key) :].split("/"))
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            value = self._values[other]
+            node[leaf] = json.loads(value) if value.startswith(("{", "[")) else value
+        return tree
+
+
+def _utc(when: datetime) -> str:
+    return f"{when:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _window(in_s: float, status: str) -> str:
+    begin = datetime.now(UTC) + timedelta(seconds=in_s)
+    return json.dumps(
+        {
+            "can_reschedule": "false",
+            "latest_window_start_time": _utc(begin),
+            "maintenance_status": status,
+            "type": "SCHEDULED",
+            "window_end_time": _utc(begin + timedelta(hours=4)),
+            "window_start_time": _utc(begin),
+        }
+    )
+
+
+def _camel(name: str) -> str:
+    return re.sub(r"-(.)", lambda match: match[1].upper(), name)
+
+
+def _refused(status: int, words: str) -> Reply:
+    return Reply(status, words + "\n", {**_HEADERS, "Content-Type": "text/html"})
+
+
+def main() -> None:
+    """Serve until killed, or until standard input ends."""
+    parser = argparse.ArgumentParser(description="Compute Engine metadata, emulated")
+    add_arguments(parser, _SCENARIOS)
+    options = parser.parse_args()
+    emulator = GcpMetadata()
+    if options.scenario:
+        emulator.play(options.scenario, speed=options.speed)
+    serve(emulator, options.host, options.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emulators run as processes of their own: started here, used by the tests and by the demo.
+
+Every emulator is a module that can be run (``python -m emulators.aws_imds --port 0``), prints one JSON
+object on its first line of standard output once it listens (``{"url": "http://127.0.0.1:40001"}``),
+and ends when it is killed or when its standard input closes (so that none outlives its starter).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import Self
+
+from testkit import REPOSITORY
+
+
+class EmulatorProcess:
+    """A running emulator.  ``ready`` is what it said of itself, ``url`` where it listens.
+
+    Args:
+        module: for example ``emulators.aws_imds``.
+        arguments: its command line.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{module} ended before it listened: exit {self._process.wait()}")
+        self.ready: dict[str, object] = json.loads(line)
+        self.url = str(self.ready["url"])
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, as when the machine that it runs on goes away."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def announce(url: str, **facts: object) -> None:
+    """For the emulator: say that it listens, and end the process when standard input closes."""
+    print(json.dumps({"url": url, **facts}), flush=True)
+
+    def end_with_starter() -> None:
+        # An own file object: a buffered read of sys.stdin would hold a lock at interpreter exit.
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_with_starter, daemon=True).start()

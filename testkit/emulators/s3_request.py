@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What S3 demands of a request before it looks at what is asked: signature, time, payload, checksums.
+
+Written from the description of the protocol, with nothing of the daemon's own: two that agree by mistake
+would prove nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from urllib.parse import parse_qsl, quote, unquote
+
+import google_crc32c
+
+from testkit.emulators.store_control import Call
+
+SKEW_MAX_S = 900.0
+_CHUNK_BYTES_MIN = 8192
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d{8})/([^/]+)/s3/aws4_request, ?"
+    r"SignedHeaders=([^,]+), ?Signature=([0-9a-f]{64})"
+)
+
+
+class Refused(Exception):
+    """A request that the store answers with an error."""
+
+    def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
+        super().__init__(code)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def _four(value: int) -> bytes:
+    return value.to_bytes(4, "big")
+
+
+ALGORITHMS: Mapping[str, Callable[[bytes], bytes]] = {
+    "CRC32": lambda data: _four(zlib.crc32(data)),
+    "CRC32C": lambda data: _four(google_crc32c.value(data)),
+    "SHA1": lambda data: hashlib.sha1(data).digest(),
+    "SHA256": lambda data: hashlib.sha256(data).digest(),
+}
+
+
+@dataclass(frozen=True)
+class Checksum:
+    algorithm: str
+    value: str
+    """Base64; with ``-N`` behind it when it is one of N parts' checksums."""
+
+    @property
+    def header(self) -> str:
+        return f"x-amz-checksum-{self.algorithm.lower()}"
+
+    @property
+    def tag(self) -> str:
+        """The name in XML documents."""
+        return f"Checksum{self.algorithm}"
+
+
+def base64_of(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def checksum_of(algorithm: str, data: bytes) -> Checksum:
+    return Checksum(algorithm, base64_of(ALGORITHMS[algorithm](data)))
+
+
+def composite_of(algorithm: str, parts: list[Checksum]) -> Checksum:
+    """The checksum of the parts' checksums."""
+    raw = b"".join(base64.b64decode(part.value) for part in parts)
+    return Checksum(algorithm, f"{checksum_of(algorithm, raw).value}-{len(parts)}")
+
+
+def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
+    """The one checksum that the headers state, not compared with anything yet."""
+    found = []
+    for name, value in headers.items():
+        algorithm = name.removeprefix("x-amz-checksum-").upper()
+        if name == f"x-amz-checksum-{algorithm.lower()}" and algorithm not in (
+            "ALGORITHM",
+            "TYPE",
+            "MODE",
+        ):
+            if algorithm not in ALGORITHMS:
+                raise Refused(501, "NotImplemented", name)
+            found.append(Checksum(algorithm, value))
+    if len(found) > 1:
+        raise Refused(400, "InvalidRequest", "more than one checksum")
+    return found[0] if found else None
+
+
+# ---------------------------------------------------------------- payload
+
+
+@dataclass(frozen=True)
+class Payload:
+    data: bytes
+    checksum: Checksum | None
+    """What came with it, verified."""
+
+
+def payload_of(call: Call) -> Payload:
+    """The content, decoded and compared with every checksum that came with it."""
+    declared = call.headers.get("x-amz-content-sha256")
+    if declared is None:
+        raise Refused(400, "InvalidRequest", "x-amz-content-sha256 is missing")
+    trailers: dict[str, str] = {}
+    data = call.body
+    if declared == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
+        data, trailers = unchunked(call)
+    elif declared.startswith("STREAMING-"):
+        raise Refused(501, "NotImplemented", declared)
+    elif declared != "UNSIGNED-PAYLOAD" and declared != hashlib.sha256(data).hexdigest():
+        raise Refused(400, "XAmzContentSHA256Mismatch")
+    md5 = call.headers.get("content-md5")
+    if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
+        raise Refused(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
+    if call.method != "PUT":  # at a completion the header is about the object
+        return Payload(data, None)
+    stated = named_checksum({**call.headers, **trailers})
+    if stated is not None:
+        if len(base64.b64decode(stated.value)) != len(ALGORITHMS[stated.algorithm](b"")):
+            raise Refused(400, "InvalidRequest", f"{stated.header} is no such checksum")
+        if stated != checksum_of(stated.algorithm, data):
+            raise Refused(400, "BadDigest", stated.header)
+    return Payload(data, stated)
+
+
+def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
+    """Content and trailing headers of an aws-chunked body."""
+    headers = call.headers
+    if "aws-chunked" not in headers.get("content-encoding", ""):
+        raise Refused(400, "InvalidRequest", "content-encoding does not say aws-chunked")
+    length = headers.get("x-amz-decoded-content-length")
+    if length is None:
+        raise Refused(411, "MissingContentLength")
+    pieces: list[bytes] = []
+    at, rest = 0, memoryview(call.body)
+    while True:
+        end = call.body.find(b"\r\n", at)
+        size = call.body[at:end] if end >= 0 else b""
+        if not re.fullmatch(rb"[0-9a-fA-F]+", size):
+            raise Refused(400, "IncompleteBody", "a chunk does not begin with its size")
+        count = int(size, 16)
+        at = end + 2
+        if not count:
+            break
+        if pieces and len(pieces[-1]) < _CHUNK_BYTES_MIN:
+            raise Refused(403, "InvalidChunkSizeError", "only the last chunk may be so short")
+        piece = bytes(rest[at : at + count])
+        at += count
+        if len(piece) < count or call.body[at : at + 2] != b"\r\n":
+            raise Refused(400, "IncompleteBody", "a chunk ends early")
+        pieces.append(piece)
+        at += 2
+    data = b"".join(pieces)
+    if str(len(data)) != length:
+        raise Refused(400, "IncompleteBody", f"{len(data)} bytes came instead of {length}")
+    text = call.body[at:].decode("latin-1")
+    if not text.endswith("\r\n"):
+        raise Refused(400, "MalformedTrailerError", "no blank line at the end")
+    lines = text[:-2].split("\r\n")
+    trailers = {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines if line)
+    }
+    if [*trailers] != [n for n in [headers.get("x-amz-trailer", "").lower()] if n]:
+        raise Refused(400, "MalformedTrailerError", "the trailer is not the one announced")
+    return data, trailers
+
+
+# ---------------------------------------------------------------- signature
+
+
+@dataclass
+class Account:
+    """Who may ask, and how the clock of the store goes."""
+
+    access_key: str = "test"
+    secret_key: str = "test"
+    session_token: str = ""
+    is_expired: bool = False
+    clock_ahead_s: float = 0.0
+    former: frozenset[str] = frozenset()
+    """Access keys that were valid before these."""
+
+    def verify(self, call: Call) -> str:
+        """The region that the request is signed for; raises Refused."""
+        text = call.headers.get("authorization")
+        if text is None:
+            raise Refused(403, "AccessDenied", "nobody signed this")
+        match = _AUTHORIZATION.fullmatch(text)
+        if match is None:
+            raise Refused(400, "AuthorizationHeaderMalformed", text[:40])
+        access_key, day, region, signed, signature = match.groups()
+        if access_key in self.former:
+            raise Refused(400, "ExpiredToken")
+        if access_key != self.access_key:
+            raise Refused(403, "InvalidAccessKeyId")
+        token = call.headers.get("x-amz-security-token", "")
+        if token != self.session_token:
+            raise Refused(*((400, "InvalidToken") if token else (403, "InvalidAccessKeyId")))
+        if self.is_expired:
+            raise Refused(400, "ExpiredToken")
+        self._verify_time(call, day)
+        names = signed.split(";")
+        must = {"host", *(name for name in call.headers if name.startswith("x-amz-"))}
+        if names != sorted(names) or not must <= set(names):
+            raise Refused(403, "AccessDenied", f"not signed: {sorted(must - set(names))}")
+        if signature != self._signature(call, day, region, names):
+            raise Refused(403, "SignatureDoesNotMatch")
+        return region
+
+    def _verify_time(self, call: Call, day: str) -> None:
+        stamp = call.headers.get("x-amz-date", "")
+        try:
+            asked = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        except ValueError:
+            raise Refused(403, "AccessDenied", "no valid x-amz-date") from None
+        ahead_s = (datetime.now(UTC) - asked).total_seconds() + self.clock_ahead_s
+        if abs(ahead_s) > SKEW_MAX_S:
+            raise Refused(403, "RequestTimeTooSkewed")
+        if not stamp.startswith(day):
+            raise Refused(400, "AuthorizationHeaderMalformed", "the scope is of another day")
+
+    def _signature(self, call: Call, day: str, region: str, names: list[str]) -> str:
+        pairs = sorted(
+            (quote(name, safe="-_.~"), quote(value, safe="-_.~"))
+            for name, value in _pairs(call.query)
+        )
+        canonical = "\n".join(
+            [
+                call.method,
+                quote(unquote(call.path), safe="/-_.~"),
+                "&".join(f"{name}={value}" for name, value in pairs),
+                *(f"{name}:{' '.join(call.headers.get(name, '').split())}" for name in names),
+                "",
+                ";".join(names),
+                call.headers.get("x-amz-content-sha256", ""),
+            ]
+        )
+        scope = f"{day}/{region}/s3/aws4_request"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        to_sign = f"AWS4-HMAC-SHA256\n{call.headers['x-amz-date']}\n{scope}\n{digest}"
+        key = f"AWS4{self.secret_key}".encode()
+        for step in (day, region, "s3", "aws4_request"):
+            key = hmac.digest(key, step.encode(), "sha256")
+        return hmac.digest(key, to_sign.encode(), "sha256").hex()
+
+
+def _pairs(query: str) -> list[tuple[str, str]]:
+    # A plus is a plus here, not a blank.
+    return parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)

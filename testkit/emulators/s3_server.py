@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3 in memory: moto, made stricter: ``python -m emulators.s3_server --port 0 --bucket NAME``.
+
+What moto leaves out and real S3 does is done in front of it: a request takes effect at one instant, the
+CRC32C that comes with a body is verified, and the completion of an upload that was begun with
+checksums must name them, and the size if it names one must be right.  Signatures are not checked.
+Control: see :mod:`emulators.store_control`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote_to_bytes
+from xml.etree import ElementTree as ET
+
+import google_crc32c
+
+from testkit.emulators.process import announce
+from testkit.emulators.s3_request import Refused, unchunked
+from testkit.emulators.store_control import Answer, Call, StoreControl, error_answer
+
+PRECONDITIONS = ("if-none-match", "if-match")
+_ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "emulated",
+    "AWS_SECRET_ACCESS_KEY": "emulated",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**30),  # keep everything in memory
+    "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true",
+}
+_CHUNKED = (
+    "content-encoding", "x-amz-content-sha256", "x-amz-decoded-content-length", "x-amz-trailer",
+    "content-length",
+)  # fmt: skip
+
+
+@dataclass
+class _Upload:
+    checksummed: bool
+    is_full_object: bool
+    sizes_bytes: dict[str, int] = field(default_factory=dict)
+    """By part number."""
+
+
+class S3:
+    """Moto behind a lock, as one function from call to answer."""
+
+    def __init__(self) -> None:
+        from moto.moto_server.werkzeug_app import (
+            DomainDispatcherApplication,
+            create_backend_app,
+        )
+
+        self._application = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+        self._uploads: dict[str, _Upload] = {}
+
+    def create_bucket(self, name: str) -> None:
+        answer = self.respond(Call("PUT", f"/{name}", "", {"host": "127.0.0.1"}, b""))
+        assert answer.status == 200, answer
+
+    def respond(self, call: Call) -> Answer:
+        upload_id = call.parameter("uploadId")
+        if call.headers.get("x-amz-content-sha256") == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
+            try:
+                data, trailers = unchunked(call)
+            except Refused as refused:
+                return error_answer(refused.status, refused.code, refused.message)
+            told = {name: text for name, text in call.headers.items() if name not in _CHUNKED}
+            call = replace(call, body=data, headers={**told, **trailers})
+        with self._lock:
+            refusal = self._checked(call, upload_id)
+            if refusal is not None:
+                return refusal
+            answer = self._moto(call)
+            if answer.status >= 300:
+                return answer
+            if call.method == "POST" and call.parameter("uploads") is not None:
+                begun = ET.fromstring(answer.body).findtext("{*}UploadId") or ""
+                algorithm = call.headers.get("x-amz-checksum-algorithm")
+                kind = call.headers.get("x-amz-checksum-type")
+                self._uploads[begun] = _Upload(algorithm == "CRC32C", kind == "FULL_OBJECT")
+            elif call.method == "PUT" and upload_id:
+                number = call.parameter("partNumber") or ""
+                self._uploads[upload_id].sizes_bytes[number] = len(call.body)
+            elif call.method in ("POST", "DELETE") and upload_id:
+                del self._uploads[upload_id]
+            return answer
+
+    def corrupt(self, name: str) -> bool:
+        from moto.s3.models import s3_backends
+
+        with self._lock:
+            for account in s3_backends.values():
+                for bucket in account["aws"].buckets.values():
+                    if name in bucket.keys:
+                        key = bucket.keys[name]
+                        key.value = bytes([key.value[0] ^ 1]) + key.value[1:]
+                        return True
+        return False
+
+    def _checked(self, call: Call, upload_id: str | None) -> Answer | None:
+        """The refusal of what moto would let pass, or trip over."""
+        is_part = call.method == "PUT"  # at a completion the header is about the object
+        wanted = call.headers.get("x-amz-checksum-crc32c") if is_part else None
+        value = google_crc32c.value(call.body).to_bytes(4, "big")
+        if wanted is not None and wanted != base64.b64encode(value).decode():
+            return error_answer(400, "BadDigest")
+        if upload_id is None:
+            return None
+        upload = self._uploads.get(upload_id)
+        if upload is None:
+            return error_answer(404, "NoSuchUpload")
+        if call.method == "PUT" and upload.checksummed and wanted is None:
+            return error_answer(400, "InvalidRequest", "the part has no checksum")
+        if call.method == "POST":
+            parts = ET.fromstring(call.body).findall("{*}Part")
+            is_composite = upload.checksummed and not upload.is_full_object
+            if is_composite and not all(part.findtext("{*}ChecksumCRC32C") for part in parts):
+                return error_answer(400, "InvalidRequest", "a part is named without its checksum")
+            numbers = [part.findtext("{*}PartNumber") or "" for part in parts]
+            size_bytes = str(sum(upload.sizes_bytes.get(number, 0) for number in numbers))
+            if call.headers.get("x-amz-mp-object-size", size_bytes) != size_bytes:
+                return error_answer(400, "InvalidRequest", "the size is not that of the parts")
+        return None
+
+    def _moto(self, call: Call) -> Answer:
+        environment: dict[str, Any] = {
+            "REQUEST_METHOD": call.method,
+            "SCRIPT_NAME": "",
+            "PATH_INFO": unquote_to_bytes(call.path).decode("latin-1"),  # as WSGI wants it
+            "RAW_URI": call.target,
+            "REQUEST_URI": call.target,
+            "QUERY_STRING": call.query,
+            "SERVER_NAME": "127.0.0.1",
+            "SERVER_PORT": "80",
+            "SERVER_PROTOCOL": "HTTP/1.1",
+            "wsgi.version": (1, 0),
+            "wsgi.url_scheme": "http",
+            "wsgi.input": io.BytesIO(call.body),
+            "wsgi.errors": io.StringIO(),
+            "wsgi.multithread": True,
+            "wsgi.multiprocess": False,
+            "wsgi.run_once": False,
+            "CONTENT_LENGTH": str(len(call.body)),
+            "CONTENT_TYPE": call.headers.get("content-type", ""),
+        }
+        for name, value in call.headers.items():
+            if name not in ("content-length", "content-type", "expect"):
+                environment[f"HTTP_{name.upper().replace('-', '_')}"] = value
+        status, headers = "", {}
+
+        def start(line: str, pairs: list[tuple[str, str]], _error: object = None) -> None:
+            nonlocal status, headers
+            status, headers = line, dict(pairs)
+
+        body = b"".join(self._application(environment, start))
+        return Answer(int(status.partition(" ")[0]), body, headers)
+
+
+def wsgi(control: StoreControl) -> Any:
+    """The emulator as a WSGI application."""
+
+    def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        size_bytes = int(environ.get("CONTENT_LENGTH") or 0)
+        headers = {
+            name.removeprefix("HTTP_").lower().replace("_", "-"): value
+            for name, value in environ.items()
+            if name.startswith("HTTP_") or name == "CONTENT_TYPE"
+        }
+        path, _, query = environ["REQUEST_URI"].partition("?")
+        body = environ["wsgi.input"].read(size_bytes) if size_bytes else b""
+        call = Call(environ["REQUEST_METHOD"], path, query, headers, body)
+        answer = control.handle(call)
+        pairs = {"Content-Length": str(len(answer.body)), **answer.headers}
+        start_response(f"{answer.status} -", list(pairs.items()))
+        return [] if call.method == "HEAD" else [answer.body]
+
+    return application
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--bucket", action="append", default=[])
+    options = parser.parse_args()
+    os.environ.update(_ENVIRONMENT)  # before moto is imported: it reads them once
+
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log(self, type: str, message: str, *args: Any) -> None:
+            pass
+
+    s3 = S3()
+    for bucket in options.bucket:
+        s3.create_bucket(bucket)
+    control = StoreControl(s3.respond, s3.corrupt, PRECONDITIONS)
+    server = make_server(
+        options.host, options.port, wsgi(control), threaded=True, request_handler=Handler
+    )
+    announce(f"http://{options.host}:{server.server_port}", buckets=options.bucket)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

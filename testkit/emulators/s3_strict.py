@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strict S3 in memory: ``python -m emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
+
+It verifies what real S3 verifies and other emulators let pass: signatures, clocks, payload hashes,
+checksums in headers and trailers, preconditions, the rules of parts.  What it does not know it refuses
+with 501 instead of guessing.  Control: see :mod:`emulators.store_control`, and of its own::
+
+    credentials?access_key=test&secret_key=test&session_token=
+                                the only ones that are valid; those before them have expired, or do not
+                                exist any more if they had no token
+    expire                      these have expired, too
+    clock?ahead_s=3600          how far the store's clock is ahead
+    region?name=eu-west-1       where all buckets are: signatures for another region are redirected
+    trailers?refused=400&code=XAmzContentSHA256Mismatch
+                                bodies with a trailer are refused, as some stores do
+    trailers?stored=1           they are accepted, and stored with their framing, by a store that knows no
+                                checksums, as other stores do
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from urllib.parse import quote, unquote
+from xml.etree import ElementTree as ET
+
+from testkit.emulators.s3_multipart import MultipartUpload, Part, StoredObject, begun
+from testkit.emulators.s3_request import Account, Payload, Refused, payload_of
+from testkit.emulators.store_control import (
+    Answer,
+    Call,
+    ListingMode,
+    StoreControl,
+    error_answer,
+    flip_stored,
+)
+from testkit.emulators.store_server import add_arguments, serve
+
+NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_DOMAIN = "localhost"
+"""A name below it is the bucket's: virtual-host addressing."""
+_STAMP = "%Y-%m-%dT%H:%M:%S.000Z"
+_PAGE = 1000
+_KNOWN_QUERIES = {
+    "GET": {
+        "list-type", "prefix", "max-keys", "continuation-token", "encoding-type",
+        "uploads", "key-marker", "upload-id-marker", "max-uploads", "uploadId",
+        "part-number-marker", "max-parts", "lifecycle", "location", "x-id", "delimiter",
+        "fetch-owner",
+    },
+    "HEAD": set(),
+    "PUT": {"uploadId", "partNumber", "x-id", "lifecycle"},
+    "POST": {"uploads", "uploadId"},
+    "DELETE": {"uploadId", "x-id", "lifecycle"},
+}  # fmt: skip
+
+
+class S3:
+    """The store.  One lock: every request takes effect at one instant."""
+
+    def __init__(self, buckets: Iterable[str]) -> None:
+        self._lock = threading.RLock()
+        self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
+        self._uploads: dict[str, MultipartUpload] = {}
+        self._lifecycle: dict[str, bytes] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.account = Account()
+        self._region = "us-east-1"
+        self._page = _PAGE
+        self._listing = ListingMode()
+        self._honour = True
+        self._trailer_refusal: tuple[int, str] | None = None
+        self._stores_framing = False
+
+    # ------------------------------------------------------------ control
+
+    def order(self, name: str, call: Call) -> bool:
+        with self._lock:
+            match name:
+                case "clear":
+                    self._reset()
+                case "credentials":
+                    access_key = call.parameter("access_key") or "test"
+                    was_session = {self.account.access_key} if self.account.session_token else set()
+                    self.account = Account(
+                        access_key,
+                        call.parameter("secret_key") or "test",
+                        call.parameter("session_token") or "",
+                        former=(self.account.former | was_session) - {access_key},
+                    )
+                case "expire":
+                    self.account.is_expired = True
+                case "clock":
+                    self.account.clock_ahead_s = float(call.parameter("ahead_s") or 0)
+                case "region":
+                    self._region = call.parameter("name") or "us-east-1"
+                case "trailers":
+                    status = int(call.parameter("refused") or 0)
+                    refusal = (status, call.parameter("code") or "")
+                    self._trailer_refusal = refusal if status else None
+                    self._stores_framing = call.parameter("stored") == "1"
+                case "preconditions":
+                    self._honour = call.parameter("honour") != "0"
+                case "page":
+                    self._page = int(call.parameter("size") or _PAGE)
+                case "listing":
+                    self._listing = ListingMode.ordered(call)
+                case "forget":
+                    self._uploads.clear()
+                case _:
+                    return False
+        return True
+
+    def corrupt(self, name: str) -> bool:
+        with self._lock:
+            return flip_stored(self._buckets, name)
+
+    # ------------------------------------------------------------ requests
+
+    def respond(self, call: Call) -> Answer:
+        try:
+            # Hashing megabytes needs no lock: only what takes effect does.
+            region = self.account.verify(call)
+            if "x-amz-trailer" in call.headers and self._trailer_refusal is not None:
+                raise Refused(*self._trailer_refusal)
+            if self._stores_framing:
+                call = _without_checksums(call)
+            payload = payload_of(call)
+            with self._lock:
+                answer = self._routed(call, payload, region)
+        except Refused as refused:
+            answer = error_answer(refused.status, refused.code, refused.message)
+            answer = Answer(answer.status, answer.body, {**answer.headers, **refused.headers})
+        headers = {
+            **answer.headers,
+            "x-amz-request-id": hashlib.md5(call.target.encode()).hexdigest(),
+        }
+        if call.method == "HEAD" and answer.status >= 300:
+            return Answer(answer.status, b"", headers)
+        return Answer(answer.status, answer.body, headers)
+
+    def _routed(self, call: Call, payload: Payload, region: str) -> Answer:
+        bucket, key = _address(call)
+        names = {pair.partition("=")[0] for pair in call.query.split("&") if pair}
+        if unknown := names - _KNOWN_QUERIES.get(call.method, set()):
+            raise Refused(501, "NotImplemented", f"{call.method} with {sorted(unknown)}")
+        objects = self._buckets.get(bucket)
+        if objects is None:
+            raise Refused(404, "NoSuchBucket")
+        if region != self._region:
+            where = {"x_amz_bucket_region": self._region}
+            raise Refused(301, "PermanentRedirect", f"it is in {self._region}", **where)
+        if not key:
+            return self._of_bucket(call, payload, bucket, objects, names)
+        if "uploads" in names and call.method == "POST":
+            upload = begun(bucket, key, call.headers)
+            self._uploads[upload.upload_id] = upload
+            facts = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
+            return _document("InitiateMultipartUploadResult", facts.items())
+        if "uploadId" in names:
+            return self._of_upload(call, payload, objects, self._upload(call, bucket, key))
+        return self._of_object(call, payload, objects, key)
+
+    def _of_bucket(
+        self,
+        call: Call,
+        payload: Payload,
+        bucket: str,
+        objects: dict[str, StoredObject],
+        names: set[str],
+    ) -> Answer:
+        if "lifecycle" in names:
+            return self._of_lifecycle(call, payload, bucket)
+        match call.method:
+            case "HEAD":
+                return Answer(200, b"", {"x-amz-bucket-region": self._region})
+            case "GET" if "location" in names:
+                return Answer(
+                    200, f"<LocationConstraint>{self._region}</LocationConstraint>".encode()
+                )
+            case "GET" if "uploads" in names:
+                return self._list_uploads(call, bucket)
+            case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
+                return self._list(call, bucket, objects)
+        raise Refused(501, "NotImplemented")
+
+    def _of_lifecycle(self, call: Call, payload: Payload, bucket: str) -> Answer:
+        if call.method == "PUT":
+            self._lifecycle[bucket] = payload.data
+            return Answer(200)
+        if call.method == "DELETE":
+            self._lifecycle.pop(bucket, None)
+            return Answer(204)
+        if bucket not in self._lifecycle:
+            raise Refused(404, "NoSuchLifecycleConfiguration")
+        return Answer(200, self._lifecycle[bucket], {"Content-Type": "application/xml"})
+
+    def _of_object(
+        self, call: Call, payload: Payload, objects: dict[str, StoredObject], key: str
+    ) -> Answer:
+        match call.method:
+            case "PUT":
+                self._hold_to_preconditions(call, objects.get(key))
+                etag = f'"{hashlib.md5(payload.data).hexdigest()}"'
+                objects[key] = StoredObject(payload.data, etag, payload.checksum)
+                return Answer(200, b"", _headers(objects[key], with_checksum=True))
+            case "GET" | "HEAD":
+                if key not in objects:
+                    raise Refused(404, "NoSuchKey")
+                return _content(call, objects[key])
+            case "DELETE":
+                objects.pop(key, None)
+                return Answer(204)
+        raise Refused(405, "MethodNotAllowed")
+
+    def _of_upload(
+        self,
+        call: Call,
+        payload: Payload,
+        objects: dict[str, StoredObject],
+        upload: MultipartUpload,
+    ) -> Answer:
+        match call.method:
+            case "PUT":
+                part = upload.put(int(call.parameter("partNumber") or 0), payload)
+                return Answer(200, b"", _headers(part, with_checksum=True))
+            case "GET":
+                return self._list_parts(call, upload)
+            case "DELETE":
+                del self._uploads[upload.upload_id]
+                return Answer(204)
+        self._hold_to_preconditions(call, objects.get(upload.key))
+        stored = upload.whole(payload.data, call.headers)
+        objects[upload.key] = stored
+        del self._uploads[upload.upload_id]
+        facts = {"Bucket": upload.bucket, "Key": upload.key, "ETag": stored.etag}
+        if stored.checksum:
+            facts |= {
+                stored.checksum.tag: stored.checksum.value,
+                "ChecksumType": stored.checksum_type,
+            }
+        answer = _document("CompleteMultipartUploadResult", facts.items())
+        # The real one sends its headers at once, and blanks while it puts the parts together.
+        return Answer(200, answer.body, {**answer.headers, "Transfer-Encoding": "chunked"})
+
+    def _upload(self, call: Call, bucket: str, key: str) -> MultipartUpload:
+        upload = self._uploads.get(call.parameter("uploadId") or "")
+        if upload is None or (upload.bucket, upload.key) != (bucket, key):
+            raise Refused(404, "NoSuchUpload")
+        return upload
+
+    def _hold_to_preconditions(self, call: Call, current: StoredObject | None) -> None:
+        if not self._honour:
+            return
+        absent, match = call.headers.get("if-none-match"), call.headers.get("if-match")
+        if absent not in (None, "*"):
+            raise Refused(501, "NotImplemented", "If-None-Match takes * only")
+        if absent and current is not None:
+            raise Refused(412, "PreconditionFailed")
+        if match is not None:
+            if current is None:
+                raise Refused(404, "NoSuchKey")
+            if match.strip('"') != current.etag.strip('"'):
+                raise Refused(412, "PreconditionFailed")
+
+    # ------------------------------------------------------------ listings
+
+    def _limit(self, call: Call, parameter: str) -> int:
+        return min(int(call.parameter(parameter) or _PAGE), self._page)
+
+    def _list(self, call: Call, bucket: str, objects: dict[str, StoredObject]) -> Answer:
+        prefix = call.parameter("prefix") or ""
+        after: str | None = None
+        token = call.parameter("continuation-token")
+        if token is not None:
+            try:
+                after = bytes.fromhex(token).decode()
+            except ValueError:
+                raise Refused(400, "InvalidArgument", "the continuation token") from None
+        limit = self._limit(call, "max-keys")
+        found = [key for key in objects if key.startswith(prefix)]
+        keys, last = self._listing.page(found, after, limit)
+        is_encoded = call.parameter("encoding-type") == "url"
+        facts = [
+            ("Name", bucket),
+            ("Prefix", prefix),
+            ("KeyCount", str(len(keys))),
+            ("MaxKeys", str(limit)),
+            ("IsTruncated", str(last is not None).lower()),
+        ]
+        if is_encoded:
+            facts.append(("EncodingType", "url"))
+        if last is not None:
+            facts.append(("NextContinuationToken", last.encode().hex()))
+        items = [
+            [
+                ("Key", quote(key) if is_encoded else key),
+                ("LastModified", objects[key].modified.strftime(_STAMP)),
+                ("ETag", objects[key].etag),
+                ("Size", str(len(objects[key].data))),
+                ("StorageClass", "STANDARD"),
+            ]
+            for key in keys
+        ]
+        return _document("ListBucketResult", facts, "Contents", items)
+
+    def _list_uploads(self, call: Call, bucket: str) -> Answer:
+        prefix = call.parameter("prefix") or ""
+        after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
+        found = sorted(
+            (upload.key, upload.upload_id)
+            for upload in self._uploads.values()
+            if upload.bucket == bucket and upload.key.startswith(prefix)
+        )
+        # A key alone as the marker passes over all uploads of that key.
+        left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
+        limit = self._limit(call, "max-uploads")
+        is_encoded = call.parameter("encoding-type") == "url"
+        facts = [("Bucket", bucket), ("IsTruncated", str(len(left) > limit).lower())]
+        if len(left) > limit:
+            key, upload_id = left[limit - 1]
+            facts += [
+                ("NextKeyMarker", quote(key) if is_encoded else key),
+                ("NextUploadIdMarker", upload_id),
+            ]
+        if is_encoded:
+            facts.append(("EncodingType", "url"))
+        items = [
+            [
+                ("Key", quote(key) if is_encoded else key),
+                ("UploadId", upload_id),
+                ("Initiated", self._uploads[upload_id].begun.strftime(_STAMP)),
+            ]
+            for key, upload_id in left[:limit]
+        ]
+        return _document("ListMultipartUploadsResult", facts, "Upload", items)
+
+    def _list_parts(self, call: Call, upload: MultipartUpload) -> Answer:
+        after = int(call.parameter("part-number-marker") or 0)
+        numbers = sorted(number for number in upload.parts if number > after)
+        limit = self._limit(call, "max-parts")
+        facts = [
+            ("Bucket", upload.bucket),
+            ("Key", upload.key),
+            ("UploadId", upload.upload_id),
+            ("IsTruncated", str(len(numbers) > limit).lower()),
+        ]
+        if len(numbers) > limit:
+            facts.append(("NextPartNumberMarker", str(numbers[limit - 1])))
+        if upload.algorithm:
+            facts += [
+                ("ChecksumAlgorithm", upload.algorithm),
+                ("ChecksumType", upload.checksum_type),
+            ]
+        items = []
+        for number in numbers[:limit]:
+            part = upload.parts[number]
+            items.append(
+                [("PartNumber", str(number)), ("ETag", part.etag), ("Size", str(len(part.data)))]
+            )
+            # Told only of uploads that were begun with an algorithm.
+            if part.checksum and upload.algorithm:
+                items[-1].append((part.checksum.tag, part.checksum.value))
+        return _document("ListPartsResult", facts, "Part", items)
+
+
+def _without_checksums(call: Call) -> Call:
+    """The request as a store reads it that knows neither checksums nor aws-chunked bodies."""
+    headers = {
+        name: value
+        for name, value in call.headers.items()
+        if not name.startswith("x-amz-checksum-")
+    }
+    headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
+    body = call.body
+    if call.method == "POST":
+        body = re.sub(rb"<ChecksumCRC32C>[^<]*</ChecksumCRC32C>", b"", body)
+    return replace(call, headers=headers, body=body)
+
+
+def _address(call: Call) -> tuple[str, str]:
+    """Bucket and key, by the name of the host or by the path."""
+    host = call.headers.get("host", "").partition(":")[0]
+    path = unquote(call.path).removeprefix("/")
+    if host.endswith(f".{_DOMAIN}"):
+        return host.removesuffix(f".{_DOMAIN}"), path
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def _headers(stored: StoredObject | Part, *, with_checksum: bool) -> dict[str, str]:
+    headers = {"ETag": stored.etag}
+    if stored.checksum and with_checksum:
+        headers[stored.checksum.header] = stored.checksum.value
+        if isinstance(stored, StoredObject):
+            headers["x-amz-checksum-type"] = stored.checksum_type
+    return headers
+
+
+def _content(call: Call, stored: StoredObject) -> Answer:
+    span = call.headers.get("range")
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Accept-Ranges": "bytes",
+        "Last-Modified": stored.modified.strftime("%a, %d %b %Y %H:%M:%S GMT"),
+        **_headers(
+            stored,
+            with_checksum=span is None and call.headers.get("x-amz-checksum-mode") == "ENABLED",
+        ),
+    }
+    size_bytes = len(stored.data)
+    status, start, end = 200, 0, size_bytes - 1
+    if span is not None:
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        start = int(first) if first else max(0, size_bytes - int(last))
+        end = min(int(last), size_bytes - 1) if first and last else size_bytes - 1
+        if start >= size_bytes or end < start:
+            raise Refused(416, "InvalidRange", Content_Range=f"bytes */{size_bytes}")
+        status = 206
+        headers["Content-Range"] = f"bytes {start}-{end}/{size_bytes}"
+    if call.method == "HEAD":
+        return Answer(status, b"", {**headers, "Content-Length": str(end + 1 - start)})
+    whole = (start, end + 1) == (0, size_bytes)
+    return Answer(status, stored.data if whole else stored.data[start : end + 1], headers)
+
+
+def _document(
+    tag: str,
+    facts: Iterable[tuple[str, str]],
+    item_tag: str = "",
+    items: Sequence[Iterable[tuple[str, str]]] = (),
+) -> Answer:
+    root = ET.Element(tag, {"xmlns": NAMESPACE})
+    for name, value in facts:
+        ET.SubElement(root, name).text = value
+    for item in items:
+        element = ET.SubElement(root, item_tag)
+        for name, value in item:
+            ET.SubElement(element, name).text = value
+    body = b'<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root)
+    return Answer(200, body, {"Content-Type": "application/xml"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args()
+    s3 = S3(options.bucket)
+    serve(options, StoreControl(s3.respond, s3.corrupt, (), s3.order))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of the strict store emulators: plain or TLS, one thread a connection, breakable anywhere.
+
+It reads requests piece by piece itself, so that :mod:`emulators.store_control` can order a reset or a
+stall at a point of the request, and pace what passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import socketserver
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from testkit.emulators.process import announce
+from testkit.emulators.store_control import Answer, Call, StoreControl
+from testkit.emulators.tls import server_context
+
+_PIECE_BYTES = 2**16
+_RECEIVE_BUFFER_BYTES = 2**18
+"""Small, so that whoever stops to read is noticed by the sender before all of a part is under way."""
+
+
+class _Broken(Exception):
+    """The connection is to end here."""
+
+
+class Pace:
+    """Lets bytes pass no faster than a limit that is asked for each time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_mono_s = 0.0
+
+    def pass_bytes(self, count: int, bytes_per_s: float, over: threading.Event) -> None:
+        if not bytes_per_s:
+            return
+        with self._lock:
+            begin_mono_s = max(self._free_mono_s, time.monotonic())
+            self._free_mono_s = begin_mono_s + count / bytes_per_s
+            wait_s = self._free_mono_s - time.monotonic()
+        over.wait(max(0.0, wait_s))
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: StoreServer
+    request: socket.socket
+
+    def handle(self) -> None:
+        if self.server.context is not None:
+            # In this thread: a handshake that stalls must not keep others from being accepted.
+            self.request = self.server.context.wrap_socket(self.request, server_side=True)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._control = self.server.control
+        self._pace = Pace()
+        self._reader = cast("BinaryIO", self.request.makefile("rb", _PIECE_BYTES))
+        try:
+            while self._exchange():
+                pass
+        except _Broken:
+            pass
+        finally:
+            self._reader.close()
+            if isinstance(self.request, ssl.SSLSocket):
+                self.request.close()  # wrapping took the descriptor: the server closes an empty shell
+
+    def _exchange(self) -> bool:
+        """One request and its answer; False when the connection ends."""
+        line = self._reader.readline(65537).decode("latin-1").strip()
+        if not line:
+            return False
+        method, target, _ = line.split(" ", 2)
+        kind, at = self._control.next_break(method, target) or ("", "")
+        self._break_here(kind, at, "before_headers")
+        headers: dict[str, str] = {}
+        while text := self._reader.readline(65537).decode("latin-1").strip():
+            name, _, value = text.partition(":")
+            headers[name.strip().lower()] = value.strip()
+            self._break_here(kind, at, "in_headers")
+        if headers.get("expect", "").lower() == "100-continue":
+            self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._break_here(kind, at, "body_start")
+        size_bytes = int(headers.get("content-length", 0))
+        reach = {"mid_body": size_bytes // 2, "last_byte": size_bytes - 1}.get(at)
+        body = b"".join(self._body(headers, size_bytes, kind, reach))
+        if body and self._control.next_flip(method, target):
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        path, _, query = target.partition("?")
+        scheme = "https" if self.server.context else "http"
+        call = Call(method, path, query, headers, body, scheme)
+        answer = self._control.handle(call)
+        self._break_here(kind, at, "before_answer")
+        return self._send(call, answer, kind if at == "in_answer" else "")
+
+    def _body(
+        self, headers: dict[str, str], size_bytes: int, kind: str, reach: int | None
+    ) -> Iterator[bytes]:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            while count := int(self._reader.readline(1024).partition(b";")[0], 16):
+                yield self._reader.read(count)
+                self._reader.readline(16)
+            while self._reader.readline(65537).strip():
+                pass
+            return
+        left = size_bytes
+        while left:
+            count = min(left, _PIECE_BYTES)
+            if reach is not None:
+                so_far = size_bytes - left
+                if so_far >= reach:
+                    self._strike(kind)
+                count = min(count, reach - so_far)
+            piece = self._reader.read(count)
+            if len(piece) < count:
+                raise _Broken
+            left -= count
+            self._passed(count)
+            yield piece
+
+    def _passed(self, count: int) -> None:
+        control = self._control
+        self._pace.pass_bytes(count, control.connection_bytes_per_s, control.over)
+        self.server.pace.pass_bytes(count, control.total_bytes_per_s, control.over)
+
+    def _send(self, call: Call, answer: Answer, strike: str) -> bool:
+        headers = {"Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())}
+        headers.update(answer.headers)
+        is_chunked = headers.get("Transfer-Encoding") == "chunked"
+        if answer.status not in (204, 304) and not is_chunked and not answer.ends:
+            headers.setdefault("Content-Length", str(len(answer.body)))
+        ends = answer.ends or call.headers.get("connection", "").lower() == "close"
+        if ends:
+            headers["Connection"] = "close"
+        is_known = answer.status in set(HTTPStatus)
+        phrase = HTTPStatus(answer.status).phrase if is_known else "Unknown"
+        lines = [f"HTTP/1.1 {answer.status} {phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        body = b"" if call.method == "HEAD" else answer.body
+        if is_chunked:
+            # As a store that keeps the connection alive while it works: blanks after the declaration.
+            declaration, mark, rest = body.partition(b"?>")
+            pieces = (declaration + mark, b" ", b"\n ", rest)
+            body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece)
+            body += b"0\r\n\r\n"
+        if strike:
+            whole = head + body
+            # Within the body where there is one: a caller must notice that the answer is too short.
+            keep = len(head) + len(body) // 2 if body else len(head) // 2
+            self.request.sendall(whole[:keep])
+            self._strike(strike)
+        if len(body) <= _PIECE_BYTES:
+            self.request.sendall(
+                head + body
+            )  # in one piece, else it costs a delayed acknowledgement
+            self._passed(len(body))
+            return not ends
+        self.request.sendall(head)
+        view = memoryview(body)
+        while view:
+            self.request.sendall(view[:_PIECE_BYTES])
+            self._passed(min(len(view), _PIECE_BYTES))
+            view = view[_PIECE_BYTES:]
+        return not ends
+
+    def _break_here(self, kind: str, at: str, point: str) -> None:
+        if kind and at == point:
+            self._strike(kind)
+
+    def _strike(self, kind: str) -> None:
+        if kind == "stall":
+            self._control.over.wait()
+        # The file object holds a reference to the socket; the reset goes out when both are closed.
+        reset = struct.pack("ii", 1, 0)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        raise _Broken
+
+
+class StoreServer(socketserver.ThreadingTCPServer):
+    """Serves ``control`` on loopback; with ``pem`` over TLS."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 256
+
+    def __init__(
+        self, address: tuple[str, int], control: StoreControl, pem: Path | None = None
+    ) -> None:
+        self.control = control
+        self.context = server_context(pem) if pem else None
+        self.pace = Pace()
+        super().__init__(address, _Handler)
+        scheme = "https" if pem else "http"
+        self.url = f"{scheme}://{address[0]}:{self.server_address[1]}"
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        super().server_bind()
+
+    def shutdown_request(self, request: Any) -> None:
+        # Without the orderly end that the base class sends first, which would hide a reset.
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), (OSError, ValueError)):  # clients may leave at any time
+            super().handle_error(request, client_address)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line that the store emulators share."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--bucket", action="append", default=[])
+    parser.add_argument("--tls", type=Path, help="key and certificate, in one PEM file")
+
+
+def serve(options: argparse.Namespace, control: StoreControl) -> None:
+    """Serve for ever, over plain HTTP as well when TLS is asked for: control comes that way."""
+    with StoreServer((options.host, options.port), control) as plain:
+        url = plain.url
+        if options.tls:
+            tls = StoreServer((options.host, 0), control, options.tls)
+            threading.Thread(target=tls.serve_forever, daemon=True).start()
+            url = tls.url
+        announce(url, control=plain.url, buckets=options.bucket)
+        plain.serve_forever()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon's end of the trainer channel, for the tests of the hooks: a real socket, no policy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from swansong import protocol
+from swansong.protocol import (
+    Accepted,
+    Finish,
+    Finished,
+    Hello,
+    Message,
+    Request,
+    Restored,
+    RestoreQuery,
+    Target,
+    Welcome,
+)
+
+from testkit.waiting import until
+
+M = TypeVar("M", bound=Message)
+
+
+class FakeDaemon:
+    """Welcomes every trainer, answers restore queries with ``restorable``, records what it hears.
+
+    Args:
+        directory: holds the socket and the staging directory, which outlives :meth:`stop`.
+        target: what to answer when all connected ranks have accepted, from their greatest step; None
+            answers nothing.
+    """
+
+    def __init__(
+        self, directory: Path, *, target: Callable[[int], int] | None = lambda step: step + 1
+    ) -> None:
+        self.path = str(directory / "trainer.sock")
+        self.staging = directory / "run"
+        self.staging.mkdir(exist_ok=True)
+        self.restorable: Callable[[], tuple[Path, int] | None] = lambda: None
+        self.on_query: Callable[[str], object] | None = None
+        self.heard: list[Message] = []
+        self._target = target
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._accepted: dict[str, dict[int, int]] = {}
+        self._listener: socket.socket | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen(16)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def stop(self) -> None:
+        """As when the daemon ends: nobody listens, and all connections are gone."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            os.unlink(self.path)
+            listener.shutdown(socket.SHUT_RDWR)
+        self.drop()
+
+    def drop(self) -> None:
+        with self._lock:
+            for connection in self._connections:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def send(self, message: Message) -> None:
+        """To all who are connected."""
+        with self._lock:
+            for connection in self._connections:
+                connection.send(protocol.encode(message))
+
+    def request(self, request_id: str = "r1", seconds_left: float = 100.0) -> None:
+        self.send(Request(id=request_id, reason="test", seconds_left=seconds_left))
+
+    def all_of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def wait_for(self, kind: type[M], count: int = 1) -> M:
+        """The ``count``-th message of this kind."""
+        until(lambda: len(self.all_of(kind)) >= count, what=f"{count} x {kind.__name__}")
+        return self.all_of(kind)[count - 1]
+
+    def wait_connected(self, count: int = 1) -> None:
+        until(lambda: len(self._connections) >= count, what=f"{count} connections")
+
+    def sealed(self) -> list[Path]:
+        """Sealed sets in staging, by step."""
+        names = sorted(os.listdir(self.staging))
+        return [self.staging / name for name in names if protocol.parse_sealed_name(name)]
+
+    def wait_sealed(self, count: int) -> list[Path]:
+        """Wait for this many sealed sets."""
+        until(lambda: len(self.sealed()) >= count, what=f"{count} sealed sets")
+        return self.sealed()
+
+    def partial(self) -> list[str]:
+        names = os.listdir(self.staging)
+        return [name for name in names if name.endswith(protocol.PARTIAL_SUFFIX)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while data := connection.recv(protocol.MAX_MESSAGE_BYTES):
+                    message = protocol.decode(data)
+                    for answer in self._answers(connection, message):
+                        connection.send(protocol.encode(answer))
+                    self.heard.append(message)
+            except OSError:
+                pass
+            finally:
+                with self._lock:
+                    if connection in self._connections:
+                        self._connections.remove(connection)
+
+    def _answers(self, connection: socket.socket, message: Message) -> list[Message]:
+        if isinstance(message, Hello):
+            welcome = Welcome(run="run", staging=str(self.staging), generation=1)
+            connection.send(protocol.encode(welcome))
+            with self._lock:
+                if connection not in self._connections:
+                    self._connections.append(connection)
+        if isinstance(message, Finish):
+            return [Finished(message.job_start_id)]
+        if isinstance(message, RestoreQuery):
+            if self.on_query is not None:
+                self.on_query(message.query_id)
+                return []
+            found = self.restorable()
+            if found is None:
+                return [Restored(message.query_id)]
+            return [Restored(message.query_id, path=str(found[0]), step=found[1], generation=1)]
+        if isinstance(message, Accepted) and self._target is not None:
+            with self._lock:
+                accepted = self._accepted.setdefault(message.request_id, {})
+                accepted[connection.fileno()] = message.step
+                if len(accepted) < len(self._connections):
+                    return []
+                target = Target(message.request_id, self._target(max(accepted.values())))
+                for other in self._connections:
+                    other.send(protocol.encode(target))
+        return []

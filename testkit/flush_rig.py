@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flush engine over a directory and a store in memory, and what it says."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
+from swansongd.flush.engine import FlushEngine
+from swansongd.flush.journal import Journal
+from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.staging import scan
+from swansongd.stores.checksums import crc32c
+
+from testkit.committed import digest_of
+from testkit.memory_store import MemoryStore
+from testkit.staged import ME, write_files
+
+PART = 1000
+SET = "step-000000000005.abc"
+
+
+def staged_set(
+    run_directory: Path,
+    files: dict[str, bytes],
+    markers: tuple[str, ...] = (),
+    *,
+    step: int = 5,
+    directory: str = SET,
+) -> Staged:
+    """A set as the scan would find it, with these files."""
+    write_files(run_directory / directory, files)
+    return found_set(run_directory, markers, step=step, directory=directory)
+
+
+def found_set(
+    run_directory: Path, markers: tuple[str, ...] = (), *, step: int = 5, directory: str = SET
+) -> Staged:
+    """The set as it lies there."""
+    return Staged(
+        id=CheckpointId(step, "abc"),
+        directory=directory,
+        kind=CheckpointKind.PERIODIC,
+        files=scan.listing(run_directory, directory, ME),
+        markers=frozenset(markers),
+    )
+
+
+class Flush:
+    """An engine over a directory, and what it has said."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        connections: int = 3,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = MemoryStore()
+        self.run_directory = tmp_path / "staging" / "r"
+        self.own_directory = self.run_directory / ".swansongd"
+        self.own_directory.mkdir(parents=True)
+        self.is_urgent = False
+        self._connections = connections
+        self._monotonic = monotonic
+        self._nonces = count(1)
+        self.start_daemon()
+
+    def start_daemon(self) -> None:
+        """Another life of the daemon, with nothing but the disk of the one before."""
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.journal = Journal(self.own_directory, run="r", store_url=self.store.url)
+        self.engine = FlushEngine(
+            self.store,
+            RunKeys("r"),
+            self.run_directory,
+            self.events.put,
+            journal=self.journal,
+            nonce=lambda: f"n{next(self._nonces)}",
+            connections=self._connections,
+            part_size_bytes=PART,
+            is_urgent=lambda: self.is_urgent,
+            monotonic=self._monotonic,
+        )
+
+    def outcome(self) -> Flushed | FlushFailed:
+        """The next word that ends a flush."""
+        while True:
+            event = self.events.get(timeout=20)
+            if isinstance(event, Flushed | FlushFailed):
+                return event
+            assert isinstance(event, FlushProgress)
+
+    def flushed(self, staged: Staged, *, generation: int = 1) -> Flushed:
+        """Send the set; every byte of it is there afterwards."""
+        self.engine.start(f"{staged.id}.{next(self._nonces)}", staged, generation)
+        done = self.outcome()
+        assert isinstance(done, Flushed), done
+        self.expect_whole(staged, done)
+        return done
+
+    def expect_whole(self, staged: Staged, done: Flushed) -> None:
+        assert [shard.path for shard in done.shards] == [file.path for file in staged.files]
+        for shard in done.shards:
+            content = (self.run_directory / staged.directory / shard.path).read_bytes()
+            assert self.store.objects[shard.key] == content
+            assert shard.size_bytes == len(content)
+            assert shard.digest == digest_of(content, shard.part_size_bytes)
+            assert shard.crc32c == crc32c(content)
+        assert not self.store.overwritten
+
+    def open_files(self) -> list[str]:
+        names = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                names.append(os.readlink(f"/proc/self/fd/{fd}"))
+            except OSError:
+                continue
+        own = str(self.own_directory)
+        mine = str(self.run_directory)
+        return [name for name in names if name.startswith(mine) and not name.startswith(own)]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The users of one VM as real processes: daemon, trainer, another member of the trainers' group, outsider."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import swansong
+
+from testkit import REPOSITORY
+
+DAEMON, TRAINER, MEMBER, OUTSIDER = 12000, 12001, 12002, 12003
+GROUP = 12100
+"""Of the trainers."""
+OUTSIDERS = 12103
+HOOKS = Path(swansong.__file__).parents[1]
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="starts processes of other users, which takes root"
+)
+
+_PRELUDE = """
+import errno, json, os, shutil, socket, stat, sys, tempfile, threading
+from pathlib import Path
+from swansong import openat, protocol
+from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
+from swansong.protocol import RankManifest
+from swansong.state import Bundle
+from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Counter
+
+uid, gid, arguments = json.loads(sys.argv[1])
+os.setgroups([gid])
+os.setgid(gid)
+os.setuid(uid)
+
+def show(value):
+    print(json.dumps(value), flush=True)
+
+def wait():
+    return json.loads(sys.stdin.readline())
+"""
+
+
+class UserProcess:
+    """A process of another user; ``script`` continues after ``_PRELUDE``.
+
+    The modules are imported before root is given up: they may lie where only root gets.
+    """
+
+    def __init__(self, script: str, *arguments: Any, uid: int, gid: int = GROUP) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PRELUDE + script, json.dumps([uid, gid, arguments])],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HOOKS, REPOSITORY)))},
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def shown(self) -> Any:
+        """The next value that the process shows."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def tell(self, value: Any = None) -> None:
+        """Let the process continue; it gets ``value``."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, value: Any = None) -> Any:
+        """What the process shows when it has been told ``value``."""
+        self.tell(value)
+        return self.shown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def run_as(script: str, *arguments: Any, uid: int, gid: int = GROUP) -> Any:
+    """What a process of another user shows."""
+    with UserProcess(script, *arguments, uid=uid, gid=gid) as process:
+        return process.shown()
+
+
+@contextmanager
+def reachable_directory() -> Iterator[Path]:
+    """A temporary directory that all users may enter, which ``tmp_path`` is not."""
+    directory = Path(tempfile.mkdtemp(prefix="swansong-"))
+    directory.chmod(0o755)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def make_run_directory(path: Path, *, has_acl: bool) -> Path:
+    """A staging directory of a run as the daemon creates it; without ACL where there are none."""
+    path.mkdir()
+    os.chown(path, DAEMON, GROUP)
+    path.chmod(0o3770)
+    if has_acl:
+        no_id = 0xFFFFFFFF
+        entries = (
+            (0x01, 7, no_id),  # owner: rwx
+            (0x02, 7, DAEMON),  # the daemon: rwx
+            (0x04, 5, no_id),  # group: r-x
+            (0x10, 7, no_id),  # mask: rwx
+            (0x20, 0, no_id),  # others: none
+        )
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+        try:
+            os.setxattr(path, "system.posix_acl_default", acl)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            pytest.skip("the file system of the temporary directory has no ACLs")
+    return path

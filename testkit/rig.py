@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A spot VM as processes: ``swansongd`` with its staging, and a trainer; for the tests and the demo.
+
+Nothing is faked but the cloud: real sockets, real signals, real files, and a power cut is SIGKILL to
+everything at once and an empty disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from testkit import EXAMPLES
+from testkit.waiting import until
+
+BIN = Path(sys.executable).parent
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "emulated",
+    "AWS_SECRET_ACCESS_KEY": "emulated",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What the processes of a VM see: nothing of who runs the tests but what Python needs."""
+    kept = ("PATH", "HOME", "PYTHONPATH", "LANG")
+    base = {name: os.environ[name] for name in kept if name in os.environ}
+    return {**base, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
+
+
+def control(url: str, order: str, **body: Any) -> Any:
+    """Tell an emulator something: ``control(imds.url, "notice", action="terminate", in_s=120)``."""
+    request = urllib.request.Request(
+        f"{url}/_control/{order}", data=json.dumps(body).encode(), method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        content = answer.read()
+    return json.loads(content) if content else None
+
+
+class Lines:
+    """The JSON lines that a process writes, as they come."""
+
+    def __init__(self, stream: Any) -> None:
+        self._changed = threading.Condition()
+        self._lines: list[dict[str, Any]] = []
+        self.raw: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: Any) -> None:
+        with stream:
+            for raw in stream:
+                with self._changed:
+                    self.raw.append(raw.rstrip("\n"))
+                    try:
+                        self._lines.append(json.loads(raw))
+                    except ValueError:
+                        pass
+                    self._changed.notify_all()
+
+    def all(self, **facts: Any) -> list[dict[str, Any]]:
+        """Every line so far in which these facts stand."""
+        with self._changed:
+            return [line for line in self._lines if facts.items() <= line.items()]
+
+    def wait(self, timeout_s: float = 30.0, **facts: Any) -> dict[str, Any]:
+        """The first line in which these facts stand, as soon as there is one."""
+
+        def found() -> dict[str, Any] | None:
+            return next(iter(self.all(**facts)), None)
+
+        try:
+            line = until(found, timeout_s=timeout_s, what=str(facts))
+        except AssertionError as error:
+            newest = "\n".join(self.raw[-30:])
+            raise AssertionError(f"{error}; the newest lines are\n{newest}") from None
+        assert line is not None
+        return line
+
+    def drained(self) -> None:
+        """Wait until the process has closed the stream."""
+        self._thread.join(10)
+
+
+class Process:
+    """A process with JSON lines on one of its streams."""
+
+    def __init__(self, arguments: list[str], *, lines_on: str = "stderr", **env: str) -> None:
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": None}
+        streams[lines_on] = subprocess.PIPE
+        self.popen = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env=environment(**env),
+            start_new_session=True,
+            **streams,
+        )
+        self.pid = self.popen.pid
+        self.lines = Lines(getattr(self.popen, lines_on))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL, wait for the end."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+            if number == signal.SIGKILL:
+                self.popen.wait(10)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit code."""
+        code = self.popen.wait(timeout_s)
+        self.lines.drained()
+        return code
+
+
+class Vm:
+    """One VM: a directory for its disk, the daemon, perhaps a trainer.
+
+    Args:
+        disk: exists; everything of this VM lies below it.
+        store: table ``[store]`` of the configuration.
+        metadata: cloud and URL of its metadata service, None for no cloud; a URL of None leaves the
+            daemon to the address that real clouds have.
+        settings: more tables of the configuration, which win over the ones made here.
+    """
+
+    def __init__(
+        self,
+        disk: Path,
+        store: dict[str, str],
+        *,
+        run: str = "run",
+        metadata: tuple[str, str | None] | None = None,
+        settings: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self.disk = disk
+        self.staging = disk / "staging"
+        self.staging.mkdir(exist_ok=True)
+        self.run_directory = self.staging / run
+        self.socket = disk / "trainer.sock"
+        self.pid_file = disk / "trainer.pid"
+        self.config = disk / "swansong.toml"
+        cloud, url = metadata or ("none", "http://127.0.0.1:9")
+        tables: dict[str, dict[str, Any]] = {
+            "run": {"name": run},
+            "staging": {"path": str(self.staging)},
+            "store": store,
+            "sources": {
+                "cloud": cloud,
+                **({"metadata_url": url} if url else {}),
+                "poll_interval_s": 0.2,
+                "system_bus": f"unix:path={disk}/no-bus",
+            },
+            "trainer": {"socket": str(self.socket), "settle_s": 1.0},
+            "deadline": {"reserve_s": 1.0},
+        }
+        for name, table in (settings or {}).items():
+            tables[name] = {**tables.get(name, {}), **table}
+        self.config.write_text(_toml(tables))
+        self.processes: list[Process] = []
+        self.daemon: Process | None = None
+        self.trainer: Process | None = None
+
+    def start_daemon(self, *, ready: bool = True, **env: str) -> Process:
+        """Start ``swansongd``; with ``ready``, wait until it says that it runs."""
+        command = [str(BIN / "swansongd"), "--config", str(self.config)]
+        self.daemon = self.spawn(command, **{**CREDENTIALS, **env})
+        if ready:
+            self.daemon.lines.wait(event="started")
+        return self.daemon
+
+    def start_trainer(self, *arguments: str, script: str = "char_lm.py") -> Process:
+        """Start an example trainer; its progress is JSON lines."""
+        command = [sys.executable, "-u", str(EXAMPLES / script), *arguments]
+        self.trainer = self.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(self.socket))
+        return self.trainer
+
+    def spawn(self, command: list[str], *, lines_on: str = "stderr", **env: str) -> Process:
+        process = Process(command, lines_on=lines_on, **env)
+        self.processes.append(process)
+        return process
+
+    def swansong(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run one command of ``swansong`` on this VM."""
+        return subprocess.run(
+            [str(BIN / "swansong"), "--config", str(self.config), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=environment(**{**CREDENTIALS, **env}),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What ``swansong status --json`` says."""
+        answer = self.swansong("status", "--json")
+        assert answer.returncode == 0, answer.stderr
+        report: dict[str, Any] = json.loads(answer.stdout)
+        return report
+
+    def commits(self) -> list[dict[str, Any]]:
+        """What ``swansong ls --json`` says, newest first."""
+        answer = self.swansong("ls", "--json")
+        assert answer.returncode == 0, answer.stderr
+        listing: list[dict[str, Any]] = json.loads(answer.stdout)
+        return listing
+
+    def power_off(self, *, keep_disk: bool = False) -> None:
+        """The end: every process dies at once, and what lay on the disk is gone."""
+        for process in self.processes:
+            process.kill()
+        if not keep_disk:
+            shutil.rmtree(self.staging)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def _toml(tables: dict[str, dict[str, Any]]) -> str:
+    def lines() -> Iterator[str]:
+        for name, table in tables.items():
+            yield f"[{name}]"
+            for key, value in table.items():
+                # A JSON string, number, list of strings or boolean is a TOML one as well.
+                yield f"{key} = {json.dumps(value)}"
+
+    return "\n".join(lines()) + "\n"

@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job over several VMs in one deterministic world: one seed, one heap of events, no real time.
+
+The production machine, the claims and the commits run unchanged, one daemon for each VM.  Ranks, the
+job's own store, staging, flushes and the bucket are played.  VMs are lost, daemons die, lag, or lose the
+store; the job restarts elastically, shrinks and grows.  After every event the invariants F1 to F5 are
+checked against what the bucket really holds:
+
+F1  A manifest is of a set that its VM has sealed, and names stored shards.
+F2  A manifest is of the generation of the start of the job that sealed its set.
+F3  Nothing of an earlier start is committed once a later one trains.
+F4  A daemon reports no commit that is not whole.
+F5  SAFE names a whole checkpoint from after the request, and a restore at that moment returns it, or a newer
+    one that continues from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from swansongd.bucket import catalog, commit, manifest
+from swansongd.bucket.claim import ClaimObject
+from swansongd.core import machine, nodes, resume
+from swansongd.core.events import (
+    Action,
+    AskTrainers,
+    CancelFlush,
+    CheckComplete,
+    CommitManifest,
+    Conclude,
+    Event,
+    FinishAsked,
+    Flushed,
+    FlushFailed,
+    GenerationClaimed,
+    JobStarted,
+    JoinGeneration,
+    NoticeRaised,
+    PartsCounted,
+    PeerRequested,
+    Prune,
+    Rescan,
+    Scanned,
+    StartFlush,
+    TellFinished,
+    Tick,
+    TrainerAgreed,
+    TrainerFailed,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+    TrainerSealed,
+)
+from swansongd.core.state import Settings, State
+from swansongd.errors import FencedError, StoreError, Transient
+from swansongd.model import CheckpointId, CommitRef, Notice, Staged, TrainerView, Verdict
+from swansongd.stores.base import ObjectInfo
+
+from testkit.simulation.world import KEYS, MIB, Broken, SimStore, commit_event, fence_found
+from testkit.story import a_notice, a_set, shards_of
+
+TICK_S = 0.5
+FINISH_LIMIT_S = 100.0
+EVERY_STEPS = 20
+FAULTS = (
+    "store_lost", "lost_reply", "daemon_dies", "lags", "vm_lost", "round_fails", "crash", "grows",
+    "late_scan", "survives", "not_pruned",
+)  # fmt: skip
+
+
+class Link(SimStore):
+    """The bucket as one VM reaches it: not at all, or so that replies are lost."""
+
+    def __init__(self, bucket: SimStore, vm: Vm) -> None:
+        super().__init__(lambda *_: False)
+        self.objects = bucket.objects
+        self.new = bucket.new
+        self._vm = vm
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self._vm.reach()
+        super().put(key, data, if_absent=if_absent)
+        if self._vm.fleet.chance("lost_reply", 0.1):
+            raise Transient(f"{key}: reset")
+
+    def get(self, key: str) -> bytes:
+        self._vm.reach()
+        return super().get(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._vm.reach()
+        keys = sorted(key for key in self.objects if key.startswith(prefix))
+        return iter([ObjectInfo(key, len(self.objects[key])) for key in keys])
+
+
+@dataclass
+class Start:
+    """One start of the job."""
+
+    number: int
+    members: list[Vm]
+    job_start_id: str
+    finished: set[Vm] = field(default_factory=set)
+    has_begun: bool = False
+    resumed: CommitRef | None = None
+    step: int = 0
+    trains: bool = False
+    is_over: bool = False
+    targets: dict[str, int] = field(default_factory=dict)
+    """Step of each request that the ranks agreed on."""
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.members) == 1
+
+    def is_ready(self, state: State) -> bool:
+        """Whether the daemon of rank 0 may choose where to resume, as its resume has it."""
+        is_of_it = (
+            nodes.is_alone(state.job_start_id)
+            if self.is_alone
+            else state.job_start_id == self.job_start_id
+        )
+        return is_of_it and state.finishing is None and state.generation is not None
+
+
+class Vm:
+    """A VM with its disk and its daemon."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self.fleet = fleet
+        self.number = number
+        self.is_alive = True
+        self.life = 0
+        self.store = Link(fleet.bucket, self)
+        self.cut_until_s = 0.0
+        self.slow = 1.0
+        self.staging: list[Staged] = []
+        self.record: tuple[str, ClaimObject, tuple[CheckpointId, ...]] | None = None
+        """Incarnation and claim that this boot has joined last, and sets of earlier ones."""
+        self.wanted = ""
+        self.notice: Notice | None = None
+        self.connection = 0
+        self.verdicts: list[Conclude] = []
+        self._flush_id = ""
+        self.state = self._new_state()
+        self.start_daemon()
+
+    def reach(self) -> None:
+        if self.fleet.now < self.cut_until_s:
+            raise Transient("the store is away")
+
+    # ------------------------------------------------------------------ the daemon
+
+    def _new_state(self) -> State:
+        joined = self.record[0] if self.record else ""
+        settings = Settings(
+            reserve_s=2.0,
+            signals_trainer=False,
+            several_vms=True,
+            vm=f"vm{self.number}",
+            goes_on_with=joined,
+            sealed_under=self.record[1].generation if self.record else None,
+        )
+        abandoned = frozenset(self.record[2] if self.record else ())
+        return State(
+            settings=settings, job_start_id=joined, abandoned=abandoned, unusable=abandoned
+        )
+
+    def start_daemon(self) -> None:
+        self.life += 1
+        self.state = self._new_state()
+        self._flush_id = ""
+        self.wanted = self.state.job_start_id
+        self._scan()
+        self._tick()
+        if self.record is not None:
+            self._claim(self.wanted, None)
+        if self.notice is not None:
+            notice = self.notice
+            self.post(lambda: NoticeRaised(notice), 1.0)
+        self.connect()
+
+    def connect(self) -> None:
+        """The rank of this VM speaks to its daemon, perhaps again, as the hooks do."""
+        start = self.fleet.start
+        if start is None or start.is_over or self not in start.members:
+            return
+        self.connection = self.fleet.number()
+        view = TrainerView(
+            connection=self.connection,
+            pid=start.number,
+            rank=start.members.index(self),
+            world_size=len(start.members),
+            local_world_size=1,
+            nodes=len(start.members),
+            step=start.step,
+        )
+        self.post(lambda: TrainerJoined(view), 0.1)
+        if start.is_alone:
+            return
+        if start.has_begun:
+            self.post(lambda: JobStarted(start.job_start_id), 0.1, after_s=0.1)
+        else:
+            self.post(lambda: FinishAsked(start.job_start_id), 0.1, after_s=0.1)
+
+    def post(self, event: Callable[[], Event], delay_up_to_s: float, after_s: float = 0.0) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if self.is_alive and life == self.life:
+                self.step(event())
+
+        self.fleet.at(after_s + self.fleet.delay_s(delay_up_to_s), happens)
+
+    def step(self, event: Event) -> None:
+        self.state, actions = machine.step(self.state, event, self.fleet.now)
+        for action in actions:
+            self._carry_out(action)
+        if self.is_alive and self.fleet.chance("daemon_dies", 0.002):
+            self.life += 1
+            self._flush_id = ""
+            # Its successor may take its time; until then nobody answers.
+            self.fleet.at(self.fleet.delay_s(20.0), lambda: self._restart(self.life))
+
+    def _restart(self, life: int) -> None:
+        if self.is_alive and life == self.life:
+            self.start_daemon()
+
+    def _tick(self) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if self.is_alive and life == self.life:
+                self.step(Tick())
+                self.fleet.at(TICK_S, happens)
+
+        self.fleet.at(TICK_S, happens)
+
+    def _scan(self) -> None:
+        began_s = self.fleet.now
+        delay_s = 3.0 if self.fleet.chance("late_scan", 0.3) else 0.2
+
+        def scanned() -> Scanned:
+            return Scanned(began_s, tuple(self.staging))
+
+        self.post(scanned, delay_s)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case AskTrainers(request_id, _, deadline_mono_s, connections):
+                if self.connection in connections:
+                    self.fleet.asked(self, request_id, deadline_mono_s)
+            case TellFinished(job_start_id):
+                self.fleet.finished(self, job_start_id)
+            case StartFlush():
+                self._flush(action)
+            case CancelFlush(flush_id):
+                if flush_id == self._flush_id:
+                    self._flush_id = ""
+            case CommitManifest():
+                self._commit(action)
+            case JoinGeneration(job_start_id, abandoned):
+                self.wanted = job_start_id
+                self._claim(job_start_id, abandoned)
+            case CheckComplete():
+                self.post(lambda: self._counted(action), 0.3)
+            case Rescan():
+                self._scan()
+            case Prune(directories):
+                if not self.fleet.chance("not_pruned", 0.5):
+                    self.staging = [s for s in self.staging if s.directory not in directories]
+            case Conclude():
+                self.fleet.concluded(self, action)
+            case _:
+                pass
+
+    def _claim(self, job_start_id: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
+        """Join; None: the daemon was restarted, and has joined before."""
+        life = self.life
+
+        def happens() -> None:
+            if not self.is_alive or life != self.life or job_start_id != self.wanted:
+                return
+            try:
+                newest = commit.newest_whole_commit(self.store, KEYS)
+                if abandoned is None:
+                    assert self.record is not None
+                    claim = self.record[1]
+                    commit.ensure_not_fenced(self.store, KEYS, claim)
+                else:
+                    nonce = f"{self.fleet.random.getrandbits(64):x}"
+                    claim = commit.claim_generation(
+                        self.store, KEYS, identity={}, nonce=nonce, job_start_id=job_start_id
+                    ).content
+            except FencedError as error:
+                self.step(fence_found(error))
+            except StoreError:
+                self.fleet.at(2.0, happens)
+            else:
+                is_first = abandoned is None
+                if abandoned is not None:
+                    self.record = job_start_id, claim, abandoned
+                generation = claim.generation
+                self.step(GenerationClaimed(generation, newest, is_rollback=not is_first))
+
+        self.fleet.at(self.fleet.delay_s(1.0), happens)
+
+    def _counted(self, order: CheckComplete) -> PartsCounted:
+        try:
+            for ref in order.refs:
+                found = commit.parts_committed(self.store, KEYS, ref, order.nodes)
+                if found == order.nodes:
+                    return PartsCounted(order.refs[0], 0, ref)
+        except StoreError:
+            pass
+        return PartsCounted(order.refs[0], 0, None)
+
+    def _flush(self, order: StartFlush) -> None:
+        self._flush_id = order.flush_id
+        life, staged = self.life, order.staged
+        duration_s = self.fleet.delay_s(self.fleet.flush_s) * self.slow
+
+        def ends() -> None:
+            if not self.is_alive or life != self.life or self._flush_id != order.flush_id:
+                return
+            self._flush_id = ""
+            if staged not in self.staging or self.fleet.now < self.cut_until_s:
+                void = staged not in self.staging
+                self.step(FlushFailed(order.flush_id, "as the seed has it", void=void))
+                return
+            shards = shards_of(staged, f"{self.number}.{life}.{order.flush_id}")
+            for shard in shards:
+                self.fleet.bucket.write(shard.key, str(shard.size_bytes).encode())
+            self.post(lambda: Flushed(order.flush_id, shards), 0.05)
+
+        self.fleet.at(duration_s, ends)
+
+    def _commit(self, order: CommitManifest) -> None:
+        assert self.record is not None
+        claim = self.record[1]
+        self.post(lambda: commit_event(self.store, order, claim), 0.3)
+
+    # ------------------------------------------------------------------ staging
+
+    def seal(self, start: Start, step: int, request_id: str) -> None:
+        nonce = f"s{start.number}"
+        staged = replace(
+            a_set(step, nonce, size_bytes=10 * MIB, request_id=request_id),
+            node=start.members.index(self),
+            nodes=len(start.members),
+        )
+        self.staging.append(staged)
+        self.fleet.sealed[step, nonce] = start
+        connection = self.connection
+        self.post(lambda: TrainerSealed(connection, request_id, step, 0.5, 10 * MIB), 0.1)
+        self._scan()
+
+
+class Fleet:
+    """The VMs, the bucket and the job.
+
+    Args:
+        seed: decides everything.
+        faults: those that may happen; None: a random subset.
+        vms: how many VMs the first start has; 0: two or three.
+    """
+
+    def __init__(self, seed: int, *, faults: Sequence[str] | None = None, vms: int = 0) -> None:
+        self.random = random.Random(seed)
+        chosen = {name for name in FAULTS if self.random.random() < 0.5}
+        self.faults = chosen if faults is None else set(faults)
+        self.fired: set[str] = set()
+        self.now = 1000.0
+        self.bucket = SimStore(lambda *_: False)
+        self.vms: list[Vm] = []
+        self.sealed: dict[tuple[int, str], Start] = {}
+        self.parts: dict[tuple[CommitRef, int], set[int]] = {}
+        """Nodes whose manifests are in the bucket, by checkpoint and number of nodes."""
+        self.asked_at: dict[str, tuple[Start, int]] = {}
+        """Where the job was when a request was first made, by the id of its evacuation."""
+        self.start_of: dict[CommitRef, Start] = {}
+        self.starts: list[Start] = []
+        self.start: Start | None = None
+        self.flush_s = self.random.choice((1.0, 4.0, 8.0))
+        self._boundary_s = self.random.choice((0.5, 1.0))
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        for _ in range(vms or self.random.choice((2, 3))):
+            self.add()
+        self.restart(1.0)
+
+    def add(self) -> Vm:
+        vm = Vm(self, len(self.vms))
+        self.vms.append(vm)
+        return vm
+
+    # ------------------------------------------------------------------ the heap
+
+    def chance(self, fault: str, probability: float) -> bool:
+        if fault not in self.faults or self.random.random() >= probability:
+            return False
+        self.fired.add(fault)
+        return True
+
+    def number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def delay_s(self, up_to_s: float) -> float:
+        return self.random.uniform(0.001, up_to_s)
+
+    def at(self, delay_s: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay_s, self.number(), happens))
+
+    def run(self, until_s: float) -> None:
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now, _, happens = heapq.heappop(self._heap)
+            happens()
+            self.check()
+        self.now = until_s
+
+    def run_until(self, fact: Callable[[], object], limit_s: float) -> None:
+        """Let things happen until ``fact`` holds."""
+        end_s = self.now + limit_s
+        while not fact():
+            assert self.now < end_s, f"not within {limit_s} s"
+            self.run(self.now + 0.1)
+
+    # ------------------------------------------------------------------ the job
+
+    def restart(self, delay_s: float) -> None:
+        """All ranks end, and some time later the job starts again on the VMs that there are."""
+        before = self.start
+        if before is not None:
+            before.is_over = True
+            for vm in before.members:
+                connection = vm.connection
+                vm.post(
+                    lambda connection=connection: TrainerLeft(connection, exited=True, reason="x"),
+                    0.1,
+                )
+        number = len(self.starts)
+        waiting = Start(number, [], f"start-{number}", is_over=True)
+        self.starts.append(waiting)
+        self.start = waiting
+
+        def happens() -> None:
+            if self.start is not waiting:
+                return
+            members = [vm for vm in self.vms if vm.is_alive]
+            if not members or (len(members) < 4 and self.chance("grows", 0.6)):
+                members.append(self.add())
+            self.random.shuffle(members)  # the rendezvous numbers the VMs as it likes
+            waiting.members = members
+            waiting.is_over = False
+            for vm in members:
+                vm.connect()
+            self._await_finished(waiting, self.now + FINISH_LIMIT_S)
+
+        self.at(delay_s, happens)
+
+    def finished(self, vm: Vm, job_start_id: str) -> None:
+        start = self.start
+        if start is not None and start.job_start_id == job_start_id:
+            start.finished.add(vm)
+
+    def _await_finished(self, start: Start, give_up_s: float) -> None:
+        if start is not self.start or start.is_over:
+            return
+        if start.is_alone or len(start.finished) == len(start.members) or self.now > give_up_s:
+            start.has_begun = True
+            if not start.is_alone:
+                for vm in start.members:
+                    vm.post(lambda: JobStarted(start.job_start_id), 0.3)
+            self._await_choice(start)
+        else:
+            self.at(0.1, lambda: self._await_finished(start, give_up_s))
+
+    def _await_choice(self, start: Start) -> None:
+        if start is not self.start or start.is_over:
+            return
+        first = start.members[0]
+        try:
+            if not start.is_ready(first.state):
+                raise Transient("not yet")
+            newest = commit.newest_whole_commit(first.store, KEYS)
+        except StoreError:
+            self.at(0.2, lambda: self._await_choice(start))
+            return
+        if start.is_alone:
+            newest = self._local_choice(first.state, newest)
+        start.resumed = newest
+        start.step = newest.step if newest is not None else 0
+        start.trains = True
+        self.at(self._boundary_s, lambda: self._trains(start))
+
+    def _local_choice(self, state: State, newest: CommitRef | None) -> CommitRef | None:
+        """Where a job with one VM resumes: its sets are whole, so the newest one will do."""
+        own, generation = resume.newest_local(state, newest), state.generation
+        assert generation is not None
+        if own is None or own.nodes > 1:
+            return newest
+        chosen = CommitRef(generation, own.id.step)
+        self.start_of.setdefault(chosen, self.sealed[own.id.step, own.id.nonce])
+        return chosen
+
+    def _trains(self, start: Start) -> None:
+        if start is not self.start or start.is_over:
+            return
+        self.at(self._boundary_s, lambda: self._trains(start))
+        start.step += 1
+        step = start.step
+        asked = next((id_ for id_, target in start.targets.items() if target == step), "")
+        for vm in start.members:
+            connection = vm.connection
+            vm.post(lambda connection=connection: TrainerProgress(connection, step), 0.1)
+            if asked or step % EVERY_STEPS == 0:
+                self.at(self.delay_s(2.0), lambda vm=vm: self._seals(vm, start, step, asked))
+        if self.chance("crash", 0.002):
+            self.restart(self.delay_s(5.0))
+
+    def _seals(self, vm: Vm, start: Start, step: int, request_id: str) -> None:
+        if vm.is_alive and start is self.start and not start.is_over:
+            vm.seal(start, step, request_id)
+
+    def asked(self, vm: Vm, request_id: str, deadline_mono_s: float) -> None:
+        """The daemon of one VM asks; the ranks of all VMs agree, or do not."""
+        start = self.start
+        connection = vm.connection
+        assert start is not None
+        self.asked_at.setdefault(request_id.partition(nodes.AGAIN)[0], (start, start.step))
+        if request_id in start.targets:
+            target = start.targets[request_id]
+            vm.post(lambda: TrainerAgreed(request_id, target), 0.1)
+            return
+        if not start.trains or request_id in start.failed or self.chance("round_fails", 0.5):
+            start.failed.add(request_id)
+            vm.post(lambda: TrainerFailed(connection, request_id, "declined"), 3.0)
+            return
+        target = start.step + 1
+        while target in start.targets.values():
+            target += 1
+        start.targets[request_id] = target
+        left_s = deadline_mono_s - self.now
+        for other in start.members:
+            if other is not vm:
+                other.post(lambda: PeerRequested(request_id, "peer", left_s), 0.1)
+            other.post(lambda: TrainerAgreed(request_id, target), 0.1, after_s=0.2)
+
+    # ------------------------------------------------------------------ the weather
+
+    def trouble(self) -> None:
+        """Now and then something befalls a VM."""
+        alive = [vm for vm in self.vms if vm.is_alive]
+        if alive:
+            vm = self.random.choice(alive)
+            if self.chance("store_lost", 0.3):
+                vm.cut_until_s = self.now + self.delay_s(60.0)
+            if self.chance("lags", 0.3):
+                vm.slow = self.random.choice((1.0, 1.0, 5.0))
+            if self.chance("vm_lost", 0.1):
+                self.lose(vm)
+        if self.chance("grows", 0.05):
+            self.restart(self.delay_s(5.0))
+        self.at(self.delay_s(20.0), self.trouble)
+
+    def take(self, vm: Vm, in_s: float) -> None:
+        """A notice, and the end of the VM at its deadline."""
+        deadline = self.now + in_s
+        notice = a_notice(deadline_mono_s=deadline, identity=f"vm{vm.number}:{self.now}")
+        vm.notice = notice
+        vm.post(lambda: NoticeRaised(notice), 0.2)
+
+        def ends() -> None:
+            if vm.notice is notice and vm.is_alive and not self.chance("survives", 0.3):
+                self.lose(vm)
+
+        self.at(in_s, ends)
+
+    def lose(self, vm: Vm) -> None:
+        """The power of this VM goes, with its disk."""
+        vm.is_alive = False
+        vm.life += 1
+        start = self.start
+        if start is not None and (vm in start.members or start.is_over):
+            self.restart(self.delay_s(15.0))
+
+    # ------------------------------------------------------------------ the invariants
+
+    def whole(self) -> CommitRef | None:
+        """What a fresh restore would return now."""
+        return max(
+            (ref for (ref, nodes), parts in self.parts.items() if len(parts) == nodes), default=None
+        )
+
+    def check(self) -> None:
+        self._check_new()
+        for vm in self.vms:
+            last = vm.state.last_complete
+            if vm.is_alive and last is not None and not self._is_whole(last):
+                raise Broken(f"F4: vm{vm.number} reports {last}, which is not whole")
+
+    def _check_new(self) -> None:
+        keys = list(self.bucket.new)
+        self.bucket.new.clear()
+        for key in keys:
+            if KEYS.parse_commit(key) is not None:
+                self._check_manifest(key)
+
+    def _is_whole(self, ref: CommitRef) -> bool:
+        return any(
+            found == ref and len(parts) == nodes for (found, nodes), parts in self.parts.items()
+        )
+
+    def _check_manifest(self, key: str) -> None:
+        made = manifest.decode(self.bucket.objects[key])
+        for shard in made.shards:
+            if shard.key not in self.bucket.objects:
+                raise Broken(f"F1: {key} names {shard.key}, which is not stored")
+        start = self.sealed.get((made.step, made.nonce))
+        if start is None:
+            raise Broken(f"F1: {key} is of no sealed set")
+        self.parts.setdefault((made.ref, made.nodes), set()).add(made.node)
+        self.start_of[made.ref] = start
+        generation = self._start_of(made.generation)
+        if generation is not None and generation is not start:
+            raise Broken(f"F2: {key} is of start {start.number}, not of {generation.number}")
+        later = [
+            other
+            for other in self.starts
+            if other.number > start.number and other.trains and not _continues(other, made.ref)
+        ]
+        if later:
+            raise Broken(f"F3: {key} is of start {start.number}, and {later[-1].number} trains")
+
+    def _start_of(self, generation: int) -> Start | None:
+        plain = SimStore(lambda *_: False)
+        plain.objects = self.bucket.objects
+        claim = catalog.claim_of(plain, KEYS, generation)
+        name = "" if claim is None else claim.job_start_id
+        return next((start for start in self.starts if start.job_start_id == name), None)
+
+    def concluded(self, vm: Vm, conclusion: Conclude) -> None:
+        if not conclusion.is_final:
+            return
+        vm.verdicts.append(conclusion)
+        self._check_new()
+        commit_ref, restored = conclusion.commit, self.whole()
+        if conclusion.verdict is not Verdict.SAFE:
+            return
+        if commit_ref is None or not self._is_whole(commit_ref):
+            raise Broken(f"F5: SAFE at {commit_ref}, which is not whole")
+        evacuation = vm.state.evacuation
+        assert evacuation is not None
+        start, step = self.asked_at.get(evacuation.id, (None, 0))
+        # The last report of a rank may be a step old; a later start may have resumed from less.
+        if start is self.start_of[commit_ref] and commit_ref.step < step - 1:
+            raise Broken(f"F5: SAFE at {commit_ref}, and the job was at {step} when asked")
+        newest = restored
+        while newest is not None and newest.generation > commit_ref.generation:
+            newest = self.start_of[newest].resumed
+        if newest is None or newest < commit_ref:
+            raise Broken(f"F5: SAFE at {commit_ref}, and a restore returns {restored}")
+
+
+def _continues(start: Start, ref: CommitRef) -> bool:
+    """Whether a start has resumed from this commit, or from a later one of the same generation."""
+    resumed = start.resumed
+    return resumed is not None and resumed.generation == ref.generation and resumed.step >= ref.step

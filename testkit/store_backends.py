@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every backend before every server that it can talk to: the fixtures of the store tests.
+
+What a foreign server cannot do stands in ``LACKS``, one line each; a test that is about it then says
+"does not apply".  docs/stores.md tells users the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swansongd.stores.base import ObjectStore, PartReceipt, Upload
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.s3.store import S3Store
+from swansongd.stores.wrappers.retry import Retrying
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.emulators import tls
+from testkit.emulators.fault_proxy import FaultProxy
+from testkit.emulators.process import EmulatorProcess
+from testkit.foreign_servers import BUCKET, SERVE, ForeignServer
+from testkit.memory_store import MemoryStore
+
+MIB = 2**20
+PART = 5 * MIB
+
+OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
+"""The strict emulators: they take faults on order, and lack nothing."""
+ONE_EACH = pytest.mark.parametrize("cloud", ["s3-tls", "gcs"], indirect=True)
+"""For tests of many cases: once before each backend, and once over TLS, is enough."""
+IN_CI = (*OURS, "moto", "rclone", "seaweedfs")
+"""Start within seconds, from packages of requirements/dev.in."""
+SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
+"""``make test-stores`` adds more of :data:`foreign_servers.SERVE`."""
+LACKS = {
+    "file": {
+        "spent names": "a directory replaces a shard by one of the same name",
+    },
+    "memory": {
+        "ages": "all uploads here began an hour ago",
+    },
+    "moto": {
+        "spent names": "moto tells no checksum of an object, so it is sent again over it",
+        "ages": "moto says that all uploads began in 2010",
+    },
+    "rclone": {
+        "create if absent": "rclone ignores If-None-Match",
+        "flat keys": "rclone makes files and directories of keys",
+        "spent names": "rclone ignores If-None-Match",
+        "parts again": "rclone refuses other content for a part that it has",
+        "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
+    },
+    "s3rver": {
+        "create if absent": "s3rver ignores If-None-Match",
+        "spent names": "s3rver ignores If-None-Match",
+        "list of parts": "s3rver has no ListParts",
+        "list of uploads": "s3rver has no ListMultipartUploads",
+        "ages": "s3rver has no ListMultipartUploads",
+        "abort": "s3rver has no AbortMultipartUpload",
+        "completion again": "s3rver returns 500 to a second completion",
+        "pages of directories": "s3rver omits keys between the pages of a listing",
+        "cut bodies": "s3rver sometimes keeps the beginning of a body that was cut",
+        "first byte": "s3rver returns the whole object for the range 0-0",
+        "deletes beside puts": "s3rver returns 500 where a listing meets an object that is being deleted",
+    },
+    "ceph": {
+        "spent names": "Ceph returns no checksum of an object, so the object is sent again over it",
+        "unknown completion": "Ceph returns 500 to the completion of an unknown upload",
+    },
+}  # fmt: skip
+
+
+def lacks(server: str) -> dict[str, str]:
+    """What the server lacks, and why."""
+    return LACKS.get(server.removesuffix("-tls"), {})
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A server, and how to open it."""
+
+    name: str
+    server: EmulatorProcess | ForeignServer
+    prefix: str
+    """New for each test."""
+    ca: Path | None = None
+
+    @property
+    def is_s3(self) -> bool:
+        return "gcs" not in self.name
+
+    def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
+        where = f"{bucket}/{self.prefix}"
+        if self.ca is not None:
+            options = {"ca_bundle": str(self.ca), **options}
+        endpoint = endpoint or self.server.url
+        if self.is_s3:
+            options = {"region": "us-east-1", **options}
+            return S3Store(f"s3://{where}", endpoint, **options)
+        return GcsStore(f"gs://{where}", endpoint, **options)
+
+    def by(self, proxy: FaultProxy) -> str:
+        """The endpoint that leads through a proxy."""
+        scheme = self.server.url.partition(":")[0]
+        return f"{scheme}:{proxy.url.partition(':')[2]}"
+
+    @property
+    def _control(self) -> str:
+        assert isinstance(self.server, EmulatorProcess)
+        return f"{self.server.ready.get('control', self.server.url)}/_control"
+
+    def order(self, order: str, **query: object) -> None:
+        """Control the emulator, see emulators/store_control.py."""
+        url = f"{self._control}/{order}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+            pass
+
+    def requests(self) -> list[tuple[str, str]]:
+        with urllib.request.urlopen(f"{self._control}/requests", timeout=10) as answer:
+            return [(method, target) for method, target in json.load(answer)]
+
+
+# ---------------------------------------------------------------- servers
+
+
+@pytest.fixture(scope="session")
+def cloud_environment() -> Iterator[None]:
+    """Credentials for the emulators, and no look-ups of real ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
+            patch.delenv(name, raising=False)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        # At an endpoint of one's own that means: without credentials.
+        patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The authority's certificate, and key with certificate of a server on loopback."""
+    return tls.make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="session")
+def store_servers(
+    cloud_environment: None,
+    certificates: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], EmulatorProcess | ForeignServer]]:
+    """Each server is started when a test first wants it, and serves all of them."""
+    running: dict[str, EmulatorProcess | ForeignServer] = {}
+    ends: list[Callable[[], object]] = []
+
+    def server(name: str) -> EmulatorProcess | ForeignServer:
+        if name not in running:
+            process: EmulatorProcess | ForeignServer
+            foreign = SERVE.get(name.removesuffix("-tls"))
+            if foreign is not None:
+                pem = certificates[1] if name.endswith("-tls") else None
+                process = foreign(tmp_path_factory.mktemp(name), pem)
+            else:
+                module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
+                extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
+                process = EmulatorProcess(
+                    f"emulators.{module[name.partition('-')[0]]}", "--bucket", BUCKET, *extra
+                )
+            running[name] = process
+            ends.append(process.kill)
+        return running[name]
+
+    yield server
+    for end in ends:
+        end()
+
+
+@pytest.fixture
+def open_cloud(
+    store_servers: Callable[[str], EmulatorProcess | ForeignServer], certificates: tuple[Path, Path]
+) -> Callable[[str], Cloud]:
+    def opened(name: str) -> Cloud:
+        ca = certificates[0] if name.endswith("-tls") else None
+        cloud = Cloud(name, store_servers(name), uuid.uuid4().hex, ca)
+        if isinstance(cloud.server, EmulatorProcess):
+            cloud.order("clear")
+        return cloud
+
+    return opened
+
+
+@pytest.fixture
+def s3_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
+    """The strict S3, in good health, whatever the test before ordered."""
+    server = open_cloud("s3").server
+    assert isinstance(server, EmulatorProcess)
+    return server
+
+
+@pytest.fixture
+def gcs_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
+    """The strict GCS, in good health, whatever the test before ordered."""
+    server = open_cloud("gcs").server
+    assert isinstance(server, EmulatorProcess)
+    return server
+
+
+@pytest.fixture(params=OURS)
+def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
+    """Each strict emulator, plain and TLS, in good health."""
+    return open_cloud(request.param)
+
+
+@pytest.fixture
+def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
+    with FaultProxy(cloud.server.url) as proxy:
+        yield proxy
+
+
+# ---------------------------------------------------------------- stores
+
+WRAPPED = ("file", "s3-tls", "gcs")
+"""Where the wrapper is tried as well: once before each backend is enough."""
+
+
+def is_wanted(item: pytest.Item) -> bool:
+    """Whether this test is one of the combinations of server and wrapper that are worth their time."""
+    chosen = getattr(item, "callspec", None)
+    parameters: dict[str, object] = chosen.params if chosen is not None else {}
+    return parameters.get("store") != "retrying" or parameters.get("server_name") in WRAPPED
+
+
+@pytest.fixture(params=["file", "memory", *SERVERS])
+def server_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def wants(server_name: str) -> Callable[[str], None]:
+    """Ends the test where the server lacks what it is about."""
+
+    def check(what: str) -> None:
+        if what in lacks(server_name):
+            pytest.skip(f"does not apply: {lacks(server_name)[what]}")
+
+    return check
+
+
+@pytest.fixture
+def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Cloud]) -> ObjectStore:
+    """Every backend as it is, before every server."""
+    if server_name == "file":
+        (tmp_path / "a store").mkdir()
+        return FileStore((tmp_path / "a store").as_uri())
+    if server_name == "memory":
+        return MemoryStore()
+    store: ObjectStore = open_cloud(server_name).open()
+    return store
+
+
+@pytest.fixture(params=["bare", "retrying"])
+def store(request: pytest.FixtureRequest, bare_store: ObjectStore) -> ObjectStore:
+    """Every backend, as it is and with the wrapper around it: nobody must see a difference."""
+    return bare_store if request.param == "bare" else retrying(bare_store, budget_s=10.0)
+
+
+def retrying(store: ObjectStore, **options: Any) -> Retrying:
+    return Retrying(store, **{"give_up_mono_s": lambda: None, "stop": threading.Event(), **options})
+
+
+# ---------------------------------------------------------------- what tests do with them
+
+
+def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> bytes:
+    sink = BytesSink()
+    store.get_range(key, offset, size_bytes, sink)
+    return sink.data
+
+
+def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
+    return store.put_part(upload, number, BytesBody(piece))
+
+
+def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:
+    step = upload.part_size_bytes
+    pieces = [content[start : start + step] for start in range(0, len(content), step)]
+    return [send_part(store, upload, n, piece) for n, piece in enumerate(pieces, 1)]
+
+
+def staged_upload(store: ObjectStore, content: bytes) -> tuple[Upload, list[PartReceipt]]:
+    """An upload of one part that wants only its completion."""
+    upload = store.begin("shard", len(content), PART)
+    return upload, [send_part(store, upload, 1, content)]
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run ``work(0..count-1)`` at once; raises the first error of any."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait(timeout=20)
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket of the strict S3 emulator, which tells the checksums of its parts as the real one does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.restore.restore import restore
+from swansongd.stores.s3.store import S3Store
+
+from testkit.rig import control
+
+ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+"""Of the emulator, when nothing else was ordered."""
+
+
+@dataclass(frozen=True)
+class Strict:
+    """One prefix in a strict S3: it tells the checksums of its parts, as the real one does."""
+
+    url: str
+    prefix: str
+
+    def table(self, url: str = "") -> dict[str, str]:
+        """Table ``[store]`` of the configuration."""
+        where = f"s3://ckpt/{self.prefix}"
+        return {"url": where, "endpoint": url or self.url, "region": "us-east-1"}
+
+    @property
+    def store(self) -> S3Store:
+        return S3Store(self.table()["url"], self.url, "us-east-1")
+
+    def order(self, name: str, **query: object) -> None:
+        control(self.url, f"{name}?{urlencode(query)}")
+
+    def objects(self, below: str) -> dict[str, str]:
+        """SHA-256 of everything that lies there."""
+        store = self.store
+        found = [info.key for info in store.list(below)]
+        return {key: hashlib.sha256(store.get(key)).hexdigest() for key in found}
+
+    def manifests(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        store = self.store
+        keys = sorted((info.key for info in store.list("run/commits/")), reverse=True)
+        return [json.loads(store.get(key)) for key in keys]
+
+    def restored(self, place: Path) -> dict[str, bytes]:
+        """The newest whole commit, as a fresh VM gets it."""
+        restore(self.store, RunKeys("run"), place)
+        return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+
+    def parts_sent(self) -> Counter[tuple[str, str]]:
+        """How often each part of each upload got through to the store, since the last ``clear``."""
+        wanted = re.compile(rf"/{self.prefix}/.*[?&](?=.*partNumber=(\d+))(?=.*uploadId=([^&]+))")
+        requests = control(self.url, "requests")
+        found = (wanted.search(target) for method, target in requests if method == "PUT")
+        return Counter((match[2], match[1]) for match in found if match)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image that the VMs of the tests boot from: a stock Debian kernel, and what provision.sh installs.
+
+``python -m vm.image`` makes it, unless it is there, and prints how to boot it by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from testkit import REPOSITORY
+from testkit.nspawn import build
+from testkit.nspawn.build import STANDARD, cache, debian, given, locked, missing, provisioned, run
+
+HERE = Path(__file__).resolve().parent
+MAKE, PREPARE = HERE / "make_image.sh", HERE / "prepare.sh"
+TOOLS = {
+    **build.TOOLS,
+    "qemu-system-x86_64": "qemu-system-x86",
+    "debugfs": "e2fsprogs",
+    "unshare": "util-linux",
+    "journalctl": "systemd",
+}
+"""Command to the package that brings it."""
+MACHINE = (
+    "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "Nehalem", "-smp", "2", "-m", "1024",
+    "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-device", "virtio-rng-pci",
+)  # fmt: skip
+"""Nehalem: the oldest processor that numpy still runs on; what is newer costs time to emulate."""
+KERNEL = "root=/dev/vda rw console=ttyS0 quiet mitigations=off systemd.show_status=1"
+_KEPT_S = 3600.0
+"""An image that nobody has been using for so long can go."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What QEMU boots; nobody writes to it."""
+
+    directory: Path
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / "disk.ext4"
+
+    def boot_arguments(self, *more: str) -> list[str]:
+        """QEMU's arguments that every boot has in common, with ``more`` for the kernel."""
+        kernel, initrd = str(self.directory / "vmlinuz"), str(self.directory / "initrd.img")
+        return [
+            *MACHINE,
+            "-kernel",
+            kernel,
+            "-initrd",
+            initrd,
+            "-append",
+            " ".join((KERNEL, *more)),
+        ]
+
+    def by_hand(self) -> str:
+        """The command that boots it in a terminal, and forgets what was written when it ends."""
+        disk = ("-snapshot", "-drive", f"file={self.disk},if=virtio,format=raw")
+        console = ("-serial", "mon:stdio", "-nic", "user,model=virtio-net-pci")
+        return shlex.join(["qemu-system-x86_64", *self.boot_arguments(), *disk, *console])
+
+
+def made() -> Image:
+    """The image of these sources, from the cache when nothing that goes into it has changed."""
+    layer = provisioned(debian(STANDARD))
+    digest = hashlib.sha256(str(layer).encode())
+    for script in (MAKE, PREPARE):
+        digest.update(script.read_bytes())
+    target = cache() / f"vm-image-{digest.hexdigest()[:12]}"
+    with locked(cache() / "vm-image.lock"):
+        if not target.exists():
+            for old in cache().glob("vm-image-*/"):
+                if time.time() - old.stat().st_mtime > _KEPT_S:
+                    shutil.rmtree(old)
+            with tempfile.TemporaryDirectory(dir=cache(), prefix="making-") as name:
+                scratch = Path(name)
+                run(
+                    "unshare", "--mount", "--pid", "--fork", "--kill-child",
+                    *map(str, (MAKE, REPOSITORY, given(scratch, "3.11"), layer, scratch)),
+                    timeout_s=300,
+                )  # fmt: skip
+                (scratch / "out").rename(target)
+    os.utime(target)  # in use
+    return Image(target)
+
+
+def main() -> None:
+    if os.geteuid() != 0:
+        raise SystemExit("image: needs root, for it makes users and mounts")
+    if lacking := missing(TOOLS):
+        raise SystemExit(f"image: missing: {', '.join(lacking)}")
+    image = made()
+    print(f"# Boots {image.disk}; root without a password, nothing is kept, Ctrl-A X ends it.")
+    print(image.by_hand())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of wheels to provision from without a package index, made of what the tests run with."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.tags import sys_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from testkit import REPOSITORY
+
+
+def _write_wheel(wheels: Path, name: str, version: str, package: Path) -> None:
+    """A wheel of ``package``, with as much metadata as pip needs."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    facts = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
+        about = tomllib.loads((package.parent / "pyproject.toml").read_text())["project"]
+        facts += "".join(f"Requires-Dist: {need}\n" for need in about["dependencies"])
+        scripts = "".join(f"{k} = {v}\n" for k, v in about.get("scripts", {}).items())
+        wheel.writestr(f"{stem}.dist-info/entry_points.txt", f"[console_scripts]\n{scripts}")
+        for file in sorted(package.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                wheel.write(file, file.relative_to(package.parent))
+        wheel.writestr(f"{stem}.dist-info/METADATA", facts)
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def _find(name: str, extras: set[str], found: dict[str, metadata.Distribution]) -> None:
+    """Into ``found``: the installed distribution ``name``, and all that it needs."""
+    if name in found:
+        return
+    found[name] = metadata.distribution(name)
+    for line in found[name].requires or []:
+        need = Requirement(line)
+        if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in {"", *extras}):
+            _find(canonicalize_name(need.name), need.extras, found)
+
+
+def _repack(wheels: Path, distribution: metadata.Distribution) -> None:
+    """A wheel of what is installed here, but for its commands."""
+    stem = f"{distribution.name.replace('-', '_')}-{distribution.version}"
+    tags = set(re.findall(r"^Tag: (\S+)$", distribution.read_text("WHEEL") or "", re.MULTILINE))
+    tag = next(str(tag) for tag in sys_tags() if str(tag) in tags)
+    with zipfile.ZipFile(wheels / f"{stem}-{tag}.whl", "w") as wheel:
+        for file in distribution.files or []:
+            if not {"..", "__pycache__", "INSTALLER", "REQUESTED"} & set(file.parts):
+                wheel.write(str(file.locate()), file)
+
+
+def installed_dependencies() -> dict[str, metadata.Distribution]:
+    """What provision.sh installs beside our own: what the two distributions need to run and to be built."""
+    found: dict[str, metadata.Distribution] = {}
+    for folder in ("training_hooks", "daemon"):
+        about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())
+        needs = [*about["project"]["dependencies"], *about["build-system"]["requires"]]
+        for need in map(Requirement, needs):
+            if need.name != "swansong":
+                _find(canonicalize_name(need.name), need.extras, found)
+    return found
+
+
+def write_wheelhouse(wheels: Path, lock: Path) -> None:
+    """Our two distributions as they are, what they depend on as it is installed here, and its hashes.
+
+    ``lock`` takes the place of constraints.txt: a wheel that was put together again has other bytes than
+    the one on the package index.
+    """
+    wheels.mkdir()
+    for distribution in installed_dependencies().values():
+        _repack(wheels, distribution)
+    lines = []
+    for wheel in sorted(wheels.iterdir()):
+        name, version, *_ = parse_wheel_filename(wheel.name)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
+    lock.write_text("".join(lines))
+    for folder in ("training_hooks", "daemon"):
+        about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
+        package = REPOSITORY / folder / about["name"]
+        version = re.search(
+            r'^__version__ = "(.*)"', (package / "__init__.py").read_text(), re.MULTILINE
+        )
+        assert version
+        _write_wheel(wheels, about["name"], version[1], package)

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog: what a listing says, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from swansongd.bucket import catalog, claim, manifest
+from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.core.cadence import History
+from swansongd.errors import CorruptError, Permanent
+from swansongd.model import CheckpointKind, CommitRef
+from swansongd.stores.base import ObjectInfo
+from swansongd.stores.file.store import FileStore
+
+from testkit.committed import commit, file_store, object_path
+
+KEYS = RunKeys("r")
+SIGNER = Signer(b"k" * 32)
+SIGNED = RunKeys("r", SIGNER)
+
+
+class Listing:
+    """A store of which only the listing is asked; it lists in the order given."""
+
+    url = "list://store"
+
+    def __init__(self, keys: list[str], *, size_bytes: int = 1) -> None:
+        self._keys = keys
+        self._size_bytes = size_bytes
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        found = [key for key in self._keys if key.startswith(prefix)]
+        return [ObjectInfo(key, self._size_bytes) for key in found]
+
+
+@given(
+    st.sets(
+        st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 3)).flatmap(
+            lambda it: st.tuples(*map(st.just, it), st.integers(0, it[2] - 1))
+        )
+    )
+)
+def test_commits_are_grouped_ordered_and_complete(named: set[tuple[int, int, int, int]]) -> None:
+    """Newest first by (generation, step); complete exactly when each node's manifest is listed."""
+    listing = Listing(
+        [
+            KEYS.commit(CommitRef(generation, step), node, nodes)
+            for generation, step, nodes, node in named
+        ]
+        + ["other/commits/x"]
+    )
+    commits = catalog.list_commits(listing, KEYS)  # type: ignore[arg-type]
+    refs = [commit.ref for commit in commits]
+    assert refs == sorted(refs, reverse=True)
+    assert sum(len(commit.manifest_keys) for commit in commits) == len(named)
+    for found in commits:
+        listed = {node for *other, node in named if other == [*_numbers(found.ref), found.nodes]}
+        assert set(found.manifest_keys) == listed
+        assert found.is_complete == (len(listed) == found.nodes)
+
+
+def _numbers(ref: CommitRef) -> tuple[int, int]:
+    return ref.generation, ref.step
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return file_store(tmp_path / "store")
+
+
+def test_the_newest_generation(store: FileStore) -> None:
+    """The highest claim counts, of any writer and with any content; without claims the result is 0."""
+    assert catalog.newest_generation(store, KEYS) == 0
+    for generation in (9, 10):
+        store.put(KEYS.generation(generation), b"{}")
+    store.put(RunKeys("other").generation(11), b"{}")
+    assert catalog.newest_generation(store, KEYS) == 10
+
+
+FOREIGN = ["x", "99.json", "100000000.json", "00000001.json/", "00000001.json.bak", "\n", "Ü"]
+
+
+@pytest.mark.fault("G16", "S25")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_object_that_no_swansong_writes_is_an_error_and_not_an_empty_run(name: str) -> None:
+    """Neither "no commit" nor "no generation": the error names the object and the way out."""
+    for prefix, read in (
+        (KEYS.generations, lambda store: catalog.newest_generation(store, KEYS)),
+        (KEYS.commits, lambda store: catalog.list_commits(store, KEYS)),
+        (KEYS.commits, lambda store: catalog.list_commits(store, SIGNED)),
+    ):
+        listing = Listing([f"{prefix}{name}"])
+        with pytest.raises(CorruptError) as caught:
+            read(listing)
+        assert repr(f"{listing.url}/{prefix}{name}") in str(caught.value)
+        assert "delete" in caught.value.hint
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "00000001/000000000001/00001-of-00001.json",
+        "00000001/000000000001/00000-of-00000.json",
+        "000000001/000000000001/00000-of-00001.json",
+        "00000001/0000000000001/00000-of-00001.json",
+        "00000001/000000000001/00000-of-100000.json",
+    ],
+)
+def test_a_manifest_key_that_no_writer_formats_is_an_error(name: str) -> None:
+    """Beside commits that can be read, as well: it may be the newest one."""
+    good = KEYS.commit(CommitRef(1, 1), 0, 1)
+    with pytest.raises(CorruptError, match="has a key that no swansong"):
+        catalog.list_commits(Listing([good, f"{KEYS.commits}{name}"]), KEYS)  # type: ignore[arg-type]
+
+
+def test_folder_markers_of_consoles_are_no_objects() -> None:
+    """Empty objects whose key ends in a slash are passed over; such a key with content is not."""
+    markers = ["r/generations/", "r/commits/", "r/commits/00000001/", "r/commits/a folder/"]
+    good = KEYS.commit(CommitRef(1, 1), 0, 1)
+    empty = Listing([*markers, good], size_bytes=0)
+    assert [found.ref for found in catalog.list_commits(empty, KEYS)] == [CommitRef(1, 1)]  # type: ignore[arg-type]
+    assert catalog.newest_generation(empty, KEYS) == 0  # type: ignore[arg-type]
+    with pytest.raises(CorruptError):
+        catalog.list_commits(Listing(markers), KEYS)  # type: ignore[arg-type]
+
+
+def test_hostile_commits_for_many_nodes_cost_no_time() -> None:
+    """20,000 manifests, each the only one of 99,999 nodes: whether they are complete is no question."""
+    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 99_999) for step in range(20_000)])
+    began_s = time.thread_time()
+    assert not any(found.is_complete for found in catalog.list_commits(listing, KEYS))  # type: ignore[arg-type]
+    assert time.thread_time() - began_s < 5
+
+
+@pytest.mark.parametrize("order", ["of bytes", "reversed", "any"])
+def test_a_reader_holds_the_newest_commits_only(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """A flooded listing costs time, and no memory without limit; in any order the newest are kept."""
+    monkeypatch.setattr(catalog, "LISTED_MAX", 10)
+    steps = list(range(50))
+    if order != "of bytes":
+        steps.reverse()
+    if order == "any":
+        random.Random(3).shuffle(steps)
+    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 1) for step in steps])
+    steps = [found.ref.step for found in catalog.list_commits(listing, KEYS)]  # type: ignore[arg-type]
+    assert steps == list(range(49, 39, -1))
+
+
+def test_load_returns_the_manifests_by_node(store: FileStore) -> None:
+    """All manifests of a commit, in order of their nodes."""
+    made = [commit(store, {f"n{node}": b"x"}, node=node, nodes=3) for node in (2, 0, 1)]
+    (found,) = catalog.list_commits(store, KEYS)
+    assert found.is_complete
+    assert catalog.load(store, KEYS, found) == tuple(sorted(made, key=lambda it: it.node))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        KEYS.commit(CommitRef(2, 100), 0, 1),
+        KEYS.commit(CommitRef(1, 101), 0, 1),
+        KEYS.commit(CommitRef(1, 100), 0, 2),
+        KEYS.commit(CommitRef(1, 100), 1, 2),
+        RunKeys("q").commit(CommitRef(1, 100), 0, 1),
+    ],
+)
+def test_a_manifest_under_another_name_is_refused(
+    store: FileStore, tmp_path: Path, key: str
+) -> None:
+    """A copied or renamed manifest is not taken for what its key says."""
+    commit(store, {"a": b"x"})
+    right = KEYS.commit(CommitRef(1, 100), 0, 1)
+    store.put(key, store.get(right))
+    store.delete(right)
+    keys = RunKeys(key.partition("/")[0])
+    (found,) = catalog.list_commits(store, keys)
+    with pytest.raises(CorruptError, match="is that of run 'r'"):
+        catalog.load(store, keys, found)
+
+
+def test_a_manifest_that_vanished_is_refused(store: FileStore) -> None:
+    """Retention may delete a commit between the listing and the reading."""
+    commit(store, {"a": b"x"})
+    (found,) = catalog.list_commits(store, KEYS)
+    store.delete(found.manifest_keys[0])
+    with pytest.raises(CorruptError, match="gone"):
+        catalog.load(store, KEYS, found)
+
+
+@pytest.mark.fault("G08")
+def test_manifests_that_are_too_large_are_not_fetched(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all nodes together: the size comes from the listing, before any of them is read."""
+    for node in range(3):
+        commit(store, {f"n{node}": b"x"}, node=node, nodes=3)
+    (found,) = catalog.list_commits(store, KEYS)
+    assert found.size_bytes == sum(info.size_bytes for info in store.list(KEYS.commits))
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", found.size_bytes)
+    catalog.load(store, KEYS, found)
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", found.size_bytes - 1)
+    monkeypatch.setattr(FileStore, "get", None)
+    with pytest.raises(CorruptError, match="limit"):
+        catalog.load(store, KEYS, found)
+    large = replace(found, size_bytes=3 * manifest.BYTES_MAX + 1)
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", 10 * large.size_bytes)
+    with pytest.raises(CorruptError, match="limit"):
+        catalog.load(store, KEYS, large)
+
+
+@pytest.mark.fault("G08")
+def test_an_object_that_get_refuses_is_a_damaged_manifest_and_not_a_failing_store(
+    store: FileStore, tmp_path: Path
+) -> None:
+    """One manifest of 65 MiB must not keep a restore from the older commits."""
+    commit(store, {"a": b"x"})
+    key = KEYS.commit(CommitRef(1, 100), 0, 1)
+    (found,) = catalog.list_commits(store, KEYS)
+    with object_path(tmp_path, f"store/{key}").open("r+b") as file:
+        file.truncate(65 * 2**20)  # after the listing
+    with pytest.raises(CorruptError, match="too large"):
+        catalog.load(store, KEYS, found)
+    assert catalog.claim_of(store, KEYS, 1) is None
+
+
+def test_a_commit_that_costs_too_much_processor_time_is_refused(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget counts the work of this thread; a store that takes its time is not punished."""
+    for node in range(2):
+        commit(store, {f"n{node}": b"x"}, node=node, nodes=2)
+    (found,) = catalog.list_commits(store, KEYS)
+    get = FileStore.get
+
+    def slow(self: FileStore, key: str) -> bytes:
+        threading.Event().wait(0.2)
+        return get(self, key)
+
+    monkeypatch.setattr(catalog, "EXAMINE_CPU_S", 0.15)
+    monkeypatch.setattr(FileStore, "get", slow)
+    assert len(catalog.load(store, KEYS, found)) == 2
+
+    def busy(self: FileStore, key: str) -> bytes:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < 0.2:
+            pass
+        return get(self, key)
+
+    monkeypatch.setattr(FileStore, "get", busy)
+    with pytest.raises(CorruptError, match="processor time"):
+        catalog.load(store, KEYS, found)
+
+
+# ---------------------------------------------------------------- with a signing key
+
+
+def sign(store: FileStore, key: str) -> None:
+    """Put the signed form of a manifest in the place of an unsigned one."""
+    made = manifest.decode(store.get(key))
+    store.delete(key)
+    store.put(key, manifest.encode(made, SIGNER))
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_an_unsigned_manifest_is_a_damaged_one(store: FileStore) -> None:
+    """A reader without the key accepts both."""
+    commit(store, {"a": b"x"})
+    (found,) = catalog.list_commits(store, SIGNED)
+    with pytest.raises(CorruptError, match="not signed"):
+        catalog.load(store, SIGNED, found)
+    sign(store, found.manifest_keys[0])
+    assert catalog.load(store, SIGNED, found) == catalog.load(store, KEYS, found)
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_only_signed_claims_count(store: FileStore) -> None:
+    """An unsigned claim above ours is logged, and is no newer generation; a signed one is."""
+    store.put(KEYS.generation(3), claim.encode(a_claim(3), SIGNER))
+    store.put(KEYS.generation(7), claim.encode(a_claim(7)))
+    store.put(KEYS.generation(8), claim.encode(a_claim(9), SIGNER))  # that of another number
+    store.put(KEYS.generation(9), claim.encode(replace(a_claim(9), run="q"), SIGNER))
+    store.put(KEYS.generation(10), claim.encode(a_claim(10), Signer(b"K" * 32)))
+    store.put(f"{KEYS.generations}junk", b"")
+    with capture_logs() as logs:
+        assert catalog.newest_generation(store, SIGNED) == 3
+        assert catalog.newest_generation(store, SIGNED, above=3) == 3
+        assert catalog.newest_generation(store, SIGNED, above=2) == 3
+    (first, *_) = [line for line in logs if line["event"] == "unsigned_claim_ignored"]
+    assert first["claim"].endswith(KEYS.generation(10))
+    assert any(line["event"] == "foreign_objects_ignored" for line in logs)
+    assert catalog.claimed(store, SIGNED) == [3, 7, 8, 9, 10]
+
+
+def a_claim(generation: int) -> ClaimObject:
+    return ClaimObject(run="r", generation=generation, nonce="abc")
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_a_foreign_object_does_not_hide_a_commit(store: FileStore) -> None:
+    """It is logged and passed over, as long as there is a commit beside it."""
+    commit(store, {"a": b"x"})
+    store.put(f"{KEYS.commits}junk", b"")
+    with capture_logs() as logs:
+        assert len(catalog.list_commits(store, SIGNED)) == 1
+    assert logs[0]["event"] == "foreign_objects_ignored"
+    with pytest.raises(CorruptError):
+        catalog.list_commits(store, KEYS)
+
+
+def test_a_store_that_is_not_there_is_not_an_empty_one(store: FileStore, tmp_path: Path) -> None:
+    """A missing bucket is an error, and never "no commits"."""
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(Permanent):
+        catalog.list_commits(store, KEYS)
+
+
+# ---------------------------------------------------------------- what became of earlier VMs
+
+
+def put_claim(store: FileStore, generation: int, claimed: str, boot: str = "") -> None:
+    identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}"}
+    store.put(
+        KEYS.generation(generation), claim.encode(replace(a_claim(generation), identity=identity))
+    )
+
+
+def farewell(store: FileStore, generation: int, verdict: str, written: str) -> None:
+    body = {"verdict": verdict, "written": written}
+    store.put(KEYS.farewell(generation, written.replace(":", "")), json.dumps(body).encode())
+
+
+def test_vms_that_went_without_a_safe_farewell_are_counted(store: FileStore) -> None:
+    """One that said nothing counts, one that was SAFE does not; each lived until its last sign."""
+    put_claim(store, 1, "2029-12-31T23:00:00Z")
+    commit(store, {"a": b"1"}, generation=1, step=5)  # created at 2030-01-01T00:00:00Z
+    put_claim(store, 2, "2030-01-01T10:00:00Z")
+    farewell(store, 2, "PARTIAL", "2030-01-01T11:00:00Z")
+    farewell(store, 2, "SAFE", "2030-01-01T12:00:00Z")
+    put_claim(store, 3, "2030-01-01T20:00:00Z")
+    farewell(store, 3, "LOST", "2030-01-01T20:30:00Z")
+    put_claim(store, 4, "2030-01-02T00:00:00Z")
+    assert catalog.history(store, KEYS, 4) == History(3600 + 7200 + 1800, 2)
+    assert catalog.history(store, KEYS, 1) == History()
+
+
+def test_a_rollback_and_an_end_are_no_interruptions(store: FileStore) -> None:
+    """Two generations of one boot are one VM, and who made a final commit has ended by itself."""
+    put_claim(store, 1, "2030-01-01T00:00:00Z", "same")
+    put_claim(store, 2, "2030-01-01T01:00:00Z", "same")
+    commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
+    put_claim(store, 3, "2030-01-05T00:00:00Z")
+    assert catalog.history(store, KEYS, 3) == History(0.0, 0)
+
+
+def test_a_history_that_makes_no_sense_stops_nobody(store: FileStore, tmp_path: Path) -> None:
+    """Clocks that ran backwards, claims and farewells that are no JSON or say nothing, many generations."""
+    for generation in range(1, 28):
+        store.put(KEYS.generation(generation), [b"{", b"[]", b'{"identity": 7}'][generation % 3])
+    put_claim(store, 29, "0001-01-01T00:00:00")
+    for number, content in enumerate((b"\xff", b"[]", b'{"verdict": [], "written": "x"}', b"")):
+        store.put(KEYS.farewell(29, f"x{number}"), content)
+    with object_path(tmp_path, f"store/{KEYS.farewell(29, 'x3')}").open("r+b") as file:
+        file.truncate(65 * 2**20)
+    put_claim(store, 28, "2030-01-01T00:00:00Z")
+    farewell(store, 28, "LOST", "2029-01-01T00:00:00Z")
+    assert catalog.history(store, KEYS, 30) == History(0.0, catalog.HISTORY_MAX)
+
+
+def test_a_clock_that_lies_makes_no_vm_live_for_ever(store: FileStore) -> None:
+    """One planted claim of the year 1 must not stretch the interval of periodic checkpoints to years."""
+    put_claim(store, 1, "1000-01-01T00:00:00Z")
+    farewell(store, 1, "PARTIAL", "9000-01-01T00:00:00Z")
+    put_claim(store, 2, "2030-01-01T00:00:00Z")
+    assert catalog.history(store, KEYS, 2).observed_s <= 366 * 24 * 3600
+
+
+@pytest.mark.fault("S25")
+def test_with_a_key_the_history_is_that_of_signed_claims(store: FileStore) -> None:
+    """Twenty planted claims do not make the run look as if twenty VMs were lost."""
+    for generation in range(1, 21):
+        put_claim(store, generation, "2030-01-01T00:00:00Z")
+    assert catalog.history(store, SIGNED, 21) == History()
+
+
+class Counting(FileStore):
+    """Counts the objects that are read."""
+
+    gets = 0
+
+    def get(self, key: str) -> bytes:
+        self.gets += 1
+        return super().get(key)
+
+
+@pytest.mark.fault("S25")
+def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: Path) -> None:
+    """One thread reads the history and creates manifests: reads are limited, and end with a notice."""
+    store = file_store(tmp_path / "store", Counting)
+    put_claim(store, 1, "2030-01-01T00:00:00Z")
+    for generation in range(2, 302):
+        store.put(KEYS.generation(generation), b"{}")
+    assert catalog.history(store, SIGNED, 302) == History()
+    assert store.gets <= catalog.HISTORY_CLAIMS_MAX
+    for number in range(50):
+        store.put(KEYS.farewell(301, f"x{number}"), b"{}")
+    store.gets = 0
+    assert catalog.history(store, KEYS, 302, gives_up=lambda: store.gets > 20) == History()
+    assert store.gets <= 25

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claim: what is encoded comes back, and every field of anything else is checked."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong import bounds
+from swansongd.bucket import claim as claims
+from swansongd.bucket.claim import ClaimObject, decode, encode
+from swansongd.bucket.signing import Signer
+from swansongd.errors import CorruptError
+
+CLAIM = ClaimObject(
+    run="r",
+    generation=7,
+    nonce="0af1",
+    job_start_id="start~1",
+    identity={"boot_id": "b", "host": "Grüße", "claimed": "2030-01-01T00:00:00Z"},
+)
+SIGNER = Signer(b"k" * 32)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+fields = st.sampled_from(
+    ["version", "run", "generation", "nonce", "job_start_id", "identity", "signature", "other"]
+)
+
+
+def test_round_trip() -> None:
+    """With and without a name of a job start, signed and not."""
+    for claim in (CLAIM, replace(CLAIM, job_start_id="", identity={})):
+        assert decode(encode(claim)) == claim
+        assert decode(encode(claim, SIGNER), SIGNER) == decode(encode(claim, SIGNER)) == claim
+
+
+@pytest.mark.fault("S13")
+@given(changes=st.dictionaries(fields, anything))
+def test_no_body_raises_anything_else(changes: dict[str, Any]) -> None:
+    """Whatever the fields hold: a claim within the bounds, or the declared error."""
+    body = json.loads(encode(CLAIM, SIGNER)) | changes
+    for signer in (None, SIGNER):
+        try:
+            claim = decode(json.dumps(body).encode(), signer)
+        except CorruptError:
+            continue
+        assert 1 <= claim.generation <= bounds.GENERATION_MAX
+        assert all(type(value) is str for value in claim.identity.values())
+
+
+@pytest.mark.fault("S13")
+@given(data=st.binary(max_size=300))
+def test_noise_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 60_000, b" " * (claims.BYTES_MAX + 1), b'{"x":' + b"[]," * 20_000, b"\xff"]
+)
+def test_no_claim_costs_much(data: bytes) -> None:
+    began_s = time.thread_time()
+    with pytest.raises(CorruptError):
+        decode(data, SIGNER)
+    assert time.thread_time() - began_s < 1
+
+
+@pytest.mark.fault("S25")
+def test_a_changed_claim_loses_its_signature() -> None:
+    """Every field counts, unknown ones as well; so does the kind of the object."""
+    body = json.loads(encode(CLAIM, SIGNER))
+    of_a_manifest = SIGNER.signed("swansong-manifest", json.loads(encode(CLAIM)))["signature"]
+    for forged in (
+        json.loads(encode(CLAIM)),
+        json.loads(encode(CLAIM, Signer(b"K" * 32))),
+        body | {"generation": 8},
+        body | {"run": "q"},
+        body | {"nonce": "0af2"},
+        body | {"job_start_id": "start~2"},
+        body | {"identity": {}},
+        body | {"more": 1},
+        body | {"signature": of_a_manifest},
+        body | {"signature": None},
+    ):
+        decode(json.dumps(forged).encode())
+        with pytest.raises(CorruptError, match="signature"):
+            decode(json.dumps(forged).encode(), SIGNER)
+
+
+def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
+    """docs/format.md, with the standard library alone."""
+    body = json.loads(encode(CLAIM, SIGNER))
+    signature = body.pop("signature")
+    message = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    made = hmac.new(SIGNER.key, b"swansong-claim\n" + message, "sha256").hexdigest()
+    assert signature == f"hmac-sha256:{made}"

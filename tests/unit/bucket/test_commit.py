@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claiming and committing: races, lost replies, conflicts, fences, and stores that lie."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from swansong import bounds
+from swansong.bounds import BoundsError
+from swansongd.bucket import claim as claims
+from swansongd.bucket import commit, manifest
+from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.signing import Signer
+from swansongd.errors import (
+    CorruptError,
+    Exists,
+    FencedError,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
+from swansongd.model import CheckpointKind, CommitRef
+from swansongd.stores.base import ObjectInfo
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.wrappers.retry import Retrying
+
+from testkit import committed
+from testkit.committed import file_store
+
+KEYS = RunKeys("r")
+
+
+def a_manifest(step: int = 10, nonce: str = "abc", generation: int = 1) -> Manifest:
+    return Manifest(
+        run="r",
+        generation=generation,
+        step=step,
+        kind=CheckpointKind.PERIODIC,
+        node=0,
+        nodes=1,
+        nonce=nonce,
+        shards=(),
+        created="2030-01-01T00:00:00Z",
+    )
+
+
+def held(generation: int = 1, nonce: str = "us", job_start_id: str = "") -> ClaimObject:
+    return ClaimObject(run="r", generation=generation, nonce=nonce, job_start_id=job_start_id)
+
+
+def create(
+    store: FileStore | Retrying, keys: RunKeys, made: Manifest, *, by: str = "us", **options: bool
+) -> None:
+    """Commit as the VM whose claim has this nonce."""
+    commit.commit(store, keys, made, held(made.generation, by), **options)
+
+
+class Lossy(FileStore):
+    """Carries out a put, and loses the reply of the first ones."""
+
+    lose = 0
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        super().put(key, data, if_absent=if_absent)
+        if self.lose:
+            self.lose -= 1
+            raise Transient("connection reset")
+
+
+class Careless(FileStore):
+    """Ignores create-if-absent."""
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        super().put(key, data)
+
+
+def retrying(store: FileStore) -> Retrying:
+    return Retrying(store, give_up_mono_s=lambda: None, stop=threading.Event())
+
+
+def lossy(tmp_path: Path, *, lose: int) -> Retrying:
+    store = file_store(tmp_path / "store", Lossy)
+    store.lose = lose
+    return retrying(store)
+
+
+def claim(store: FileStore | Retrying, nonce: str) -> commit.Claim:
+    return commit.claim_generation(store, KEYS, identity={"host": nonce}, nonce=nonce)
+
+
+@pytest.mark.fault("G04")
+def test_of_eight_claimers_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
+    """However they race: distinct generations, without a gap, each claim object of its winner."""
+    store = file_store(tmp_path / "store")
+    start = threading.Barrier(8)
+    won: dict[str, int] = {}
+
+    def race(nonce: str) -> None:
+        start.wait(20)
+        won[nonce] = claim(store, nonce).generation
+
+    threads = [threading.Thread(target=race, args=(f"n{i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(won.values()) == list(range(1, 9))
+    for nonce, generation in won.items():
+        assert f'"nonce": "{nonce}"'.encode() in store.get(KEYS.generation(generation))
+
+
+@pytest.mark.fault("G05")
+def test_a_claim_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
+    """The retry is refused, the nonce read back: number 1, not a second one."""
+    made = claim(lossy(tmp_path, lose=1), "me")
+    assert (made.generation, made.content.nonce, made.honours_if_absent) == (1, "me", True)
+
+
+@pytest.mark.fault("G02", "O08")
+def test_a_commit_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
+    """Refused on the retry, and still a success: the nonce is ours; a second time as well."""
+    store = lossy(tmp_path, lose=1)
+    create(store, KEYS, a_manifest())
+    create(store, KEYS, a_manifest())
+    assert commit.newest_whole_commit(store, KEYS) == CommitRef(1, 10)
+
+
+@pytest.mark.fault("O09")
+def test_another_set_under_our_name_is_a_conflict(tmp_path: Path) -> None:
+    """What stands is never replaced."""
+    store = file_store(tmp_path / "store")
+    create(store, KEYS, a_manifest(nonce="first"))
+    with pytest.raises(Exists):
+        create(store, KEYS, a_manifest(nonce="second"))
+    key = KEYS.commit(CommitRef(1, 10), 0, 1)
+    assert manifest.decode(store.get(key)).nonce == "first"
+
+
+@pytest.mark.fault("G08", "O09")
+def test_a_damaged_manifest_under_our_name_is_a_conflict(tmp_path: Path) -> None:
+    """It is not taken for ours, and not written over."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.commit(CommitRef(1, 10), 0, 1), b"{")
+    with pytest.raises(Exists):
+        create(store, KEYS, a_manifest())
+
+
+@pytest.mark.fault("G03")
+def test_a_newer_generation_fences(tmp_path: Path) -> None:
+    """The zombie learns who took over, and writes no manifest."""
+    store = file_store(tmp_path / "store")
+    old, new = claim(store, "old").generation, claim(store, "new").generation
+    with pytest.raises(FencedError) as caught:
+        create(store, KEYS, a_manifest(generation=old))
+    assert (caught.value.own, caught.value.newer) == (old, new)
+    assert commit.newest_whole_commit(store, KEYS) is None
+    create(store, KEYS, a_manifest(generation=new), by="new")
+
+
+# ---------------------------------------------------------------- claims that were deleted
+
+
+def wipe(store: FileStore) -> None:
+    for info in list(store.list("")):
+        store.delete(info.key)
+
+
+@pytest.mark.fault("G18")
+def test_a_claim_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """The prefix is emptied while a VM trains: its next commit stands, under a claim with the same bytes."""
+    store = file_store(tmp_path / "store")
+    ours = claim(store, "us").content
+    before = store.get(KEYS.generation(1))
+    wipe(store)
+    with capture_logs() as logs:
+        commit.commit(store, KEYS, a_manifest(), ours)
+        commit.commit(store, KEYS, a_manifest(step=11), ours)
+    assert store.get(KEYS.generation(1)) == before
+    assert commit.newest_whole_commit(store, KEYS) == CommitRef(1, 11)
+    assert [line["event"] for line in logs] == ["claim_made_again"]
+    assert claim(store, "later").generation == 2
+
+
+@pytest.mark.fault("G18", "G04")
+@pytest.mark.parametrize("when", ["before", "at once"])
+def test_a_number_that_another_vm_has_claimed_again_is_lost(tmp_path: Path, when: str) -> None:
+    """Emptied, then claimed by another VM: the first is fenced, and writes no manifest under the number.
+
+    Also when both claim at once: only one create-if-absent succeeds.
+    """
+
+    class Racing(FileStore):
+        is_racing = False
+
+        def get(self, key: str) -> bytes:
+            try:
+                return super().get(key)
+            except NotFound:
+                if self.is_racing:
+                    claim(FileStore(self.url), "them")
+                raise
+
+    store = file_store(tmp_path / "store", Racing)
+    assert claim(store, "us").generation == 1
+    wipe(store)
+    store.is_racing = when == "at once"
+    if not store.is_racing:
+        assert claim(store, "them").generation == 1
+    for attempt in (
+        lambda: create(store, KEYS, a_manifest()),
+        lambda: commit.ensure_not_fenced(store, KEYS, held()),
+    ):
+        with pytest.raises(FencedError, match="another VM has claimed generation 1") as caught:
+            attempt()
+        assert (caught.value.own, caught.value.newer) == (1, 1)
+    assert commit.newest_whole_commit(store, KEYS) is None
+    create(store, KEYS, a_manifest(), by="them")
+
+
+def test_the_vms_of_one_start_share_what_one_of_them_claims_again(tmp_path: Path) -> None:
+    """The nonce is that of another VM, the job start is theirs."""
+    store = file_store(tmp_path / "store")
+    commit.ensure_not_fenced(store, KEYS, held(1, "one", "start"))
+    commit.ensure_not_fenced(store, KEYS, held(1, "two", "start"))
+    for other in (held(1, "three", "later"), held(1, "three")):
+        with pytest.raises(FencedError):
+            commit.ensure_not_fenced(store, KEYS, other)
+
+
+@pytest.mark.fault("S25")
+def test_a_claim_that_was_overwritten_fences_no_vm(tmp_path: Path) -> None:
+    """Without a key it is an error that names the object; with a key an unsigned claim does not count."""
+    store = file_store(tmp_path / "store")
+    claim(store, "us")
+    store.put(KEYS.generation(1), b"{")
+    with pytest.raises(CorruptError, match=KEYS.generation(1)) as caught:
+        create(store, KEYS, a_manifest())
+    assert "Delete it" in caught.value.hint
+    store.put(KEYS.generation(1), claims.encode(held(1, "planted")))
+    create(store, SIGNED, a_manifest())
+    assert commit.newest_whole_commit(store, SIGNED) == CommitRef(1, 10)
+
+
+@pytest.mark.fault("O14")
+def test_a_store_that_ignores_preconditions_is_recognised(tmp_path: Path) -> None:
+    """The claim says whether its second creation was refused, as it must be."""
+    careless = file_store(tmp_path / "store", Careless)
+    assert not claim(careless, "me").honours_if_absent
+    assert claim(file_store(tmp_path / "good"), "me").honours_if_absent
+
+
+@pytest.mark.fault("O15", "G07")
+def test_generations_only_grow(tmp_path: Path) -> None:
+    """Gaps and foreign names in the listing do not make a number come twice."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.generation(41), b"{}")
+    store.put(KEYS.generation(7), b"{}")
+    assert claim(store, "me").generation == 42
+
+
+@pytest.mark.fault("S25")
+def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> None:
+    """One planted claim must not lead to a generation whose commits no reader finds: nothing is claimed."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+    before = committed.tree(tmp_path)
+    with pytest.raises(CorruptError, match="99999999, is taken") as caught:
+        claim(store, "me")
+    assert f"{store.url}/{KEYS.generation(bounds.GENERATION_MAX)}" in caught.value.hint
+    assert committed.tree(tmp_path) == before
+    store.delete(KEYS.generation(bounds.GENERATION_MAX))
+    assert claim(store, "me").generation == 1
+
+
+@pytest.mark.fault("S25", "G16")
+def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committed(
+    tmp_path: Path,
+) -> None:
+    """It may be a newer generation: the error names it, and once it is gone a commit succeeds."""
+    store = file_store(tmp_path / "store")
+    create(store, KEYS, a_manifest())
+    foreign = f"{KEYS.generations}100000000.json"
+    store.put(foreign, b"{}")
+    for attempt in (
+        lambda: claim(store, "me"),
+        lambda: commit.ensure_not_fenced(store, KEYS, held()),
+        lambda: create(store, KEYS, a_manifest(step=11)),
+    ):
+        with pytest.raises(CorruptError, match=foreign):
+            attempt()
+    store.delete(foreign)
+    create(store, KEYS, a_manifest(step=11))
+
+
+def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None:
+    """The name of a job start comes from the trainer."""
+    store = file_store(tmp_path / "store")
+    with pytest.raises(CorruptError, match="job_start_id"):
+        commit.claim_generation(store, KEYS, identity={}, nonce="n", job_start_id="x" * 10_000)
+    assert list(store.list("")) == []
+
+
+# ---------------------------------------------------------------- what readers find
+
+
+class Blind(FileStore):
+    """Takes manifests, and hides some of its objects."""
+
+    hidden_from_list = hidden_from_get = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([] if self.hidden_from_list and "commits" in prefix else super().list(prefix))
+
+    def get(self, key: str) -> bytes:
+        if self.hidden_from_get:
+            raise NotFound(key)
+        return super().get(key)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return None if self.hidden_from_get else super().head(key)
+
+
+@pytest.mark.fault("G08")
+def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path) -> None:
+    """Readers go by the listing.  Trying again is safe, and works once it shows the manifest."""
+    store = file_store(tmp_path / "store", Blind)
+    store.hidden_from_list = True
+    for _ in range(2):
+        with pytest.raises(StoreError, match="listing of the store does not contain it"):
+            create(store, KEYS, a_manifest())
+    store.hidden_from_list = False
+    create(store, KEYS, a_manifest())
+
+
+def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
+    """A store that answers 404 to each GET, or returns something else, has no commit."""
+    store = file_store(tmp_path / "store", Blind)
+    store.hidden_from_get = True
+    with pytest.raises(CorruptError, match="gone"):
+        create(store, KEYS, a_manifest(), reads_back=True)
+    with pytest.raises(NotFound):  # refused now, and what is there cannot be compared
+        create(store, KEYS, a_manifest(), reads_back=True)
+    store.hidden_from_get = False
+    create(store, KEYS, a_manifest(), reads_back=True)
+
+    class Changing(FileStore):
+        def get(self, key: str) -> bytes:
+            if "commits" not in key:
+                return super().get(key)
+            made = manifest.decode(super().get(key))
+            return manifest.encode(replace(made, created="later"))
+
+    changing = Changing(f"file://{tmp_path}/store")
+    with pytest.raises(CorruptError, match="another manifest than was written"):
+        create(changing, KEYS, a_manifest(step=11), reads_back=True)
+
+
+def test_a_commit_costs_four_small_requests(tmp_path: Path) -> None:
+    """The claims, its own claim, the manifest, and the prefix of that commit alone, whatever the run has."""
+    requests = []
+
+    class Counting(FileStore):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            requests.append(("list", prefix))
+            return super().list(prefix)
+
+        def get(self, key: str) -> bytes:
+            requests.append(("get", key))
+            return super().get(key)
+
+        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+            requests.append(("put", key))
+            super().put(key, data, if_absent=if_absent)
+
+    store = file_store(tmp_path / "store", Counting)
+    claim(store, "us")
+    requests.clear()
+    create(store, KEYS, a_manifest())
+    assert requests == [
+        ("list", KEYS.generations),
+        ("get", KEYS.generation(1)),
+        ("put", KEYS.commit(CommitRef(1, 10), 0, 1)),
+        ("list", KEYS.parts(CommitRef(1, 10))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"health": {"loss": float("inf")}},
+        {"health": {"loss": 10**400}},
+        {"trainer": {"world": object()}},
+        {"trainer": {"mesh": [1, 2]}},
+        {"nodes": 10**5},
+        {"step": 10**12},
+        {"framework": "\ud800"},
+    ],
+)
+def test_what_no_reader_would_accept_is_not_written(
+    tmp_path: Path, unusable: dict[str, Any]
+) -> None:
+    """A declared error, and neither a request nor an object."""
+    store = file_store(tmp_path / "store")
+    with pytest.raises(BoundsError):
+        create(store, KEYS, replace(a_manifest(), **unusable))
+    assert list(store.list("")) == []
+
+
+# ---------------------------------------------------------------- with a signing key
+
+SIGNED = RunKeys("r", Signer(b"k" * 32))
+
+
+@pytest.mark.fault("S25")
+def test_what_a_bucket_writer_plants_neither_fences_nor_counts(tmp_path: Path) -> None:
+    """A higher claim and a commit under it: with the key both are passed over, and their number stays free
+    of us."""
+    store = file_store(tmp_path / "store")
+    ours = commit.claim_generation(store, SIGNED, identity={}, nonce="us").generation
+    create(store, SIGNED, a_manifest(generation=ours), reads_back=True)
+    assert claim(store, "planted").generation == 2  # by a writer without the key
+    create(store, KEYS, a_manifest(generation=2, step=99), by="planted")
+    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+    commit.ensure_not_fenced(store, SIGNED, held(ours))
+    create(store, SIGNED, a_manifest(generation=ours, step=11))
+    assert commit.newest_whole_commit(store, SIGNED) == CommitRef(1, 11)
+    assert commit.newest_whole_commit(store, KEYS) == CommitRef(2, 99)
+    again = commit.claim_generation(store, SIGNED, identity={}, nonce="us-again")
+    assert again.generation == 3
+    with pytest.raises(FencedError):
+        commit.ensure_not_fenced(store, SIGNED, held(ours))
+
+
+@pytest.mark.fault("S25")
+def test_a_flood_of_planted_claims_does_not_keep_a_vm_from_its_generation(tmp_path: Path) -> None:
+    """More of them than a claim has attempts: all their numbers are known from the listing."""
+    store = file_store(tmp_path / "store")
+    assert commit.claim_generation(store, SIGNED, identity={}, nonce="a").generation == 1
+    for generation in range(2, 302):
+        store.put(KEYS.generation(generation), b"{}")
+    assert commit.claim_generation(store, SIGNED, identity={}, nonce="b").generation == 302
+
+
+@pytest.mark.fault("S25")
+def test_a_planted_manifest_with_our_nonce_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """The nonce of a set can be read in the keys of its shards; the signature cannot be made."""
+    store = file_store(tmp_path / "store")
+    store.put(KEYS.commit(CommitRef(1, 10), 0, 1), manifest.encode(a_manifest()))
+    with pytest.raises(Exists):
+        create(store, SIGNED, a_manifest())
+
+
+@pytest.mark.fault("S25")
+def test_a_signed_manifest_of_another_generation_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """No reader accepts the copy, so the commit must not be reported."""
+    store = file_store(tmp_path / "store")
+    create(store, SIGNED, a_manifest())
+    copy = store.get(KEYS.commit(CommitRef(1, 10), 0, 1))
+    store.put(KEYS.commit(CommitRef(2, 10), 0, 1), copy)
+    with pytest.raises(Exists):
+        create(store, SIGNED, a_manifest(generation=2))
+
+
+@pytest.mark.fault("S25")
+def test_an_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
+    """All VMs of a start share the signed claim of it."""
+    store = file_store(tmp_path / "store")
+
+    def join(keys: RunKeys, nonce: str) -> int:
+        return commit.claim_generation(
+            store, keys, identity={}, nonce=nonce, job_start_id="start"
+        ).generation
+
+    assert join(KEYS, "planted") == 1
+    assert [join(SIGNED, nonce) for nonce in "abc"] == [2, 2, 2]
+
+
+def test_a_store_that_fails_is_no_answer(tmp_path: Path) -> None:
+    """Neither fenced nor claimed: the error comes through."""
+
+    class Down(FileStore):
+        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+            raise Permanent("403")
+
+    store = file_store(tmp_path / "store", Down)
+    with pytest.raises(Permanent):
+        claim(store, "me")
+    with pytest.raises(Permanent):
+        create(store, KEYS, a_manifest())

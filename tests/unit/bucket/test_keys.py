@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong.bounds import BoundsError
+from swansongd.bucket.keys import CommitKey, RunKeys
+from swansongd.model import CheckpointId, CommitRef
+
+KEYS = RunKeys("my-run")
+GENERATIONS = st.integers(0, 10**8 - 1)
+STEPS = st.integers(0, 10**12 - 1)
+NODES = st.integers(1, 10**5 - 1)
+
+
+@given(generation=GENERATIONS, step=STEPS, nodes=NODES, data=st.data())
+def test_keys_are_parsed_back_to_what_they_were_made_from(
+    generation: int, step: int, nodes: int, data: st.DataObject
+) -> None:
+    """Formatting and parsing are inverse, for commits and for generations."""
+    node = data.draw(st.integers(0, nodes - 1))
+    ref = CommitRef(generation, step)
+    parsed = KEYS.parse_commit(KEYS.commit(ref, node, nodes))
+    assert parsed == CommitKey(ref=ref, node=node, nodes=nodes)
+    assert KEYS.parse_generation(KEYS.generation(generation)) == generation
+
+
+@given(refs=st.lists(st.builds(CommitRef, GENERATIONS, STEPS), max_size=20))
+def test_a_listing_is_in_numeric_order(refs: list[CommitRef]) -> None:
+    """Keys sort as their numbers do."""
+    by_number = [KEYS.commit(ref, 0, 1) for ref in sorted(refs)]
+    assert by_number == sorted(by_number)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "my-run/commits/00000001/000000000100/00000-of-00001.json\n",
+        "my-run/commits/00000001/000000000100/00000-of-00001.json.tmp",
+        "my-run/commits/1/100/0-of-1.json",
+        "my-run/commits/٠٠٠٠٠٠٠١/000000000100/00000-of-00001.json",
+        "my-run/commits/",
+        "my-run/commits/00000001/000000000100/00001-of-00001.json",
+        "my-run/commits/00000001/000000000100/00000-of-00000.json",
+        "other/commits/00000001/000000000100/00000-of-00001.json",
+        "00000001/000000000100/00000-of-00001.json",
+    ],
+)
+def test_what_is_no_commit_is_not_taken_for_one(key: str) -> None:
+    """A key parses only when it is exactly one that we would write."""
+    assert KEYS.parse_commit(key) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "my-run/generations/1.json",
+        "my-run/generations/00000001.json\n",
+        "x/generations/00000001.json",
+    ],
+)
+def test_what_is_no_claim_is_not_taken_for_one(key: str) -> None:
+    """The same for generations."""
+    assert KEYS.parse_generation(key) is None
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: KEYS.generation(10**8), "generation"),
+        (lambda: KEYS.generation(-1), "generation"),
+        (lambda: KEYS.commit(CommitRef(10**8, 1), 0, 1), "generation"),
+        (lambda: KEYS.commit(CommitRef(1, 10**12), 0, 1), "step"),
+        (lambda: KEYS.commit(CommitRef(1, 1), 0, 10**5), "nodes"),
+        (lambda: KEYS.parts(CommitRef(1, -1)), "step"),
+        (lambda: KEYS.farewell(10**8, "x"), "generation"),
+        (lambda: KEYS.shard(1, CheckpointId(10**12, "n"), "a", 0, "p"), "step"),
+        (lambda: KEYS.shard(1, CheckpointId(1, "n"), "a", 10**5, "p"), "node"),
+        (lambda: KEYS.shard(1.5, CheckpointId(1, "n"), "a", 0, "p"), "generation"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_number_beyond_the_format_never_gets_into_a_key(
+    make: Callable[[], str], field: str
+) -> None:
+    """No reader would parse such a key: formatting it is an error that names the field."""
+    with pytest.raises(BoundsError, match=field):
+        make()
+
+
+@given(generation=GENERATIONS, step=STEPS, path=st.sampled_from(["a", "a/b", "0/00000/x"]))
+def test_a_shard_is_recognised_by_its_key_and_path(generation: int, step: int, path: str) -> None:
+    """What is formatted is recognised; under another path, run or directory it is not."""
+    key = KEYS.shard(generation, CheckpointId(step, "n1"), "a1", 3, path)
+    assert KEYS.is_shard(key, path)
+    assert not RunKeys("other").is_shard(key, path)
+    assert not KEYS.is_shard(f"{key}x", path)
+    assert not KEYS.is_shard(key, f"x{path}")
+    assert not KEYS.is_shard(f"{KEYS.data}{path}", path)
+    assert not KEYS.is_shard(key.replace("/00003/", "/00003/../"), path)
+
+
+def test_each_attempt_at_a_shard_has_a_key_of_its_own_below_the_data_of_the_run() -> None:
+    """No key is ever written twice: generation, checkpoint, attempt and node are all in it."""
+    made = {
+        KEYS.shard(generation, CheckpointId(step, nonce), attempt, node, "a/b")
+        for generation in (1, 2)
+        for step in (5, 6)
+        for nonce in ("x", "y")
+        for attempt in ("1", "2")
+        for node in (0, 1)
+    }
+    assert len(made) == 32
+    assert all(key.startswith(KEYS.data) and key.endswith("/a/b") for key in made)

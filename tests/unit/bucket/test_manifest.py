@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: what is encoded comes back, and nothing else is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong import bounds
+from swansong.bounds import BoundsError
+from swansongd.bucket import manifest as manifests_module
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest, decode, encode
+from swansongd.bucket.signing import Signer
+from swansongd.digests import PART_SIZE_BYTES_MAX
+from swansongd.errors import CorruptError
+from swansongd.flush.body import part_size_for
+from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+
+SIGNER = Signer(b"k" * 32)
+
+
+def key_of(path: str) -> str:
+    return RunKeys("my-run").shard(1, CheckpointId(100, "abc"), "a1", 0, path)
+
+
+SHARD = StoredShard(
+    path="rank-00000/model.pt",
+    size_bytes=3000,
+    digest="blake3-parts:" + "0a" * 32,
+    key=key_of("rank-00000/model.pt"),
+    part_size_bytes=1000,
+    crc32c=0x00C0FFEE,
+)
+MANIFEST = Manifest(
+    run="my-run",
+    generation=1,
+    step=100,
+    kind=CheckpointKind.EMERGENCY,
+    node=0,
+    nodes=2,
+    nonce="feed",
+    shards=(SHARD, replace(SHARD, path="optim.pt", key=key_of("optim.pt"), size_bytes=0)),
+    parent=CommitRef(1, 90),
+    framework="swansong",
+    health={"loss": 0.25, "grad_norm": 3},
+    trainer={"world_size": 8, "note": "Grüße", "is_sharded": True, "scale": 0.5, "parent": None},
+    created="2030-01-01T00:00:00Z",
+)
+
+generations = st.integers(0, bounds.GENERATION_MAX)
+steps = st.integers(0, bounds.STEP_MAX)
+words = st.text(max_size=bounds.ID_CHARS_MAX)
+numbers = st.floats(-bounds.METRIC_MAX, bounds.METRIC_MAX)
+paths = st.lists(
+    st.text("abcXYZ019_+=@,. -", min_size=1, max_size=8).filter(
+        lambda part: part not in (".", "..")
+    ),
+    min_size=1,
+    max_size=4,
+).map("/".join)
+shards = st.builds(
+    StoredShard,
+    path=paths,
+    size_bytes=st.integers(0, 2**40),
+    digest=st.binary(min_size=32, max_size=32).map(lambda raw: f"blake3-parts:{raw.hex()}"),
+    key=st.just(""),
+    part_size_bytes=st.integers(5 * 2**20, 2**30),
+    crc32c=st.integers(0, 2**32 - 1),
+).map(lambda shard: replace(shard, key=key_of(shard.path)))
+
+
+def are_one_directory(made: list[StoredShard]) -> bool:
+    names = [shard.path for shard in made]
+    return not any(other.startswith(f"{name}/") for name in names for other in names)
+
+
+manifests = st.builds(
+    Manifest,
+    run=st.just("my-run"),
+    generation=generations,
+    step=steps,
+    kind=st.sampled_from(CheckpointKind),
+    node=st.integers(0, 7),
+    nodes=st.integers(8, 99),
+    nonce=words,
+    shards=st.lists(shards, max_size=4, unique_by=lambda shard: shard.path)
+    .filter(are_one_directory)
+    .map(tuple),
+    parent=st.none() | st.builds(CommitRef, generations, steps),
+    framework=words,
+    health=st.dictionaries(words, numbers),
+    trainer=st.dictionaries(
+        words,
+        st.none() | st.booleans() | words | numbers | st.integers(-(2**63), 2**63 - 1),
+    ),
+    created=words,
+)
+
+
+def signed(**changes: Any) -> bytes:
+    """A manifest with fields changed and a digest that is right all the same: a forgery."""
+    body = json.loads(encode(MANIFEST)) | changes
+    del body["digest"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    body["digest"] = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def with_shard(**changes: Any) -> bytes:
+    """A forgery with one shard, whose key is that of its path."""
+    shard = json.loads(encode(MANIFEST))["shards"][0]
+    if "path" in changes:
+        shard["key"] = shard["key"].replace(shard["path"], changes["path"])
+    return signed(shards=[shard | changes])
+
+
+@given(manifest=manifests)
+def test_round_trip(manifest: Manifest) -> None:
+    """What was encoded is decoded to the same value, and encodes to the same bytes."""
+    data = encode(manifest)
+    assert decode(data) == manifest
+    assert encode(decode(data)) == data
+
+
+@pytest.mark.fault("G08")
+def test_every_flipped_bit_is_refused() -> None:
+    """No single flipped bit goes unseen, wherever it is."""
+    data = encode(MANIFEST)
+    assert decode(data) == MANIFEST
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError):
+            decode(bytes(flipped))
+
+
+@pytest.mark.fault("G08")
+@given(manifest=manifests, data=st.data())
+def test_a_flipped_bit_is_refused_in_any_manifest(manifest: Manifest, data: st.DataObject) -> None:
+    """The same for arbitrary manifests, whatever their strings hold."""
+    flipped = bytearray(encode(manifest))
+    bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CorruptError):
+        decode(bytes(flipped))
+
+
+@pytest.mark.fault("G08")
+def test_a_manifest_that_was_cut_short_is_refused() -> None:
+    """Every true prefix is refused, the empty one included; and so is anything appended."""
+    data = encode(MANIFEST)
+    for cut in range(len(data)):
+        with pytest.raises(CorruptError):
+            decode(data[:cut])
+    for appended in (b" ", b"\n", b"{}", b"\0"):
+        with pytest.raises(CorruptError):
+            decode(data + appended)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[1]",
+        b"null",
+        b"{}",
+        b'{"format":"swansong-manifest"}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"format":"swansong-manifest","version":1,"health":{"loss":NaN},"digest":""}',
+        b'{"format":"swansong-manifest","version":true}',
+        b'{"format":"other","version":1}',
+    ],
+)
+def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+    """Other JSON, other formats and no JSON at all are corrupt, not a crash."""
+    with pytest.raises(CorruptError):
+        decode(data)
+
+
+@given(data=st.binary(max_size=200))
+def test_noise_is_refused(data: bytes) -> None:
+    """No bytes crash the decoder."""
+    with pytest.raises(CorruptError):
+        decode(data)
+
+
+@pytest.mark.fault("G09")
+def test_a_newer_format_is_refused_with_a_way_out() -> None:
+    """A manifest of a later version is not guessed at; the hint says to upgrade."""
+    with pytest.raises(CorruptError, match="version 2") as caught:
+        decode(signed(version=2))
+    assert "upgrade" in caught.value.hint
+
+
+def test_unknown_fields_are_passed_over() -> None:
+    """A field added within the version does not keep older readers out."""
+    assert decode(signed(added_later={"x": 1})) == MANIFEST
+
+
+HOSTILE = [
+    "",
+    "/",
+    "/etc/passwd",
+    "../x",
+    "a/../../x",
+    "a/..",
+    ".",
+    "a//b",
+    "a/",
+    "a\n",
+    "a\x00b",
+    "a\\..\\b",
+    "~/x\u202e",
+    "x" * 300,
+    "/".join(["d"] * 40),
+]
+
+
+@pytest.mark.fault("S6", "S24", "G16")
+@pytest.mark.parametrize("path", HOSTILE)
+def test_a_path_that_leads_out_is_refused(path: str) -> None:
+    """However well the manifest is signed, no unsafe path is taken from it."""
+    with pytest.raises(CorruptError, match="path"):
+        decode(with_shard(path=path))
+
+
+@pytest.mark.fault("S6", "G16")
+@given(path=st.text())
+def test_only_plain_relative_paths_are_taken(path: str) -> None:
+    """Whatever is accepted stays below the directory, in plain characters."""
+    try:
+        decode(with_shard(path=path))
+    except CorruptError:
+        return
+    assert path.isascii()
+    assert path.isprintable()
+    assert not {"", ".", ".."} & set(path.split("/"))
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    "key",
+    [
+        "other-run/data/00000001/x",
+        "my-run/commits/00000001/x",
+        "my-run/data/../../other/x",
+        "my-run/data/./x",
+        "my-run/data//x",
+        "my-run/data/",
+        "my-run/data/\ud800",
+        "/my-run/data/x",
+        "my-run/data/rank-00000/model.pt",
+        "my-run/data/00000001/a/b/00000/rank-00000/model.pt",
+        "my-run/data/00000001/../00000/rank-00000/model.pt",
+        key_of("optim.pt"),
+    ],
+)
+def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> None:
+    """A manifest cannot make a restore read other objects than the data of its run."""
+    with pytest.raises(CorruptError, match="key"):
+        decode(with_shard(key=key))
+
+
+@pytest.mark.parametrize(
+    ("make", "about"),
+    [
+        (lambda: with_shard(size_bytes=-1), "size_bytes"),
+        (lambda: with_shard(size_bytes=1.5), "size_bytes"),
+        (lambda: with_shard(size_bytes=True), "size_bytes"),
+        (lambda: with_shard(size_bytes=2**63), "size_bytes"),
+        (lambda: with_shard(part_size_bytes=0), "part size"),
+        (lambda: with_shard(part_size_bytes=2**31), "part size"),
+        (lambda: with_shard(part_size_bytes=PART_SIZE_BYTES_MAX + 1), "part size"),
+        (lambda: with_shard(part_size_bytes=1, size_bytes=2**40), "parts"),
+        (lambda: with_shard(part_size_bytes=2**30, size_bytes=2**60 + 1), "size_bytes"),
+        (lambda: with_shard(path="x" * 5000), "path"),
+        (lambda: with_shard(key="x" * 5000), "key"),
+        (lambda: with_shard(digest="md5:00"), "digest"),
+        (lambda: with_shard(crc32c=1), "crc32c"),
+        (lambda: with_shard(crc32c="C0FFEE00"), "CRC32C"),
+        (lambda: with_shard(crc32c="123"), "CRC32C"),
+        (lambda: signed(shards=[1]), "shard"),
+        (lambda: signed(shards={}), "shards"),
+        (lambda: signed(kind="sometimes"), "kind"),
+        (lambda: signed(step=-1), "step"),
+        (lambda: signed(step=10**12), "step"),
+        (lambda: signed(generation=10**8), "generation"),
+        (lambda: signed(nodes=10**5), "nodes"),
+        (lambda: signed(parent={"generation": 10**8, "step": 0}), "generation"),
+        (lambda: signed(nonce="x" * 200), "nonce"),
+        (lambda: signed(framework=["x"]), "framework"),
+        (lambda: signed(created="\ud800"), "created"),
+        (lambda: signed(health={"loss": 10**400}), "health"),
+        (lambda: signed(health={f"m{n}": 1 for n in range(200)}), "health"),
+        (lambda: signed(trainer={"deep": {"x": 1}}), "trainer"),
+        (lambda: signed(trainer={"n": 2**63}), "trainer"),
+        (lambda: signed(trainer={f"f{n}": 1 for n in range(200)}), "trainer"),
+        (lambda: signed(trainer={"note": "x" * 5000}), "trainer"),
+        (lambda: signed(node=2), "node 2 of 2"),
+        (lambda: signed(nodes=0), "node 0 of 0"),
+        (lambda: signed(health={"loss": "low"}), "health"),
+        (lambda: signed(parent=3), "parent"),
+        (lambda: signed(run=None), "run"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(make: Callable[[], bytes], about: str) -> None:
+    """Wrong types, negative sizes and impossible numbers are named, and refused."""
+    with pytest.raises(CorruptError, match=about):
+        decode(make())
+
+
+@pytest.mark.parametrize("missing", sorted(json.loads(encode(MANIFEST)).keys() - {"parent"}))
+def test_a_missing_field_is_refused(missing: str) -> None:
+    """No field has a silent default."""
+    body = json.loads(signed())
+    del body[missing]
+    if missing not in ("digest", "format", "version"):
+        del body["digest"]
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        body["digest"] = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+    with pytest.raises(CorruptError, match=missing if missing != "format" else "not a manifest"):
+        decode(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    ("first", "second"), [("a/b", "a/b"), ("a", "a/b"), ("a/b/c", "a/b"), ("a", "a/b/c")]
+)
+def test_paths_that_cannot_lie_in_one_directory_are_refused(first: str, second: str) -> None:
+    """The same path twice, or a file that is also a directory."""
+    shard = json.loads(encode(MANIFEST))["shards"][0]
+    with pytest.raises(CorruptError):
+        decode(signed(shards=[shard | {"path": first}, shard | {"path": second}]))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_does_not_have_is_not_encoded(number: float) -> None:
+    """Encoding refuses what decoding would."""
+    with pytest.raises(ValueError, match="JSON"):
+        encode(replace(MANIFEST, health={"loss": number}))
+
+
+# ---------------------------------------------------------------- numbers that cost more than they weigh
+
+
+def hostile_parts() -> bytes:
+    """3.5 KB that name 16 million parts of one byte."""
+    shard = json.loads(encode(MANIFEST))["shards"][0]
+    shard |= {"part_size_bytes": 1, "size_bytes": 10**6}
+    paths = [f"f{number}" for number in range(16)]
+    return signed(shards=[shard | {"path": path, "key": key_of(path)} for path in paths])
+
+
+@pytest.mark.fault("G08")
+def test_a_few_bytes_cannot_name_millions_of_parts() -> None:
+    """The manifest is refused by arithmetic: nothing is made for each part."""
+    data = hostile_parts()
+    assert len(data) < 5000
+    began_s = time.thread_time()
+    with pytest.raises(CorruptError, match="16000000 parts"):
+        decode(data)
+    assert time.thread_time() - began_s < 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 5 * 2**20, 8 * 2**30, 2**40, 4 * 2**40])
+def test_what_a_flush_makes_is_within_the_bounds_on_parts(size_bytes: int) -> None:
+    """With the smallest part size of the configuration a checkpoint of 4 TiB on one VM is accepted."""
+    part_size_bytes = part_size_for(size_bytes, wanted_bytes=5 * 2**20, least_bytes=1)
+    shard = replace(SHARD, size_bytes=size_bytes, part_size_bytes=part_size_bytes)
+    made = replace(MANIFEST, shards=(shard,))
+    assert decode(encode(made)) == made
+
+
+def test_as_many_files_as_a_scan_accepts_fit_into_a_manifest() -> None:
+    """bounds.FILES_MAX files with long paths; one file more is refused."""
+    paths = [f"{'d' * 180}/file-{number:06d}" for number in range(bounds.FILES_MAX + 1)]
+    shards = [replace(SHARD, path=path, key=key_of(path), size_bytes=9) for path in paths]
+    made = replace(MANIFEST, shards=tuple(shards[:-1]))
+    assert decode(encode(made)) == made
+    with pytest.raises(CorruptError, match="shards"):
+        decode(encode(replace(MANIFEST, shards=tuple(shards))))
+
+
+BYTES_MAX = manifests_module.BYTES_MAX
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: b'{"a":[' + b"[]," * (BYTES_MAX // 3 - 10) + b"[]]}",
+    "as many lists as are parsed": lambda: signed(added=[[] for _ in range(240_000)]),
+    "as many keys as are parsed": lambda: signed(added={f"{n:x}": n for n in range(490_000)}),
+    "numbers": lambda: signed(added=[0.125 for _ in range(490_000)]),
+    "text": lambda: signed(added="x" * (BYTES_MAX - 3000) + "\U0001f600"),
+    "deep": lambda: b"[" * 400_000,
+    "one byte too many": lambda: b" " * (BYTES_MAX + 1),
+    "parts": hostile_parts,
+}
+
+MEASURE = """
+import re, sys, time
+from pathlib import Path
+from swansongd.errors import CorruptError
+from swansongd.bucket.manifest import decode
+
+def peak_kb():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+data = Path(sys.argv[1]).read_bytes()
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before_kb = peak_kb()
+began_s = time.process_time()
+try:
+    decode(data)
+except CorruptError:
+    pass
+print((peak_kb() - before_kb) // 1024)
+print(time.process_time() - began_s)
+"""
+
+
+@pytest.mark.fault("S13", "G08")
+@pytest.mark.parametrize("name", COSTLY)
+def test_no_manifest_costs_more_than_is_stated(tmp_path: Path, name: str) -> None:
+    """Memory and processor time of decoding stay below the documented bounds, in a process of its own."""
+    path = tmp_path / "manifest"
+    path.write_bytes(COSTLY[name]())
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    grown_mib, seconds = done.stdout.split()
+    assert int(grown_mib) < (50 if name == "parts" else 256)
+    assert float(seconds) < (1 if name == "parts" else 5)
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def test_a_signed_manifest_is_read_with_its_key_and_without_any() -> None:
+    """The signature changes nothing else."""
+    data = encode(MANIFEST, SIGNER)
+    assert decode(data, SIGNER) == decode(data) == MANIFEST
+
+
+@pytest.mark.fault("S25")
+def test_a_reader_with_a_key_refuses_what_that_key_has_not_signed() -> None:
+    """No signature, another key's, that of another object, one of the wrong type: all are refused."""
+    other = Signer(b"K" * 32)
+    body = json.loads(encode(MANIFEST, SIGNER))
+    of_a_claim = SIGNER.signed("swansong-claim", json.loads(encode(MANIFEST)))["signature"]
+    with pytest.raises(CorruptError, match="not signed") as caught:
+        decode(encode(MANIFEST), SIGNER)
+    assert "signing_key_file" in caught.value.hint
+    for forged in (
+        encode(MANIFEST, other),
+        signed(signature=of_a_claim),
+        signed(signature=body["signature"], step=101),
+        signed(signature=body["signature"].upper()),
+        signed(signature=17),
+        signed(signature="\ud800"),
+        signed(signature=""),
+    ):
+        decode(forged)
+        with pytest.raises(CorruptError, match="not of this key"):
+            decode(forged, SIGNER)
+
+
+def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
+    """docs/format.md, in ten lines of standard library."""
+    import hmac
+
+    body = json.loads(encode(MANIFEST, SIGNER))
+    signature = body.pop("signature")
+    del body["digest"]
+    message = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    made = hmac.new(SIGNER.key, b"swansong-manifest\n" + message, "sha256").hexdigest()
+    assert signature == f"hmac-sha256:{made}"
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "kkk" not in repr(SIGNER)
+    assert "kkk" not in repr(RunKeys("r", SIGNER))
+
+
+def test_what_json_does_not_have_is_a_declared_error() -> None:
+    for value in (object(), float("inf"), {1, 2}):
+        with pytest.raises(BoundsError, match="JSON"):
+            encode(replace(MANIFEST, trainer={"x": value}))

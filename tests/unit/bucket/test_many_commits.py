@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the manifests of many commits: in parallel, in bounded memory, each stored object once."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from swansongd.bucket import catalog, manifest
+from swansongd.bucket.catalog import Commit
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.cli import common, ls
+from swansongd.cli.common import Opened, ShownCount
+from swansongd.errors import CorruptError, Transient
+from swansongd.model import CommitRef
+from swansongd.restore.restore import verify
+
+from testkit.committed import commit
+from testkit.memory_store import MemoryStore
+from testkit.waiting import until
+
+KEYS = RunKeys("r")
+FILES = {f"d{number}/f": b"%d" % number for number in range(10)}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """Five commits of the same ten shards, the newest with one more of its own."""
+    made = MemoryStore()
+    first = commit(made, FILES, step=1)
+    own = commit(made, {"own": b"own"}, step=5, upload_nonce="a5")
+    for step in range(2, 6):
+        shards = first.shards + (own.shards if step == 5 else ())
+        again = replace(first, step=step, shards=shards)
+        made.put(KEYS.commit(CommitRef(1, step), 0, 1), manifest.encode(again))
+    made.requests.clear()
+    return made
+
+
+def test_verify_reads_each_stored_object_once(store: MemoryStore) -> None:
+    """However many commits name it; each manifest is read once, and how much is shared is reported."""
+    told: list[tuple[int, int]] = []
+    assert verify(store, KEYS, sharing=lambda *counts: told.append(counts)) == []
+    assert told == [(11, 10)]
+    reads = Counter(key for what, key in store.requests if what == "get")
+    assert set(reads.values()) == {1}
+    assert sum(key.startswith(KEYS.data) for key in reads) == 11
+    assert sum(key.startswith(KEYS.commits) for key in reads) == 5
+
+
+def test_damage_in_a_shared_object_is_reported_for_each_commit(store: MemoryStore) -> None:
+    """The object is read once all the same."""
+    (key,) = (key for key in store.objects if key.endswith("d3/f"))
+    store.objects[key] = b"4"
+    assert [finding.ref.step for finding in verify(store, KEYS)] == [5, 4, 3, 2, 1]
+    assert Counter(store.requests)["get", key] == 1
+
+
+class Held:
+    """Holds the reads of manifests until as many as wanted are under way, or the end."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.changed = threading.Condition()
+        self.under_way = self.most = 0
+        self.is_open = False
+        store.before = self.before
+
+    def before(self, what: str, _key: str) -> None:
+        if what != "get":
+            return
+        with self.changed:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            assert self.changed.wait_for(lambda: self.is_open, 20)
+            self.under_way -= 1
+
+    def release(self) -> None:
+        with self.changed:
+            self.is_open = True
+            self.changed.notify_all()
+
+
+def loading(store: MemoryStore, commits: list[Commit]) -> tuple[threading.Thread, list[Any]]:
+    taken: list[Any] = []
+
+    def take(found: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        taken.append((found.ref, loaded))
+
+    thread = threading.Thread(target=catalog.load_each, args=(store, KEYS, commits, take))
+    thread.start()
+    return thread, taken
+
+
+def many(store: MemoryStore, count: int) -> list[Commit]:
+    for step in range(count):
+        commit(store, {"f": b"x"}, step=step, generation=2)
+    return [found for found in catalog.list_commits(store, KEYS) if found.ref.generation == 2]
+
+
+def test_manifests_are_read_in_parallel_up_to_a_limit() -> None:
+    """As many reads are under way at once as the limit permits, and no more."""
+    store = MemoryStore()
+    commits = many(store, 3 * catalog.READS)
+    held = Held(store)
+    thread, taken = loading(store, commits)
+    until(lambda: held.under_way == catalog.READS, what="parallel reads")
+    held.release()
+    thread.join(20)
+    assert held.most == catalog.READS
+    assert sorted(ref for ref, _ in taken) == sorted(found.ref for found in commits)
+
+
+def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The newest come first, whatever order the answers come in; a few of thousands cost a few requests."""
+    store = MemoryStore()
+    commits = many(store, 2 * catalog.READS)
+    config: Any = None
+    here = Opened(config, store, KEYS, threading.Event(), connections=1)
+    held = Held(store)
+    rows: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: rows.extend(ls.rows_of(here, None, is_quiet=True)))
+    thread.start()
+    until(lambda: held.under_way == catalog.READS, what="parallel reads")
+    held.release()
+    thread.join(20)
+    assert [row["step"] for row in rows] == [found.ref.step for found in commits]
+    assert all(row["complete"] for row in rows)
+    store.requests.clear()
+    assert ls.rows_of(here, 3, is_quiet=True) == rows[:3]
+    assert store.count("get") == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large commits are read a few at a time; one that is larger than the bound is read alone."""
+    store = MemoryStore()
+    commits = many(store, 12)
+    size_bytes = max(found.size_bytes for found in commits)
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 3 * size_bytes)
+    held = Held(store)
+    thread, taken = loading(store, commits)
+    until(lambda: held.under_way == 3, what="as many reads as fit")
+    held.release()
+    thread.join(20)
+    assert held.most == 3
+    assert len(taken) == 12
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
+    held = Held(store)
+    held.release()
+    thread, taken = loading(store, commits)
+    thread.join(20)
+    assert held.most == 1
+    assert len(taken) == 12
+
+
+def test_a_store_that_fails_ends_the_reading_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for memory end as well."""
+    store = MemoryStore()
+    commits = many(store, 12)
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
+
+    def before(_what: str, _key: str) -> None:
+        raise Transient("connection reset")
+
+    store.before = before
+    with pytest.raises(Transient):
+        catalog.load_each(store, KEYS, commits, lambda _commit, _loaded: None)
+
+
+def test_a_count_is_shown_on_a_terminal_and_of_long_work_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts see lines on standard error once a few seconds have passed, and none with --json."""
+
+    def shown(*, is_quiet: bool) -> list[str]:
+        with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
+            for done in range(1, 101):
+                progress(done, 100)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err.splitlines()
+
+    assert shown(is_quiet=False) == []
+    monkeypatch.setattr(common, "_SILENT_S", 0.0)
+    assert shown(is_quiet=True) == []
+    lines = shown(is_quiet=False)
+    assert len(lines) == 10
+    assert lines[-1].startswith("swansong: reading manifests 100 % of 100")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with ShownCount("reading manifests", is_quiet=True) as progress:
+        progress(50, 100)
+        progress(100, 100)
+    assert "reading manifests" in terminal.getvalue()
+    assert "swansong:" not in terminal.getvalue()

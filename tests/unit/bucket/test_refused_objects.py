@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An object that the store refuses to return, while it returns others: it costs its own commit only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from swansongd.bucket import manifest
+from swansongd.bucket.commit import newest_whole_commit, parts_committed
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.errors import CorruptError, NothingToRestore, Permanent, TooLarge, Transient
+from swansongd.model import CommitRef
+from swansongd.restore.restore import restore, verify
+
+from testkit.committed import commit
+from testkit.memory_store import MemoryStore
+
+KEYS = RunKeys("r")
+SIGNED = RunKeys("r", Signer(b"k" * 32))
+OLD, NEW = CommitRef(1, 100), CommitRef(1, 200)
+Refuses = Callable[[str, str], bool]
+"""Whether this request for this key is refused."""
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """A run with two commits of one generation."""
+    made = MemoryStore()
+    made.put(KEYS.generation(1), b"{}")
+    for ref in (OLD, NEW):
+        new = commit(made, {"model.pt": b"%d" % ref.step, "x/y": b"y"}, step=ref.step)
+        made.put(KEYS.commit(ref, 0, 1), manifest.encode(new, SIGNED.signer))
+    return made
+
+
+def refuse(store: MemoryStore, refuses: Refuses, error: type[Exception] = Permanent) -> None:
+    def before(what: str, key: str) -> None:
+        if refuses(what, key):
+            raise error(f"{what} {key}: HTTP 403 AccessDenied")
+
+    store.before = before
+
+
+def manifest_of_new(what: str, key: str) -> bool:
+    return what == "get" and key == KEYS.commit(NEW, 0, 1)
+
+
+def shard_of_new(what: str, key: str) -> bool:
+    return what == "get" and "000000000200" in key and key.endswith("model.pt")
+
+
+def listing_of_new(what: str, key: str) -> bool:
+    return what == "list" and key.startswith(KEYS.data) and "000000000200" in key
+
+
+@pytest.mark.fault("G08", "G10")
+@pytest.mark.parametrize("refuses", [manifest_of_new, shard_of_new, listing_of_new])
+@pytest.mark.parametrize("error", [Permanent, TooLarge])
+def test_one_refused_object_is_a_damaged_commit(
+    store: MemoryStore, tmp_path: Path, refuses: Refuses, error: type[Exception]
+) -> None:
+    """Restore takes the next older commit and gives the reason; verify reports that commit alone."""
+    refuse(store, refuses, error)
+    got = restore(store, KEYS, tmp_path / "here")
+    assert got.ref == OLD
+    ((ref, reason),) = got.skipped
+    assert ref == NEW
+    assert "403" in reason
+    findings = verify(store, KEYS)
+    assert {finding.ref for finding in findings} == {NEW}
+    assert all("403" in finding.problem for finding in findings)
+
+
+def test_a_refused_manifest_of_a_generation_without_a_claim_is_passed_over(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    """Another bucket user can plant it; the claims of the run decide whether the store works."""
+    planted = KEYS.commit(CommitRef(7, 1), 0, 1)
+    store.put(planted, b"{}")
+    refuse(store, lambda what, key: what == "get" and key == planted)
+    assert restore(store, KEYS, tmp_path / "here").ref == NEW
+    assert [finding.ref for finding in verify(store, KEYS)] == [CommitRef(7, 1)]
+
+
+@pytest.mark.parametrize("what", ["get", "list"])
+def test_a_store_that_refuses_everything_is_an_error_of_the_store(
+    store: MemoryStore, tmp_path: Path, what: str
+) -> None:
+    """Lost rights are no damage: nothing is called corrupt, and nothing is called absent."""
+    refuse(store, lambda each, _: each == what)
+    with pytest.raises(Permanent, match="403"):
+        restore(store, KEYS, tmp_path / "here")
+    with pytest.raises(Permanent, match="403"):
+        verify(store, KEYS)
+    with pytest.raises(Permanent, match="403"):
+        newest_whole_commit(store, SIGNED)
+
+
+def test_a_network_that_fails_for_one_object_ends_a_restore(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    """What may work when tried again must not bring back an older commit."""
+    refuse(store, manifest_of_new, Transient)
+    with pytest.raises(Transient):
+        restore(store, KEYS, tmp_path / "here")
+
+
+def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_path: Path) -> None:
+    """With a key, a refused manifest may be signed or not: an older one counts, none is an error."""
+    refuse(store, manifest_of_new)
+    assert newest_whole_commit(store, SIGNED) == OLD
+    refuse(store, lambda what, key: what == "get" and key.startswith(KEYS.commits))
+    with pytest.raises(CorruptError, match="403"):
+        newest_whole_commit(store, SIGNED)
+    with pytest.raises(CorruptError, match="403"):
+        parts_committed(store, SIGNED, NEW, 1)
+    with pytest.raises(NothingToRestore, match="403") as caught:
+        restore(store, KEYS, tmp_path / "here")
+    assert not caught.value.is_fresh

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: strict, complete, and all problems at once."""
+
+from __future__ import annotations
+
+import copy
+import re
+import signal
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
+from swansongd.errors import ConfigError
+
+EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
+MINIMAL: dict[str, Any] = {
+    "run": {"name": "r"},
+    "staging": {"path": "/mnt/staging"},
+    "store": {"url": "s3://bucket/prefix"},
+}
+
+
+def with_values(**changes: Any) -> dict[str, Any]:
+    """The minimal configuration with ``section__key`` changed."""
+    body = copy.deepcopy(MINIMAL)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        body.setdefault(section, {})[key] = value
+    return body
+
+
+def problems_of(body: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(body)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def parsed(**changes: Any) -> Config:
+    return parse(with_values(**changes))
+
+
+def test_only_run_staging_and_store_are_required() -> None:
+    """Everything else has the documented default."""
+    got = parse(MINIMAL)
+    assert (got.store.endpoint, got.store.region) == (None, None)
+    assert (got.sources.cloud, got.sources.metadata_url, got.sources.poll_interval_s) == (
+        "auto",
+        None,
+        1.0,
+    )
+    assert got.trainer.socket == Path("/run/swansong/trainer.sock")
+    assert (got.trainer.signal, got.trainer.signal_number) == ("none", None)
+    assert (got.trainer.pid_file, got.trainer.unit, got.trainer.users) == (None, None, ())
+    assert got.trainer.settle_s == 2.0
+    assert got.deadline.reserve_s == 3.0
+    assert got.deadline.assumed_grace_s == 25.0
+    assert got.deadline.sigterm_grace_s == 25.0
+    assert (got.flush.connections, got.flush.part_size_bytes) == (32, 16 * 2**20)
+    assert got.flush.background_bytes_per_s is None
+    assert (got.store.profile, got.store.ca_bundle) == (None, None)
+    assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
+    assert got.store.abort_uploads_after_s == 86_400
+    assert (got.log.format, got.log.level) == ("json", "info")
+    assert [problem.partition(" (")[0] for problem in problems_of({})] == [
+        "run.name: is missing",
+        "staging.path: is missing",
+        "store.url: is missing",
+    ]
+
+
+def test_the_example_parses_and_shows_the_defaults() -> None:
+    """The shipped example is valid as it is, and every value in it but the required is the default."""
+    shown = parse(tomllib.loads(EXAMPLE))
+    plain = parse(with_values(store__url=shown.store.url))
+    for section in ("store", "sources", "trainer", "deadline", "flush", "log"):
+        assert getattr(shown, section) == getattr(plain, section)
+
+
+def test_the_example_names_every_key_and_no_other() -> None:
+    """Each key stands in its section, set or behind a comment, with words above it."""
+    uncommented = re.sub(r"^# ([a-z_]+ = )", r"\1", EXAMPLE, flags=re.MULTILINE)
+    body = tomllib.loads(uncommented)
+    assert {name: tuple(table) for name, table in body.items()} == section_keys()
+    body["trainer"] |= {"signal": "SIGUSR1"}
+    del body["trainer"]["pid_file"]
+    parse(body)
+    for block in re.split(r"\n\n|\n(?=\[)", uncommented):
+        if re.search(r"^[a-z_]+ = ", block, re.MULTILINE):
+            assert block.lstrip("[abcdefghijklmnopqrstuvwxyz]\n").startswith("#"), block
+
+
+def test_five_mistakes_are_five_problems() -> None:
+    """All problems come at once, each with section, key, value and the way out."""
+    body = with_values(
+        run__name="-r",
+        store__url="ftp://x",
+        sources__poll_intervall_s=1,
+        trainer__signal="SIGKILL",
+        flush__part_size="1MiB",
+    )
+    problems = problems_of(body)
+    assert len(problems) == 5
+    for problem in problems:
+        assert re.fullmatch(r"[a-z]+\.[a-z_]+: .+ \(got .+\); .+", problem)
+    text = "\n".join(problems)
+    assert "sources.poll_intervall_s: unknown key (got 1); did you mean poll_interval_s?" in text
+    assert "run.name: has the wrong form (got '-r')" in text
+    assert "(got 'SIGKILL')" in text
+
+
+def test_sections_are_as_strict_as_keys() -> None:
+    """An unknown section is a problem with the nearest name; so is a section that is no table."""
+    assert problems_of(MINIMAL | {"deadlines": {}}) == [
+        "deadlines: unknown section (got {}); did you mean deadline?"
+    ]
+    assert problems_of(MINIMAL | {"log": "json"}) == [
+        "log: is no table (got 'json'); begin it with [log]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (2, 2.0),
+        (0.5, 0.5),
+        ("500ms", 0.5),
+        ("5s", 5.0),
+        ("2m", 120.0),
+        ("1h30m", 5400.0),
+        ("1.5s", 1.5),
+        ("1m500ms", 60.5),
+    ],
+)
+def test_durations(value: object, seconds: float) -> None:
+    """Numbers are seconds, strings carry their units."""
+    assert parsed(trainer__settle_s=value).trainer.settle_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        "",
+        "5",
+        "s",
+        "5 s",
+        "5x",
+        "-5s",
+        "1m1h",
+        "5s5s",
+        True,
+        [],
+        float("inf"),
+        float("nan"),
+        "0s",
+    ],
+)
+def test_what_is_no_duration(value: object) -> None:
+    """Anything else, and anything not above zero, is a problem."""
+    (problem,) = problems_of(with_values(trainer__settle_s=value))
+    assert problem.startswith("trainer.settle_s: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        (16_000_000, 16_000_000),
+        ("16MiB", 2**24),
+        ("1GB", 10**9),
+        ("0.5 GiB", 2**29),
+        ("6000000B", 6 * 10**6),
+    ],
+)
+def test_sizes(value: object, size_bytes: int) -> None:
+    """Numbers are bytes, strings carry their units."""
+    assert parsed(flush__part_size=value).flush.part_size_bytes == size_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["16", "16mb", "16M", "MiB", "4MiB", "2GiB", 5.5e6, True, -1, "5000000.5B", "6XiB", None],
+)
+def test_what_is_no_part_size(value: object) -> None:
+    """No size, or one that no store takes: below 5 MiB, above 1 GiB."""
+    (problem,) = problems_of(with_values(flush__part_size=value))
+    assert problem.startswith("flush.part_size: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run__name", "a" * 101),
+        ("run__name", "a/b"),
+        ("run__name", "a\n"),
+        ("run__name", ""),
+        ("run__name", 3),
+        ("staging__path", "relative"),
+        ("staging__path", "/mnt/../etc"),
+        ("staging__path", "/mnt/\n"),
+        ("store__url", "s3://"),
+        ("store__url", "s3://bucket/../other"),
+        ("store__url", "s3://bucket?x=1"),
+        ("store__url", "file://host/x"),
+        ("store__url", "file:///"),
+        ("store__url", "file://relative"),
+        ("store__url", "s3://[bad"),
+        ("store__endpoint", "minio:9000"),
+        ("store__region", "us east"),
+        ("sources__cloud", "azure"),
+        ("sources__cloud", ["aws"]),
+        ("sources__metadata_url", "ftp://x"),
+        ("trainer__socket", "/" + "s" * 107),
+        ("trainer__signal", "sigusr1"),
+        ("trainer__signal", "SIGRTMIN+60"),
+        ("trainer__signal", 10),
+        ("trainer__unit", "train"),
+        ("trainer__users", "me"),
+        ("trainer__users", [True]),
+        ("trainer__users", [-1]),
+        ("trainer__users", ["../x"]),
+        ("flush__background_bytes_per_s", -1),
+        ("flush__background_bytes_per_s", 99_999),
+        ("flush__background_bytes_per_s", "fast"),
+        ("flush__background_bytes_per_s", True),
+        ("store__addressing", "both"),
+        ("store__checksums", "none"),
+        ("store__profile", ""),
+        ("store__ca_bundle", "ca.pem"),
+        ("store__abort_uploads_after_s", 0),
+        ("flush__connections", 0),
+        ("flush__connections", 8.0),
+        ("flush__connections", True),
+        ("log__format", "xml"),
+        ("log__level", "trace"),
+    ],
+)
+def test_a_wrong_value_is_one_problem(key: str, value: object) -> None:
+    """Each is named with its section and key, and nothing else is complained about."""
+    (problem,) = problems_of(with_values(**{key: value}))
+    assert problem.startswith(key.replace("__", ".") + ": ")
+    assert "(got " in problem
+
+
+@pytest.mark.fault("S22")
+def test_a_credential_in_a_url_is_refused_and_not_repeated() -> None:
+    """It must not reach a log by way of the error."""
+    for key in ("store__url", "store__endpoint"):
+        scheme = "s3" if key == "store__url" else "https"
+        (problem,) = problems_of(with_values(**{key: f"{scheme}://id:hunter2@bucket/x"}))
+        assert "hunter2" not in problem
+        assert "credential" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("SIGUSR1", signal.SIGUSR1),
+        ("SIGUSR2", signal.SIGUSR2),
+        ("SIGTERM", signal.SIGTERM),
+        ("SIGHUP", signal.SIGHUP),
+        ("SIGRTMIN", signal.SIGRTMIN),
+        ("SIGRTMIN+3", signal.SIGRTMIN + 3),
+        ("SIGRTMAX-1", signal.SIGRTMAX - 1),
+    ],
+)
+def test_signals(name: str, number: int) -> None:
+    """The allowed signals, by their numbers on this machine."""
+    got = parsed(trainer__signal=name, trainer__unit="train.service")
+    assert got.trainer.signal_number == int(number)
+
+
+def test_a_signal_needs_exactly_one_process() -> None:
+    """Without pid_file or unit nobody can be signalled, with both it is not clear who."""
+    for more in ({}, {"trainer__pid_file": "/run/x.pid", "trainer__unit": "x.service"}):
+        (problem,) = problems_of(with_values(trainer__signal="SIGUSR1", **more))
+        assert "pid_file or trainer.unit" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"deadline__reserve_s": 25}, "deadline.reserve_s"),
+        ({"deadline__reserve_s": 10, "deadline__sigterm_grace_s": 10}, "deadline.reserve_s"),
+        ({"sources__poll_interval_s": 20}, "sources.poll_interval_s"),
+        ({"deadline__assumed_grace_s": 6}, "sources.poll_interval_s"),
+        ({"store__url": "file:///mnt/staging/store"}, "store.url"),
+        ({"store__url": "file:///mnt/staging"}, "store.url"),
+    ],
+)
+def test_impossible_combinations(changes: dict[str, Any], key: str) -> None:
+    """Values that are right each by itself, and leave no time or no place together."""
+    for problem in (problems := problems_of(with_values(**changes))):
+        assert problem.startswith(f"{key}: ")
+    assert problems
+
+
+@given(poll_s=st.floats(0.01, 100), reserve_s=st.floats(0.01, 100), grace_s=st.floats(0.01, 100))
+def test_accepted_timing_leaves_time(poll_s: float, reserve_s: float, grace_s: float) -> None:
+    """Whatever is accepted finds the notice and keeps the reserve within the assumed grace."""
+    body = with_values(
+        sources__poll_interval_s=poll_s,
+        deadline__reserve_s=reserve_s,
+        deadline__assumed_grace_s=grace_s,
+        deadline__sigterm_grace_s=1000,
+    )
+    fits = poll_s + METADATA_TIMEOUT_S + reserve_s < grace_s
+    try:
+        parse(body)
+    except ConfigError:
+        assert not fits
+    else:
+        assert fits
+
+
+def test_all_other_problems_are_told_beside_a_wrong_timing_value() -> None:
+    """A value that is wrong by itself takes part in no comparison."""
+    problems = problems_of(with_values(deadline__reserve_s=-1, log__level="loud"))
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "deadline.reserve_s",
+        "log.level",
+    ]
+
+
+def test_load(tmp_path: Path) -> None:
+    """A file is read; one that is missing, unreadable as text or no TOML is an error with its place."""
+    path = tmp_path / "swansong.toml"
+    with pytest.raises(ConfigError, match="no such file") as caught:
+        load(path)
+    assert caught.value.hint
+    path.write_text(EXAMPLE)
+    assert load(path).run.name == "my-run"
+    path.write_text('[run]\nname = "x\n')
+    with pytest.raises(ConfigError, match="line 2, column"):
+        load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "bytes_per_s"),
+    [(0, None), ("0MB", None), ("200MB", 200_000_000), (100_000, 100_000), ("1.5MiB", 1_572_864)],
+)
+def test_a_background_rate_is_a_size_a_second(value: int | str, bytes_per_s: float | None) -> None:
+    """0 means no limit."""
+    assert parsed(flush__background_bytes_per_s=value).flush.background_bytes_per_s == bytes_per_s
+
+
+def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one place to look, and it is the file."""
+    for section, keys in section_keys().items():
+        for key in keys:
+            monkeypatch.setenv(f"SWANSONG_{section}_{key}".upper(), "9")
+            monkeypatch.setenv(f"SWANSONG_{key}".upper(), "9")
+    assert parse(MINIMAL) == parse(MINIMAL)
+    assert parse(MINIMAL).flush.connections == 32
+    assert parse(MINIMAL).trainer.socket == Path("/run/swansong/trainer.sock")

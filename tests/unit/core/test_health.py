@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is healthy, what is pinned, and how a run goes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.bucket.protected import Best, pins
+from swansongd.core.events import (
+    CancelFlush,
+    ClaimGeneration,
+    CommitManifest,
+    FenceFound,
+    FlushFailed,
+    GenerationClaimed,
+    Log,
+    Prune,
+    RolledBack,
+    SetAside,
+    StartFlush,
+    TrainerProgress,
+)
+from swansongd.model import CommitRef, Staged, is_healthy, merged_health
+
+from testkit.story import Story, a_set
+
+GOOD = {"loss": 1.0, "loss_is_finite": 1.0}
+BAD = {"loss_is_finite": 0.0}
+
+
+def seal(story: Story, step: int, health: dict[str, float]) -> Staged:
+    staged = replace(a_set(step), health=health)
+    story.staging.append(staged)
+    story.scan()
+    return staged
+
+
+def pruned(story: Story) -> set[str]:
+    return {directory for order in story.all(Prune) for directory in order.directories}
+
+
+def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
+    """Values are averaged over those that have them; health is that of the worst."""
+    other = {"loss": 3.0, "loss_is_finite": 1.0, "accuracy": 0.5}
+    assert merged_health([GOOD, other]) == {"loss": 2.0, "loss_is_finite": 1.0, "accuracy": 0.5}
+    assert is_healthy(merged_health([GOOD, other]))
+    assert is_healthy(merged_health([GOOD, BAD])) is False
+    assert is_healthy(merged_health([{}, {}])) is None
+    assert merged_health([]) == {}
+
+
+# ---------------------------------------------------------------- pins
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(1, 3), st.integers(0, 20)),
+        st.tuples(st.floats(0, 9), st.booleans()),
+        max_size=12,
+    )
+)
+def test_the_newest_healthy_and_the_best_have_a_name(
+    made: dict[tuple[int, int], tuple[float, bool]],
+) -> None:
+    """Among the healthy ones: none is newer, none is better; each pin is given once."""
+    commits = [
+        (CommitRef(*ref), {"loss": loss, "loss_is_finite": float(good)})
+        for ref, (loss, good) in made.items()
+    ]
+    healthy = {ref: health["loss"] for ref, health in commits if is_healthy(health)}
+    named = pins(commits)
+    owners = {pin: ref for ref, names in named.items() for pin in names}
+    assert sum(len(names) for names in named.values()) == len(owners)
+    if not healthy:
+        assert not named
+    else:
+        assert owners["healthy"] == max(healthy)
+        assert healthy[owners["best loss"]] == min(healthy.values())
+
+
+def test_the_best_may_be_the_highest() -> None:
+    """Of an accuracy the greatest is best; of equals the newest; without the metric there is none."""
+    commits = [
+        (CommitRef(1, step), {"accuracy": accuracy})
+        for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1))
+    ]
+    assert pins(commits, Best("accuracy", is_highest=True)) == {CommitRef(1, 3): ["best accuracy"]}
+    assert pins(commits, Best("accuracy")) == {CommitRef(1, 4): ["best accuracy"]}
+    assert pins(commits) == {}, "of unknown health is not healthy"
+
+
+# ---------------------------------------------------------------- the pinned set in staging
+
+
+def test_the_newest_healthy_set_is_kept_while_newer_ones_are_not() -> None:
+    """Unhealthy commits prune what is older, but for the newest healthy set; a healthy one frees it."""
+    story = Story()
+    story.join(step=1)
+    for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (40, BAD)):
+        seal(story, step, health)
+        story.store_all()
+    directories = {staged.id.step: staged.directory for staged in story.staging}
+    assert pruned(story) == {directories[10], directories[30]}
+    seal(story, 50, GOOD)
+    story.store_all()
+    assert directories[20] in pruned(story)
+
+
+def test_a_healthy_set_is_committed_although_a_newer_unhealthy_one_is() -> None:
+    """The newest goes first, and the healthy one after it; then there is nothing left to do."""
+    story = Story()
+    story.join(step=1)
+    story.staging = [replace(a_set(20), health=GOOD), replace(a_set(30), health=BAD)]
+    story.scan()
+    story.store_all()
+    assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
+    assert story.state.last_commit == CommitRef(2, 30)
+    assert not story.state.uncommitted
+    assert not pruned(story)
+
+
+def test_it_is_tried_again_although_the_newer_one_is_committed() -> None:
+    """A failure of the store in between does not make the healthy set dispensable."""
+    story = Story()
+    story.join(step=1)
+    story.staging = [replace(a_set(20), health=GOOD), replace(a_set(30), health=BAD)]
+    story.scan()
+    story.flushed()
+    story.committed()
+    assert story.state.last_commit == CommitRef(2, 30)
+    assert story.state.flight is not None
+    story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
+    story.wait(60)
+    story.store_all()
+    assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
+
+
+def test_a_bad_loss_is_logged_once_for_each_time_that_it_turns_bad() -> None:
+    """Not once a second."""
+    story = Story()
+    story.join(step=1)
+    for is_finite in (True, False, False, True, False):
+        story.tell(TrainerProgress(1, 5, loss_is_finite=is_finite))
+    assert [log.event for log in story.all(Log)].count("loss_not_finite") == 2
+
+
+# ---------------------------------------------------------------- going back
+
+
+@pytest.fixture
+def gone_back() -> Story:
+    """Steps 20 (healthy) and 30 are committed, 40 is in flight; the trainer has gone back to 20."""
+    story = Story(generation=2)
+    story.join(step=41)
+    for step, health in ((20, GOOD), (30, BAD)):
+        seal(story, step, health)
+        story.store_all()
+    seal(story, 40, BAD)
+    assert story.state.flight is not None
+    story.tell(RolledBack(20))
+    return story
+
+
+def test_what_came_after_is_dropped_and_a_generation_claimed(gone_back: Story) -> None:
+    """The flush is called off, later sets are deleted, and nothing is stored until there is a new number."""
+    assert gone_back.last(ClaimGeneration).after == 2
+    assert gone_back.all(CancelFlush)
+    later = {s.directory for s in gone_back.staging if s.id.step > 20}
+    assert later <= set(gone_back.last(SetAside).directories)
+    before = len(gone_back.all(StartFlush))
+    seal(gone_back, 21, GOOD)
+    gone_back.wait(5)
+    assert len(gone_back.all(StartFlush)) == before
+
+
+def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: Story) -> None:
+    """Steps before those that were taken back count all the same, and nothing old comes back."""
+    seal(gone_back, 21, GOOD)
+    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
+    gone_back.store_all()
+    assert gone_back.state.last_commit == CommitRef(3, 21)
+    gone_back.staging = [s for s in gone_back.staging if s.id.step <= 21]
+    gone_back.scan()
+    seal(gone_back, 30, GOOD)
+    gone_back.store_all()
+    assert gone_back.state.last_commit == CommitRef(3, 30)
+    generations = {o.staged.id.step: o.generation for o in gone_back.all(CommitManifest)}
+    assert generations == {20: 2, 30: 3, 21: 3}
+
+
+def test_where_it_goes_on_from_is_committed_again(gone_back: Story) -> None:
+    """So that a VM that dies now does not resume from what was taken back; older sets are not."""
+    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
+    gone_back.store_all()
+    assert gone_back.state.last_commit == CommitRef(3, 20)
+    story = Story(generation=2)
+    seal(story, 20, GOOD)
+    story.store_all()
+    story.tell(RolledBack(25))  # to one that lay in the store only
+    story.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
+    story.store_all()
+    assert len(story.all(CommitManifest)) == 1
+
+
+def test_a_notice_in_the_middle_waits_for_the_claim(gone_back: Story) -> None:
+    """The evacuation asks at once, commits under the new generation, and only then there is a verdict."""
+    gone_back.notice(in_s=100)
+    gone_back.accept(22)
+    gone_back.answer(23)
+    gone_back.wait(1)
+    assert not gone_back.verdicts
+    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
+    gone_back.store_all()
+    assert gone_back.verdicts == ["SAFE generation 3 step 23"]
+
+
+def test_our_own_new_generation_is_no_fence(gone_back: Story) -> None:
+    """Only a newer one than ours is."""
+    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
+    gone_back.tell(FenceFound(3))
+    assert gone_back.state.fenced_by is None
+    gone_back.tell(FenceFound(4))
+    assert gone_back.state.fenced_by == 4

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire in an evacuation: early shards, the measured bandwidth, and what is planned anew with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swansongd.core.events import (
+    CancelFlush,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    Rescan,
+    StartFlush,
+)
+from swansongd.core.flight import EARLY_EVERY_S, RETRY_URGENT_S
+from swansongd.core.planner import BANDWIDTH_MEMORY_S
+from swansongd.core.state import Flight
+from swansongd.model import CheckpointId, CommitRef, Severity, Staged, StagedFile
+
+from testkit.story import MIB, Story, a_set
+
+
+def flight_of(story: Story) -> Flight:
+    assert story.state.flight is not None, "nothing is in flight"
+    return story.state.flight
+
+
+def sends(story: Story, rate_bytes_per_s: float, seconds: float, *, every_s: float = 0.25) -> None:
+    """The flush under way moves so many bytes a second for so long, and says so."""
+    for _ in range(round(seconds / every_s)):
+        story.now += every_s
+        flight = flight_of(story)
+        sent = flight.bytes_sent + round(rate_bytes_per_s * every_s)
+        story.tell(FlushProgress(flight.flush_id, flight.bytes_before + sent, sent))
+
+
+def growing(story: Story, *sizes_bytes: int, step: int = 9, nonce: str = "emg") -> Staged:
+    """The set that answers the request, with so many final files."""
+    whole = a_set(step, nonce, request_id=story.request_id)
+    files = tuple(
+        StagedFile(path=f"rank-00000/{n}.bin", size_bytes=size, mtime_ns=1, inode=n)
+        for n, size in enumerate(sizes_bytes)
+    )
+    return replace(whole, directory=f"{whole.directory}.partial", files=files)
+
+
+def asked(**facts: float) -> Story:
+    """A trainer that saves what it was asked for, of which nothing is final yet."""
+    story = Story(reserve_s=5)
+    story.join(step=8, save_s=20.0, save_bytes=400 * MIB)
+    story.notice(in_s=facts.get("in_s", 120.0))
+    story.accept(8)
+    return story
+
+
+# ---------------------------------------------------------------------------- early shards
+
+
+def test_what_is_final_goes_out_before_the_set_is_sealed() -> None:
+    """The first file starts a flush, more files go on with it, and the sealed set finishes it."""
+    story = asked()
+    one = growing(story, 100 * MIB)
+    story.scan(growing=(one,))
+    assert [(o.staged, o.is_sealed) for o in story.all(StartFlush)] == [(one, False)]
+    story.tell(FlushProgress(flight_of(story).flush_id, 50 * MIB, 50 * MIB))
+    two = growing(story, 100 * MIB, 200 * MIB)
+    story.scan(growing=(two,))
+    assert len(story.all(StartFlush)) == 1, "not for every file at once"
+    story.tell(FlushProgress(flight_of(story).flush_id, 100 * MIB, 100 * MIB))
+    assert [(o.staged, o.is_sealed) for o in story.all(StartFlush)][1:] == [(two, False)]
+    assert flight_of(story).bytes_before == 100 * MIB
+    story.wait(EARLY_EVERY_S)
+    three = growing(story, 100 * MIB, 200 * MIB, MIB)
+    story.scan(growing=(three,))
+    assert story.last(StartFlush).staged == three
+    sealed = story.answer(9)
+    last = story.last(StartFlush)
+    assert (last.staged, last.is_sealed) == (sealed, True)
+    assert not story.all(CancelFlush), "that would cut short what is on its way"
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+def test_an_unsealed_flush_never_leads_to_a_commit() -> None:
+    """Even if the engine said that everything is stored: only a sealed set counts."""
+    story = asked()
+    story.scan(growing=(growing(story, MIB),))
+    story.tell(Flushed(flight_of(story).flush_id, ()))
+    assert not story.state.stored
+
+
+def test_sealed_sets_that_fit_go_first() -> None:
+    """Early shards take the wire only when nothing whole could be made whole with it."""
+    story = asked()
+    story.seal(5)
+    story.scan(growing=(growing(story, MIB),))
+    assert story.flushes == [5]
+    story.flushed(after_s=1)
+    assert story.flushes == [5, 9]
+
+
+def test_early_shards_take_the_wire_from_what_can_not_be_completed() -> None:
+    """A sealed set that does not fit gives way to the newer one that will."""
+    story = Story(reserve_s=5)
+    story.seal(3)
+    story.flushed(after_s=1)  # 100 MiB/s
+    story.committed()
+    story.seal(5)
+    story.flushed(after_s=1)
+    story.commit_fails(conflict=True)
+    story.seal(4, size_bytes=20_000 * MIB)
+    story.join(step=8, save_s=1.0)
+    story.notice(in_s=60)
+    story.accept(8)
+    assert flight_of(story).staged.id.step == 4, "there is nothing better to do"
+    story.scan(growing=(growing(story, MIB),))
+    assert flight_of(story).staged.id.step == 9
+    assert not flight_of(story).is_sealed
+
+
+@pytest.mark.parametrize(
+    "spoil", ["another request", "no file", "a precaution", "withdrawn", "failed"]
+)
+def test_only_the_answer_to_an_urgent_request_goes_out_early(spoil: str) -> None:
+    """Whatever else is being written waits until it is sealed."""
+    story = Story(reserve_s=5)
+    story.join(step=8)
+    story.notice(severity=Severity.ADVISORY if spoil == "a precaution" else Severity.IMMINENT)
+    story.accept(8)
+    part = growing(story, MIB)
+    if spoil == "another request":
+        part = replace(part, id=CheckpointId(7, "n"), request_id="")
+    if spoil == "no file":
+        part = replace(part, files=())
+    if spoil == "withdrawn":
+        story.withdraw()
+    if spoil == "failed":
+        story.leave()
+        story.now += 1
+        story.scan()
+    story.scan(growing=(part,))
+    assert story.flushes == []
+
+
+@pytest.mark.fault("T03")
+def test_a_torn_save_ends_its_early_shards() -> None:
+    """The set is gone: nothing more of it is sent, and what is left of the time is for the others."""
+    story = asked()
+    story.scan(growing=(growing(story, 100 * MIB),))
+    started = flight_of(story)
+    story.scan()
+    assert [order.flush_id for order in story.all(CancelFlush)] == [started.flush_id]
+    assert story.state.flight is None
+    assert not story.state.kept
+
+
+def test_a_withdrawn_notice_ends_early_shards() -> None:
+    """In the background nothing goes out before it is sealed."""
+    story = asked()
+    story.scan(growing=(growing(story, 100 * MIB),))
+    story.withdraw()
+    assert story.all(CancelFlush)
+    assert story.state.flight is None
+
+
+@pytest.mark.fault("D03", "D09")
+def test_a_growing_set_that_cannot_be_read_waits_for_its_seal() -> None:
+    """Its name changes when it is sealed, perhaps right now: that voids nothing."""
+    story = asked()
+    part = growing(story, 100 * MIB)
+    story.scan(growing=(part,))
+    story.tell(FlushFailed(flight_of(story).flush_id, "no such file", void=True))
+    story.wait(RETRY_URGENT_S / 2)
+    assert story.state.flight is None, "it is not tried again and again"
+    story.answer(9)
+    story.wait(RETRY_URGENT_S / 2)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+def test_staging_is_watched_closely_while_the_trainer_saves() -> None:
+    """A file that becomes final is nobody's event: it is looked for, from the target to the seal."""
+    story = asked()
+    before = len(story.all(Rescan))
+    for _ in range(20):
+        story.wait(0.1)
+    assert 8 <= len(story.all(Rescan)) - before <= 12
+    story.answer(9)
+    before = len(story.all(Rescan))
+    for _ in range(20):
+        story.wait(0.1)
+    assert len(story.all(Rescan)) == before
+
+
+# ---------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.fault("O03")
+def test_what_a_set_has_stored_counts_when_its_turn_comes_again() -> None:
+    """A set that gave way, and of which most is stored, is nearer than its size says."""
+    story = Story(reserve_s=5)
+    story.seal(1, size_bytes=100 * MIB)
+    story.flushed(after_s=1)  # 100 MiB/s
+    story.committed()
+    story.seal(10, size_bytes=2000 * MIB)
+    story.notice(in_s=45)
+    sends(story, 100 * MIB, 15)
+    story.seal(11, size_bytes=1000 * MIB)  # fits as well, and is newer
+    assert story.flushes == [1, 10, 11]
+    left = {c.id.step: c.bytes_left for c in story.state.candidates}
+    assert left == {10: 500 * MIB, 11: 1000 * MIB}
+    sends(story, 100 * MIB, 2)
+    sends(story, 25 * MIB, 4)  # 700 MiB do not fit any more, 500 MiB do
+    assert story.flushes == [1, 10, 11, 10]
+    assert flight_of(story).bytes_before == 1500 * MIB
+
+
+def test_what_is_kept_is_forgotten_with_its_set() -> None:
+    """Sets come and go for months."""
+    story = Story(reserve_s=5)
+    lost = story.seal(10)
+    story.tell(FlushProgress(flight_of(story).flush_id, MIB, MIB))
+    assert story.state.kept == {lost.id: MIB}
+    story.lose(lost)
+    assert not story.state.kept
+
+
+# ---------------------------------------------------------------------------- bandwidth
+
+
+def measured_at(rate_bytes_per_s: float, **facts: float) -> Story:
+    """In the middle of a flush at that speed, an evacuation under way."""
+    story = Story(reserve_s=5)
+    story.seal(1)
+    story.flushed(after_s=100 * MIB / rate_bytes_per_s)
+    story.committed()
+    story.seal(2, size_bytes=10_000 * MIB)
+    story.notice(in_s=facts.get("in_s", 300.0))
+    sends(story, rate_bytes_per_s, 5)
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(rate_bytes_per_s, rel=0.1)
+    return story
+
+
+@pytest.mark.fault("O03")
+def test_a_drop_shows_within_two_seconds() -> None:
+    """To a tenth: the estimate has come down to a quarter, and goes on."""
+    story = measured_at(100 * MIB)
+    sends(story, 10 * MIB, 2)
+    assert story.state.bandwidth_bytes_per_s is not None
+    assert story.state.bandwidth_bytes_per_s < 25 * MIB
+
+
+@pytest.mark.fault("O02", "O03")
+def test_a_flush_that_stands_still_shows_by_ticks_alone() -> None:
+    """Where no progress comes no event tells of it: time does."""
+    story = measured_at(100 * MIB)
+    for _ in range(20):
+        story.wait(0.1)
+    assert story.state.bandwidth_bytes_per_s is not None
+    assert story.state.bandwidth_bytes_per_s < 25 * MIB
+
+
+def test_a_slow_start_is_no_slow_wire() -> None:
+    """Handshakes and first parts take their time; that they do is not held against the store."""
+    story = measured_at(100 * MIB)
+    story.seal(3, size_bytes=1000 * MIB)
+    assert story.flushes[-1] == 3
+    before = story.state.bandwidth_bytes_per_s
+    for _ in range(9):
+        story.wait(0.1)
+    assert story.state.bandwidth_bytes_per_s == before
+
+
+def test_waiting_for_the_last_answers_is_no_slow_wire() -> None:
+    """When all is sent, time says nothing any more."""
+    story = measured_at(100 * MIB)
+    flight = flight_of(story)
+    story.tell(FlushProgress(flight.flush_id, 10_000 * MIB, 10_000 * MIB))
+    story.wait(0.3)
+    before = story.state.bandwidth_bytes_per_s
+    story.wait(10)
+    assert story.state.bandwidth_bytes_per_s == before
+
+
+def test_what_was_not_sent_is_not_measured() -> None:
+    """A set that is found stored, or referenced, teaches nothing of the wire."""
+    story = Story()
+    story.seal(1, size_bytes=10_000 * MIB)
+    story.now += 0.1
+    flight = flight_of(story)
+    story.tell(FlushProgress(flight.flush_id, 9_999 * MIB, 0))
+    story.tell(Flushed(flight.flush_id, (), bytes_referenced=9_999 * MIB, bytes_sent=MIB))
+    assert story.state.bandwidth_bytes_per_s is None
+
+
+def test_the_background_limit_is_not_taken_for_the_wire() -> None:
+    """A flush at the limit shows that the store is no slower; one far below it shows the store."""
+    story = Story()
+    limited = replace(story.state.settings, background_limit_bytes_per_s=50 * MIB)
+    story.state = replace(story.state, settings=limited)
+    story.seal(1, size_bytes=1000 * MIB)
+    sends(story, 50 * MIB, 5)
+    assert story.state.bandwidth_bytes_per_s is None
+    sends(story, 10 * MIB, 5)
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.1)
+    story.notice(in_s=100)
+    sends(story, 200 * MIB, 4 * BANDWIDTH_MEMORY_S)
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
+
+
+def test_a_breath_of_the_wire_does_not_give_the_trainer_up() -> None:
+    """Only two seconds without a break beyond hope end the wait for its checkpoint."""
+    story = Story(reserve_s=5)
+    story.seal(1)
+    story.flushed(after_s=1)  # 100 MiB/s
+    story.committed()
+    story.join(step=8, save_s=1.0)
+    story.seal(2, size_bytes=2000 * MIB)
+    story.notice(in_s=60)
+    story.accept(8)
+    sends(story, 100 * MIB, 1)
+    sends(story, 0, 1.75)
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.ask is not None
+    assert story.state.evacuation.ask.hopeless_mono_s is not None
+    sends(story, 100 * MIB, 3)
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.ask is not None
+    assert story.state.evacuation.ask.is_waiting
+    sends(story, 0, 8)
+    assert not story.state.evacuation.ask.is_waiting
+
+
+@pytest.mark.fault("O03")
+def test_two_sets_do_not_take_the_wire_from_each_other() -> None:
+    """A wire that breathes makes the flush change over once, not with every breath."""
+    story = Story(reserve_s=5)
+    story.seal(1)
+    story.flushed(after_s=1)  # 100 MiB/s
+    story.committed()
+    story.staging += [a_set(10, size_bytes=1000 * MIB), a_set(20, size_bytes=5000 * MIB)]
+    story.notice(in_s=60)
+    story.scan()
+    for second in range(54):
+        if story.state.flight is None or flight_of(story).bytes_unsent == 0:
+            break
+        sends(story, (60 if second % 2 else 130) * MIB, 1)
+    assert len(story.flushes) <= 4, story.flushes
+    story.store_all()
+    assert story.state.last_commit is not None
+    assert story.state.last_commit >= CommitRef(2, 10)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine and trainers that lie: no message raises, and none costs more than a few checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swansong import bounds, protocol
+from swansong.protocol import Message
+from swansongd.core import machine
+from swansongd.core.claims import CLAIMS_MAX, WINDOW_S
+from swansongd.core.events import (
+    AskTrainers,
+    ClaimGeneration,
+    Conclude,
+    Exit,
+    FlushProgress,
+    GenerationClaimed,
+    HistoryRead,
+    JobStarted,
+    JoinGeneration,
+    Log,
+    PeerRequested,
+    Prune,
+    RolledBack,
+    SignalTrainer,
+    StartFlush,
+    TellCommitted,
+    TrainerAgreed,
+    TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
+)
+from swansongd.core.nodes import PEER_REQUESTS_MAX
+from swansongd.core.state import Settings
+from swansongd.model import CommitRef, TrainerView
+from swansongd.observe.report import status_line, status_report
+from swansongd.trainers import translate
+
+from testkit.story import Story, a_set
+
+# ---------------------------------------------------------------- whatever is said
+
+IDS = ("q", "periodic-1000.000", "other", "")
+CONNECTIONS = st.integers(1, 3)
+EDGES: dict[str, st.SearchStrategy[Any]] = {
+    "Step": st.sampled_from([-1, 0, 1, 7, bounds.STEP_MAX]),
+    "Seconds": st.sampled_from([0.0, 1e-300, 0.5, 30.0, bounds.SECONDS_MAX]),
+    "Bytes": st.sampled_from([0, 1, 2**30, bounds.BYTES_MAX]),
+    "Metric": st.sampled_from([0.0, -bounds.METRIC_MAX, bounds.METRIC_MAX, 1.5]),
+    "Flag": st.booleans(),
+    "Text": st.sampled_from(["", "why", "x" * bounds.TEXT_CHARS_MAX]),
+    "PathText": st.just("step-1"),
+    "Id": st.sampled_from(IDS),
+}
+SAID = (
+    protocol.Progress,
+    protocol.Accepted,
+    protocol.Agreed,
+    protocol.PeerRequest,
+    protocol.JobStart,
+    protocol.Sealed,
+    protocol.Failed,
+    protocol.Declined,
+)
+
+
+@st.composite
+def said(draw: st.DrawFn) -> Message:
+    """A message whose fields lie at the edges of their ranges."""
+    kind = draw(st.sampled_from(SAID))
+    fields = {}
+    for item in dataclasses.fields(kind):
+        name = str(item.type)
+        strategy = EDGES[name.removesuffix(" | None")]
+        fields[item.name] = draw(st.none() | strategy if name.endswith("None") else strategy)
+    return kind(**fields)
+
+
+@st.composite
+def hellos(draw: st.DrawFn) -> protocol.Hello:
+    world_size = draw(st.sampled_from([1, 2, 8, bounds.RANKS_MAX]))
+    return protocol.Hello(
+        "r",
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        local_world_size=draw(st.integers(1, world_size)),
+        nodes=draw(st.sampled_from([1, 2, bounds.NODES_MAX])),
+        capabilities=draw(st.sampled_from([[], ["periodic"]])),
+        step=draw(EDGES["Step"]),
+    )
+
+
+SIZES = st.sampled_from([0, 1, 2**20, bounds.BYTES_MAX])
+STEPS = st.one_of(
+    st.tuples(st.just("say"), CONNECTIONS, said()),
+    st.tuples(st.just("join"), CONNECTIONS, hellos()),
+    st.tuples(st.just("leave"), CONNECTIONS, st.booleans()),
+    st.tuples(st.just("seal"), EDGES["Step"], SIZES),
+    st.tuples(st.just("notice"), st.floats(-10, 1e5), st.sampled_from("abc")),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.1, 1.0, 61.0, 700.0, 1e4])),
+    st.tuples(st.just("store")),
+    st.tuples(st.just("send"), SIZES),
+    st.tuples(st.just("fail")),
+    st.tuples(st.just("withdraw")),
+    st.tuples(st.just("history"), EDGES["Seconds"], st.integers(0, 10**6)),
+    st.tuples(st.just("rollback"), EDGES["Step"]),
+    st.tuples(st.just("claim"), st.sampled_from([1, 2, bounds.GENERATION_MAX])),
+)
+
+
+def happen(story: Story, what: str, *facts: Any) -> None:
+    """One step of a story, as far as the state allows it."""
+    match what, *facts:
+        case "say", connection, message:
+            heard = protocol.decode(protocol.encode(message))
+            event = translate.event_of(connection, heard)
+            asked = story.all(AskTrainers)
+            if asked and getattr(event, "request_id", "") == "q":  # the request that is out
+                event = replace(event, request_id=asked[-1].request_id)  # type: ignore[call-arg]
+            story.tell(event)
+        case "join", connection, hello:
+            heard = protocol.decode(protocol.encode(hello))
+            assert isinstance(heard, protocol.Hello)
+            if not translate.problem_with(heard, "r"):
+                story.tell(
+                    TrainerJoined(
+                        translate.view_of(
+                            connection, 100 + connection, heard, greeted_mono_s=story.now
+                        )
+                    )
+                )
+        case "leave", connection, exited:
+            story.tell(TrainerLeft(connection, exited, "gone"))
+        case "seal", step, size_bytes:
+            asked = story.all(AskTrainers)
+            request_id = asked[-1].request_id if asked and size_bytes else ""
+            story.staging = story.staging[-3:]
+            story.seal(
+                max(0, step), f"n{len(story.actions)}", size_bytes=size_bytes, request_id=request_id
+            )
+        case "notice", in_s, identity:
+            story.notice(in_s, identity=identity)
+        case "wait", seconds:
+            story.wait(seconds)
+        case ("store",):
+            if story.state.flight is not None and story.state.flight.is_sealed:
+                story.flushed()
+            if any(item.is_asked for item in story.state.stored):
+                story.committed()
+        case "send", sent_bytes:
+            if story.state.flight is not None:
+                story.tell(FlushProgress(story.state.flight.flush_id, sent_bytes, sent_bytes))
+        case ("fail",):
+            if any(item.is_asked for item in story.state.stored):
+                story.commit_fails()
+        case ("withdraw",):
+            story.withdraw()
+        case "history", observed_s, uncovered:
+            story.tell(HistoryRead(observed_s, uncovered))
+        case "rollback", step:
+            story.tell(RolledBack(step))
+        case "claim", generation:
+            story.tell(GenerationClaimed(generation, CommitRef(generation, 3), is_rollback=True))
+
+
+@pytest.mark.fault("S13", "H09")
+@settings(max_examples=300, deadline=None)
+@given(st.booleans(), st.lists(STEPS, max_size=30))
+def test_no_sequence_of_messages_raises(several_vms: bool, steps: list[tuple[Any, ...]]) -> None:
+    """Whatever trainers say, in whatever order, and whatever happens besides; the status can be shown."""
+    story = Story()
+    story.state = replace(
+        story.state,
+        settings=Settings(reserve_s=5.0, signals_trainer=False, several_vms=several_vms),
+    )
+    for step in steps:
+        happen(story, *step)
+        report = protocol.Status(status_report(story.state, story.now))
+        assert protocol.decode(protocol.encode(report)) == report
+        assert status_line(story.state, story.now)
+    assert not story.all(SignalTrainer)
+    assert len(story.all(ClaimGeneration) + story.all(JoinGeneration)) <= CLAIMS_MAX * (
+        1 + (story.now - 1000.0) / WINDOW_S
+    )
+
+
+@pytest.mark.fault("S13")
+def test_the_report_of_many_trainers_fits_into_a_message() -> None:
+    """As many processes as the channel admits, each with the longest numbers."""
+    story = Story()
+    for pid in range(1000):
+        view = TrainerView(
+            connection=10**9 + pid, pid=4_000_000 + pid, rank=pid, world_size=99_999, local_world_size=1
+        )  # fmt: skip
+        story.tell(TrainerJoined(view))
+        story.tell(
+            TrainerProgress(
+                10**9 + pid, bounds.STEP_MAX, 1 / 3, 1, 1 / 3, 1 / 3, -1.2345678901234567e300, True
+            )
+        )
+    report = status_report(story.state, story.now)
+    assert report["trainers_not_shown"] == 900
+    protocol.encode(protocol.Status(report))
+
+
+# ---------------------------------------------------------------- what a flood costs
+
+
+def node(nodes: int = 2) -> Story:
+    """A VM of a job over several."""
+    story = Story()
+    settings_ = Settings(reserve_s=5.0, signals_trainer=True, several_vms=True, vm="vm0")
+    story.state = replace(story.state, settings=settings_)
+    view = TrainerView(
+        connection=1, pid=100, rank=0, world_size=nodes, local_world_size=1, nodes=nodes, step=7
+    )
+    story.tell(TrainerJoined(view))
+    return story
+
+
+@pytest.mark.fault("S12", "G04")
+def test_a_flood_of_job_starts_makes_a_handful_of_claims_and_the_last_one_counts() -> None:
+    """300 starts of the job in 10 s: a claim is never removed again.  The job that stays gets its own."""
+    story = node()
+    for number in range(300):
+        story.now += 1 / 30
+        story.tell(JobStarted(f"start-{number}"))
+    claims = story.all(JoinGeneration)
+    assert len(claims) <= CLAIMS_MAX
+    assert claims[0].job_start_id == "start-0"
+    assert any(line.event == "claim_delayed" for line in story.all(Log))
+    story.wait(WINDOW_S)
+    assert story.all(JoinGeneration)[-1].job_start_id == "start-299"
+    assert len(story.all(JoinGeneration)) == CLAIMS_MAX + 1
+
+
+@pytest.mark.fault("S12")
+def test_a_flood_of_rollbacks_makes_a_handful_of_claims() -> None:
+    """A trainer that goes back for ever takes as many generations as one in a few seconds would."""
+    story = Story()
+    for number in range(300):
+        story.now += 1 / 30
+        story.tell(RolledBack(number))
+        if story.state.claim_due is None:
+            story.tell(GenerationClaimed(3 + number, None, is_rollback=True))
+    assert 1 <= len(story.all(ClaimGeneration)) <= CLAIMS_MAX
+    story.wait(WINDOW_S)
+    assert story.state.claim_due is None
+
+
+@pytest.mark.fault("S19")
+def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() -> None:
+    """149 of them in 9 s, each with a deadline that has passed: a few evacuations, and training continues."""
+    story = node()
+    story.tell(JobStarted("start"))
+    story.tell(GenerationClaimed(3, None, is_rollback=True))
+    before = len(story.all(Conclude))
+    for number in range(149):
+        story.now += 9 / 149
+        story.tell(PeerRequested(f"forged-{number}", "made up", 0.0 if number % 2 else 1e9))
+        story.scan()
+    asked = {action.request_id for action in story.all(AskTrainers)}
+    assert len(asked) <= PEER_REQUESTS_MAX
+    assert len(story.all(Conclude)) - before <= 2 * PEER_REQUESTS_MAX
+    assert not story.all(SignalTrainer)
+    assert not story.all(Exit)
+    story.wait(3700.0)
+    story.wait(1.0)
+    assert story.state.evacuation is None, "the VM has outlived what was made up"
+
+
+@pytest.mark.fault("S19", "N09")
+def test_a_request_of_another_vm_that_is_said_again_does_not_come_nearer() -> None:
+    """Its ranks say it once each, and again after each reconnect; none of that moves the deadline."""
+    story = node()
+    story.tell(PeerRequested("theirs", "aws.spot: reclaim", 100.0))
+    evacuation = story.state.evacuation
+    assert evacuation is not None
+    for left_s in (90.0, 50.0, 1.0, 0.0):
+        story.tell(PeerRequested("theirs", "aws.spot: reclaim", left_s))
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s == evacuation.deadline_mono_s
+    assert len(story.all(AskTrainers)) == 1
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_without_another_vm_there_is_no_peer_to_believe(nodes: int) -> None:
+    """A rank whose job has one VM opens no evacuation and sets no target, in whatever way it got through."""
+    story = node(nodes)
+    story.tell(PeerRequested("forged", "made up", 30.0))
+    assert bool(story.all(AskTrainers)) is (nodes == 2)
+    alone = Story()
+    alone.join()
+    alone.notice(60.0)
+    alone.tell(TrainerAgreed(alone.request_id, 12345))
+    assert alone.state.evacuation is not None
+    assert alone.state.evacuation.ask is not None
+    assert alone.state.evacuation.ask.target is None
+
+
+@pytest.mark.fault("S19")
+def test_a_forged_notice_costs_one_checkpoint_and_the_training_goes_on() -> None:
+    """It is asked for once, the trainer is never signalled, and after the deadline all is as before."""
+    story = Story(signals_trainer=True)
+    story.join(step=7)
+    for _ in range(100):  # at each poll
+        story.notice(60.0, identity="forged")
+    assert len(story.all(AskTrainers)) == 1
+    story.accept(7)
+    story.answer(8)
+    story.store_all()
+    story.wait(120.0)
+    story.wait(1.0)
+    assert story.verdicts == ["SAFE generation 2 step 8"]
+    assert story.state.evacuation is None
+    assert not story.all(SignalTrainer)
+    assert not story.all(Exit)
+    story.notice(-60.0, identity="forged")
+    assert len(story.all(AskTrainers)) == 1, "what was outlived opens nothing again"
+
+
+# ---------------------------------------------------------------- what is left after a fault
+
+
+def test_a_rank_that_joins_is_told_of_the_commit_and_the_others_are_not() -> None:
+    """Else each hello would be a message to every rank."""
+    story = Story(newest=CommitRef(1, 5))
+    story.join(1, rank=0, ranks=2, pid=1)
+    story.join(2, rank=1, ranks=2, pid=2)
+    told = [action.connections for action in story.all(TellCommitted)]
+    assert told == [None, (1,), (2,)]
+
+
+@pytest.mark.fault("H09")
+def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
+    """Notices, generation and commits stay; the trainer is asked again under the same id."""
+    story = Story(staged=[a_set(5)])
+    story.join(step=7, save_s=1.0)
+    story.notice(100.0)
+    request_id = story.request_id
+    story.accept(7)
+    flushes = story.state.flushes
+    story.state = machine.rebuilt(story.state)
+    assert story.state.evacuation is None
+    assert story.state.generation == 2
+    story.scan()
+    assert [action.request_id for action in story.all(AskTrainers)] == [request_id] * 2
+    story.accept(7)
+    story.answer(8)
+    story.store_all()
+    assert story.verdicts[-1].startswith("SAFE")
+    assert not story.all(Prune) or story.state.last_complete is not None
+    flush_ids = [action.flush_id for action in story.all(StartFlush)]
+    assert len(flush_ids) == len(set(flush_ids)), "an old flush must not pass for a new one"
+    assert story.state.flushes > flushes

@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of one VM among several: a shared generation, word from the others, and whole checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swansongd.core.evacuation import evacuation_id
+from swansongd.core.events import (
+    AskTrainers,
+    CancelFlush,
+    CheckComplete,
+    CommitDone,
+    CommitManifest,
+    Conclude,
+    Exit,
+    FenceFound,
+    FinishAsked,
+    GenerationClaimed,
+    JobStarted,
+    JoinGeneration,
+    Log,
+    Mark,
+    PartsCounted,
+    PeerRequested,
+    Prune,
+    SendTarget,
+    StartFlush,
+    TellCommitted,
+    TellFinished,
+    TrainerAgreed,
+    TrainerFailed,
+    TrainerJoined,
+    WithdrawRequest,
+)
+from swansongd.core.nodes import ASKS_MAX, FINISH_S, FINISH_S_MAX, is_alone
+from swansongd.core.state import Phase, Settings, State
+from swansongd.model import CheckpointId, CommitRef, Part, Staged, TrainerView
+from swansongd.observe.report import status_line, status_report
+
+from testkit.story import Story, a_notice, a_set
+
+
+class Node(Story):
+    """The VM with rank 0 of two VMs with one rank each."""
+
+    def __init__(
+        self,
+        *,
+        staged: tuple[Staged, ...] = (),
+        goes_on_with: str = "",
+        abandoned: tuple[CheckpointId, ...] = (),
+    ) -> None:
+        super().__init__(claimed=False, staged=staged)
+        settings = Settings(
+            reserve_s=5.0,
+            signals_trainer=False,
+            several_vms=True,
+            vm="vm0",
+            goes_on_with=goes_on_with,
+        )
+        self.state = replace(
+            self.state,
+            settings=settings,
+            job_start_id=goes_on_with,
+            abandoned=frozenset(abandoned),
+            unusable=frozenset(abandoned),
+        )
+        self.scan()
+
+    def begin(self, job_start_id: str = "first", generation: int = 3, step: int = 7) -> None:
+        """A trainer comes, says which start of the job it is of, and the claim is shared."""
+        self.join_one_of(2, step=step)
+        self.tell(JobStarted(job_start_id))
+        self.tell(GenerationClaimed(generation, None, is_rollback=True))
+
+    def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100) -> None:
+        view = TrainerView(
+            connection=1, pid=pid, rank=0, world_size=nodes, local_world_size=1, nodes=nodes, step=step
+        )  # fmt: skip
+        self.tell(TrainerJoined(view))
+
+    def seal_part(self, step: int, request_id: str = "") -> None:
+        self.staging.append(replace(a_set(step, request_id=request_id), nodes=2))
+        self.scan()
+
+    def counted(self, ref: CommitRef, committed: int) -> None:
+        """The store lists the parts of so many VMs."""
+        self.tell(PartsCounted(ref, committed, ref if committed == 2 else None))
+
+    @property
+    def final(self) -> list[str]:
+        """The verdicts, without what is only known of this VM's part so far."""
+        return [f"{c.verdict.value} {c.commit}" for c in self.all(Conclude) if c.is_final]
+
+    def commit_own_part(self) -> CommitRef:
+        self.flushed()
+        order = self.last(CommitManifest)
+        ref = CommitRef(order.generation, order.staged.id.step)
+        self.tell(CommitDone(order.flush_id, ref))
+        return ref
+
+
+def test_nothing_is_claimed_before_the_job_says_which_start_it_is() -> None:
+    """A claim by each VM would fence the others; one job start, said by all ranks, is joined once."""
+    node = Node()
+    node.join_one_of(2)
+    assert not node.all(JoinGeneration)
+    node.tell(JobStarted("first"))
+    node.tell(JobStarted("first"))
+    assert [order.job_start_id for order in node.all(JoinGeneration)] == ["first"]
+
+
+def test_a_job_that_has_one_vm_left_is_an_job_start_of_its_own() -> None:
+    """The trainers need not say it; once for all ranks, and another one after it had grown meanwhile."""
+    node = Node()
+    node.join_one_of(1)
+    node.join_one_of(1, pid=101)
+    assert len(node.all(JoinGeneration)) == 1
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.begin("grown", generation=5)
+    node.join_one_of(1)
+    names = [order.job_start_id for order in node.all(JoinGeneration)]
+    assert len(set(names)) == len(names) == 3
+
+
+def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
+    """They are of a lineage that the job may not have gone on from; nor does their flush go on."""
+    node = Node()
+    node.begin()
+    node.seal_part(10)
+    assert node.flushes == [10]
+    node.tell(JobStarted("second"))
+    assert node.all(CancelFlush)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.seal_part(8)
+    assert node.flushes == [10, 8]
+    assert node.last(StartFlush).generation == 4
+
+
+@pytest.mark.parametrize(("goes_on_with", "flushed"), [("first", [10]), ("", []), ("zeroth", [])])
+def test_what_lay_in_staging_at_the_start_is_of_the_job_start_that_was_joined_then(
+    goes_on_with: str, flushed: list[int]
+) -> None:
+    """A daemon that was restarted goes on; a disk from an earlier boot, or start, holds nothing of ours."""
+    node = Node(staged=(replace(a_set(10), nodes=2),), goes_on_with=goes_on_with)
+    if goes_on_with:
+        node.tell(GenerationClaimed(3, None))
+    node.begin()
+    in_flight = [] if node.state.flight is None else [node.state.flight.staged.id.step]
+    assert in_flight == flushed
+
+
+def test_a_fence_between_two_starts_ends_nothing() -> None:
+    """Another VM may have joined the next start first: the daemon stops to write, and waits to hear of it."""
+    node = Node()
+    node.begin()
+    node.seal_part(10)
+    node.tell(FenceFound(4))
+    assert not node.all(Exit)
+    assert node.all(CancelFlush)
+    assert node.state.generation is None
+    node.tell(JobStarted("second"))
+    node.tell(FenceFound(4))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.seal_part(11)
+    assert node.last(StartFlush).generation == 4
+
+
+@pytest.mark.fault("N09")
+def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
+    """Asked under the id that the ranks know, flushed at once, judged; and said often it is one notice."""
+    node = Node()
+    node.begin()
+    for _ in range(2):
+        node.tell(PeerRequested("theirs", "aws.spot: reclaim", 30.0))
+    (asked,) = node.all(AskTrainers)
+    assert asked.request_id == "theirs"
+    assert asked.is_urgent
+    node.tell(TrainerAgreed("theirs", 9))
+    assert not node.all(SendTarget)
+    node.seal_part(9, request_id="theirs")
+    assert node.flushes == [9]
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 3 step 9"]
+
+
+def test_our_own_request_that_comes_back_is_no_notice() -> None:
+    """A rank may hear of it from another rank of this VM first."""
+    node = Node()
+    node.begin()
+    raised = node.notice()
+    node.tell(PeerRequested(node.request_id, "the same", 60.0))
+    assert set(node.state.notices) == {raised.source}
+
+
+def test_the_end_of_another_vm_does_not_hurry_ours() -> None:
+    """Our own deadline counts while we have one."""
+    node = Node()
+    node.begin()
+    raised = node.notice(in_s=120)
+    node.tell(PeerRequested("theirs", "sooner", 20.0))
+    assert node.state.evacuation is not None
+    assert node.state.evacuation.deadline_mono_s == raised.deadline_mono_s
+
+
+def test_requests_of_two_vms_for_the_same_words_differ() -> None:
+    """A notice may be the same to the letter on two VMs, and seen at the same instant; a request is not."""
+    notice = a_notice(deadline_mono_s=1.0)
+    settings = [Settings(reserve_s=1, signals_trainer=False, vm=vm) for vm in ("vm0", "vm1")]
+    assert len({evacuation_id(notice, State(settings=each), 1.0) for each in settings}) == 2
+
+
+@pytest.mark.fault("T04", "T12")
+def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
+    """The daemon names no target, and gives up when they have said nothing in twice their time."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.accept(7)
+    node.wait(9.9)
+    assert not node.all(SendTarget)
+    assert not node.all(WithdrawRequest)
+    node.wait(0.2)
+    assert node.all(WithdrawRequest)
+
+
+@pytest.mark.fault("T12", "T04")
+def test_a_round_that_fails_is_called_again_while_it_fits() -> None:
+    """One rank hung for a moment: the next request has another id, and its checkpoint is the answer."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    first = node.request_id
+    node.tell(TrainerFailed(1, first, "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    assert node.final == []
+    node.wait(0.5)
+    assert node.request_id == first
+    node.wait(0.6)
+    assert node.request_id not in ("", first)
+    node.tell(PeerRequested(node.request_id, "the same", 50.0))
+    assert "peer" not in node.state.notices, "our own request comes back by way of another rank"
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 3 step 9"]
+
+
+def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
+    """Each has an id of its own, the pauses grow, and no request is made that would not fit."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=100)
+    for _ in range(1200):
+        if node.state.evacuation is not None and node.state.evacuation.ask.is_waiting:
+            node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
+        node.scan()
+        node.wait(0.1)
+    ids = [ask.request_id for ask in node.all(AskTrainers)]
+    assert len(set(ids)) == len(ids) == ASKS_MAX
+    assert node.final == ["LOST None"]
+    assert "rank 0 waited" in node.last(Conclude).reason
+
+
+def test_the_vm_of_a_peer_does_not_call_rounds_for_it() -> None:
+    """The VM whose end is near asks again itself, and its request is no second notice here."""
+    node = Node()
+    node.begin()
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    node.wait(2.0)
+    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+    node.tell(PeerRequested("theirs.again-1", "aws.spot: reclaim", 55.0))
+    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+
+
+@pytest.mark.fault("T12")
+def test_a_newer_whole_checkpoint_makes_up_for_a_request_that_failed() -> None:
+    """The verdict follows the facts, also after it was given: what was sealed after the notice will do."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    node.counted(node.commit_own_part(), 2)
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
+    node.scan()
+    node.seal_part(7)  # begun before the notice: the job was at step 7 already
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["PARTIAL generation 3 step 5", "PARTIAL generation 3 step 7"]
+    node.seal_part(12)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final[2:] == ["SAFE generation 3 step 12"]
+
+
+def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_its_own() -> None:
+    """The ranks of the new start know nothing of the request."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=100)
+    first = node.request_id
+    node.leave()
+    node.tell(JobStarted("second"))
+    node.join_one_of(2, pid=200)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.wait(1.5)
+    assert node.request_id != first
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.counted(node.commit_own_part(), 2)
+    assert node.final == ["SAFE generation 4 step 9"]
+
+
+@pytest.mark.fault("G17")
+def test_safe_means_the_whole_checkpoint() -> None:
+    """After this VM's part nothing is safe, pruned, reported or built upon until all parts are seen."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    first = node.commit_own_part()
+    node.counted(first, 2)
+    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.flushed()
+    order = node.last(CommitManifest)
+    assert order.parent == first
+    second = CommitRef(3, 9)
+    node.tell(CommitDone(order.flush_id, second))
+    assert node.final == []
+    report = status_report(node.state, node.now)
+    assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
+    assert report["last_commit"] == {"generation": 3, "step": 5, "age_s": 0.0}
+    assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
+    assert report["replication_lag"] == {"steps": 4, "seconds": 0.0, "bytes": 0}
+    line = status_line(node.state, node.now)
+    assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
+    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    assert not node.all(Prune)
+    node.counted(second, 1)
+    assert node.state.phase is Phase.WAITING_FOR_PEERS
+    node.wait(0.3)
+    node.counted(second, 2)
+    assert node.final == ["SAFE generation 3 step 9"]
+    assert node.last(Conclude).part is None
+    assert node.last(TellCommitted).ref == second
+    assert len(node.last(Prune).directories) == 1
+    assert status_report(node.state, node.now)["part"] is None
+    node.wait(5)
+    assert node.final == ["SAFE generation 3 step 9"]
+
+
+@pytest.mark.fault("G17")
+@pytest.mark.parametrize(("whole_before", "word"), [(True, "PARTIAL"), (False, "LOST")])
+def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str) -> None:
+    """The verdict names the whole commit that stands, and the part; it improves if the others come late."""
+    node = Node()
+    node.begin()
+    stands = None
+    if whole_before:
+        node.seal_part(5)
+        stands = node.commit_own_part()
+        node.counted(stands, 2)
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    ref = node.commit_own_part()
+    # The power may go before the deadline: a farewell with the facts so far is written at once, and once.
+    (early,) = node.all(Conclude)
+    assert (early.is_final, early.verdict, early.commit) == (False, word, stands)
+    for _ in range(59):
+        node.wait(1.0)
+        node.counted(ref, 1)
+    assert node.all(Conclude) == [early]
+    node.wait(2.0)
+    assert node.final == [f"{word} {stands}"]
+    last = node.last(Conclude)
+    assert last.part == Part(ref, 2, 1)
+    assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
+    node.counted(ref, 2)
+    assert node.final[1:] == ["SAFE generation 3 step 9"]
+
+
+def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
+    """Training continues after the save: what it seals is flushed while the other VMs are slow."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.commit_own_part()
+    node.seal_part(12)
+    assert node.flushes == [9, 12]
+
+
+def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
+    """A VM that is slower may skip sets: each of the last own parts may be the one that it has."""
+    node = Node()
+    node.begin()
+    refs = []
+    for step in (5, 10, 15):
+        node.seal_part(step)
+        refs.append(node.commit_own_part())
+    node.tell(PartsCounted(refs[0], 1, None))
+    node.wait(1)
+    assert node.last(CheckComplete) == CheckComplete(tuple(reversed(refs)), 2)
+    node.tell(PartsCounted(refs[2], 1, refs[1]))
+    assert node.last(TellCommitted).ref == refs[1]
+    assert node.state.part == Part(refs[2], 2, 1)
+    node.wait(40)
+    assert node.last(CheckComplete) == CheckComplete((refs[2],), 2)
+
+
+@pytest.mark.fault("G17")
+def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
+    """The ranks are gone to another start: its generation counts, and the part of the old one does not."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    node.commit_own_part()
+    node.tell(FenceFound(4))
+    node.wait(61)
+    assert node.final == ["LOST None"]
+
+
+@pytest.mark.fault("G17")
+def test_a_part_alone_stands_for_nothing() -> None:
+    """When only this VM has committed, and its newer set fails, the run has lost all at the deadline."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    node.commit_own_part()
+    node.notice(in_s=60)
+    node.tell(TrainerFailed(1, node.request_id, "no"))
+    node.scan()
+    node.wait(61)
+    assert node.last(Conclude).verdict.value == "LOST"
+    assert node.last(Conclude).commit is None
+
+
+def test_the_parts_of_others_are_looked_for_ever_less_often() -> None:
+    """They may never come; a listing every half a minute is all that this costs."""
+    node = Node()
+    node.begin()
+    node.seal_part(5)
+    ref = node.commit_own_part()
+    node.counted(ref, 1)
+    for _ in range(3600):
+        if node.wait(1.0):
+            node.counted(ref, 1)
+    assert 100 < len(node.all(CheckComplete)) < 140
+
+
+def test_parts_are_looked_for_one_answer_after_the_other() -> None:
+    """A store that does not answer is asked once; a manifest that is due does not queue behind a look."""
+    node = Node()
+    node.begin()
+    node.notice(in_s=60)
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    ref = node.commit_own_part()
+    for _ in range(20):
+        node.wait(0.3)
+    assert len(node.all(CheckComplete)) == 1
+    node.tell(PartsCounted(ref, 0, None))
+    node.seal_part(12)
+    node.flushed()
+    node.wait(1)
+    assert len(node.all(CheckComplete)) == 1
+    node.commit_fails()
+    assert len(node.all(CheckComplete)) == 2
+
+
+# ---------------------------------------------------------------- another start of the job
+
+
+def finished(node: Node) -> list[str]:
+    return [told.job_start_id for told in node.all(TellFinished)]
+
+
+@pytest.mark.fault("N09", "G17")
+def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
+    """The other VM has committed its part and is gone: this part is flushed, committed and seen as whole."""
+    node = Node()
+    node.begin()
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
+    node.tell(TrainerAgreed("theirs", 9))
+    node.seal_part(9, request_id="theirs")
+    assert node.flushes == [9]
+    node.leave()
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    node.join_one_of(2, pid=200)
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.wait(40)
+    assert not node.all(CancelFlush)
+    assert not finished(node)
+    ref = node.commit_own_part()
+    assert not finished(node)
+    node.counted(ref, 2)
+    assert finished(node) == ["second"]
+    assert len(node.all(JoinGeneration)) == 1, "a claim would fence VMs that have not finished"
+    node.tell(FinishAsked("second"))
+    assert finished(node) == ["second", "second"], "a rank that came late hears it as well"
+    node.tell(JobStarted("second"))
+    assert node.last(JoinGeneration).job_start_id == "second"
+
+
+@pytest.mark.parametrize(
+    ("in_s", "limit_s"), [(None, FINISH_S), (52.0, 52.0), (600.0, FINISH_S_MAX)]
+)
+def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: float) -> None:
+    """For the deadline of an evacuation, else half a minute; then nothing of the old start is committed."""
+    node = Node()
+    node.begin()
+    if in_s is not None:
+        node.tell(PeerRequested("theirs", "aws.spot: reclaim", in_s))
+        node.tell(TrainerAgreed("theirs", 9))
+    node.seal_part(9, request_id="theirs")
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.wait(limit_s - 0.1)
+    assert not finished(node)
+    node.wait(0.2)
+    assert finished(node) == ["second"]
+    node.tell(JobStarted("second"))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert node.all(CancelFlush)
+    assert node.state.flight is None
+    assert not node.state.candidates
+
+
+def test_a_start_begins_at_once_where_nothing_is_left_to_commit() -> None:
+    """After a scan that began later than the question: an older one may have missed the last set."""
+    node = Node()
+    node.begin()
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    assert not finished(node)
+    node.seal_part(9)
+    assert not finished(node)
+    node.counted(node.commit_own_part(), 2)
+    assert finished(node) == ["second"]
+
+
+def test_a_daemon_that_took_part_in_no_start_has_nothing_to_finish() -> None:
+    """Sets on a disk of an earlier boot hold nobody up."""
+    node = Node(staged=(replace(a_set(10), nodes=2),))
+    node.now += 1
+    node.tell(FinishAsked("first"))
+    assert finished(node) == ["first"]
+
+
+def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> None:
+    """Its rank names no start: the daemon claims when the old one is whole."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.now += 1
+    node.join_one_of(1)
+    node.scan()
+    assert len(node.all(JoinGeneration)) == 1
+    node.counted(node.commit_own_part(), 2)
+    assert len(node.all(JoinGeneration)) == 2
+    assert is_alone(node.last(JoinGeneration).job_start_id)
+
+
+def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() -> None:
+    """Ranks that do not ask where to resume train at once: their start begins with their first set."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    node.scan()
+    node.seal_part(3)
+    assert node.last(JoinGeneration).job_start_id == "second"
+    assert node.all(CancelFlush)
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
+
+
+@pytest.mark.fault("H01", "G17")
+def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
+    """They are pruned when another start begins; one that is still there is never committed."""
+    node = Node()
+    node.begin()
+    node.seal_part(43)
+    node.tell(JobStarted("second"))
+    old = node.staging[0]
+    order = node.last(JoinGeneration)
+    assert order.abandoned == (old.id,)
+    assert node.last(Prune).directories == (old.directory,)
+    node.seal_part(10)
+    again = Node(staged=tuple(node.staging), goes_on_with="second", abandoned=order.abandoned)
+    again.tell(GenerationClaimed(4, None))
+    again.begin("second", generation=4)
+    assert again.flushes == [10]
+
+
+# ---------------------------------------------------------------- a VM that the job has left behind
+
+
+@pytest.mark.fault("G04")
+def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
+    """State and verdict name the newer generation; nobody is asked, and the time is not waited out."""
+    node = Node()
+    node.begin()
+    node.tell(FenceFound(4))
+    report = status_report(node.state, node.now)
+    assert (report["state"], report["generation"], report["newer_generation"]) == (
+        "FENCED",
+        None,
+        4,
+    )
+    assert "generation 4" in status_line(node.state, node.now)
+    node.notice(in_s=60)
+    assert node.final == ["LOST None"]
+    assert "generation 4" in node.last(Conclude).reason
+    assert not node.all(AskTrainers)
+    assert node.last(Mark).evacuation_id
+    for _ in range(3):
+        node.tell(FenceFound(4))
+    fences = [line for line in node.all(Log) if line.event == "fenced"]
+    assert len(fences) == 1
+    node.tell(JobStarted("second"))
+    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    assert status_report(node.state, node.now)["newer_generation"] is None
+    assert node.state.phase is not Phase.FENCED
+
+
+@pytest.mark.fault("G18")
+def test_another_start_with_our_number_fences_too() -> None:
+    """The prefix was emptied, and another start of the job has claimed the number."""
+    node = Node()
+    node.begin()
+    own = node.state.generation
+    assert own is not None
+    node.tell(FenceFound(own))
+    assert node.state.phase is not Phase.FENCED
+    node.tell(FenceFound(own, is_same_number=True))
+    assert node.state.phase is Phase.FENCED
+
+
+def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
+    """It asked for a generation, and another start had taken the run over."""
+    node = Node()
+    node.join_one_of(2)
+    node.tell(JobStarted("first"))
+    node.tell(FenceFound(7))
+    assert node.state.phase is Phase.FENCED

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of notices that repeat, flip, recede, lie in the past, or are given by hand."""
+
+from __future__ import annotations
+
+import pytest
+from swansongd.core import machine, notices
+from swansongd.core.events import (
+    AskTrainers,
+    Conclude,
+    Log,
+    Mark,
+    NoticeRaised,
+    TrainerJoined,
+    TrainerSealed,
+)
+from swansongd.core.state import Phase
+from swansongd.model import Severity, TrainerView, Verdict
+
+from testkit.story import Story, a_notice
+
+
+def lines(story: Story, event: str) -> int:
+    return [line.event for line in story.all(Log)].count(event)
+
+
+def opened(story: Story) -> int:
+    """Number of evacuations."""
+    return [mark.phase for mark in story.all(Mark)].count("notice")
+
+
+def trained(step: int = 3) -> Story:
+    story = Story()
+    story.join(step=step)
+    return story
+
+
+# ---------------------------------------------------------------------------- ids and answers
+
+
+def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> None:
+    """Its first evacuation has ended, so hooks must not repeat the answer to that."""
+    story = trained(4)
+    story.notice(in_s=30)
+    story.notice(in_s=100)
+    story.wait(40.1)
+    assert story.state.evacuation is None
+    restarted = trained(30)
+    restarted.now = story.now
+    for kept in story.state.notices.values():
+        restarted.tell(NoticeRaised(kept))
+    assert restarted.request_id != story.request_id
+
+
+@pytest.mark.fault("N09")
+def test_an_open_evacuation_is_resumed_under_the_same_id() -> None:
+    """A restarted daemon that knows the notice repeats the request, and the hooks repeat their answer."""
+    story = trained(4)
+    story.notice()
+    restarted = trained(30)
+    for kept in story.state.notices.values():
+        restarted.tell(NoticeRaised(kept))
+    assert restarted.request_id == story.request_id
+    restarted.answer(5)
+    restarted.store_all()
+    assert restarted.verdicts == ["SAFE generation 2 step 5"]
+
+
+def test_a_restart_that_forgets_the_notice_asks_under_a_new_id() -> None:
+    """The same words may be a new notice, which the hooks' answer to an old request must not answer."""
+    ids = set()
+    for moment_s in (0.0, 7.0):
+        story = Story()
+        story.now += moment_s
+        story.join()
+        story.notice(identity="gcp.preempted:boot")
+        ids.add(story.request_id)
+    assert len(ids) == 2
+
+
+def test_no_request_id_comes_back_however_often_a_notice_flips() -> None:
+    """A notice that is withdrawn and raised 200 times: every evacuation has its own id."""
+    story = trained()
+    for _ in range(200):
+        story.notice(source="gcp.preempted", in_s=25)
+        story.withdraw("gcp.preempted")
+        story.wait(notices.EVERY_S)
+    ids = [order.request_id for order in story.all(AskTrainers)]
+    assert len(ids) == 200
+    assert len(set(ids)) == 200
+
+
+def test_the_answer_to_an_earlier_request_is_no_answer() -> None:
+    """A rank that repeats an old answer under the new id gets no SAFE for it."""
+    story = trained(4)
+    story.seal(10)
+    story.store_all()
+    story.progress(2410)
+    story.notice(source="gcp.preempted")
+    story.tell(TrainerSealed(1, story.request_id, 10, 1.0, 1))
+    story.scan()
+    assert story.verdicts == ["PARTIAL generation 2 step 10"]
+    assert "step 2410" in story.last(Conclude).reason
+
+
+def test_a_set_of_the_step_at_which_the_trainer_stands_answers() -> None:
+    """It was sealed just before the request, and nothing was trained since."""
+    story = trained(10)
+    story.seal(10)
+    story.store_all()
+    story.notice()
+    story.tell(TrainerSealed(1, story.request_id, 10, 1.0, 1))
+    story.scan()
+    assert story.verdicts == ["SAFE generation 2 step 10"]
+
+
+def test_the_last_verdict_is_remembered() -> None:
+    """After the notice is withdrawn, the verdict is known, and for which notices it was given."""
+    story = trained()
+    raised = story.notice(in_s=30)
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    story.withdraw()
+    assert story.state.evacuation is None
+    last = story.state.last_verdict
+    assert last is not None
+    assert (last.verdict, last.notices) == (Verdict.SAFE, {raised.identity})
+
+
+# ---------------------------------------------------------------------------- too late, too near
+
+
+def test_a_time_that_has_passed_is_no_reason_not_to_ask() -> None:
+    """The VM is alive: it gets the assumed time, once, however often the source repeats itself."""
+    story = trained()
+    raised = story.notice(in_s=-1)
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 4"]
+    for _ in range(100):
+        story.tell(NoticeRaised(raised))
+        story.wait(1)
+    assert story.state.phase is Phase.IDLE
+    assert len(story.all(AskTrainers)) == 1
+
+
+def test_too_little_time_is_no_reason_not_to_ask() -> None:
+    """2 s are left of 5 s of reserve, and nothing else is to be done: what comes after all is SAFE."""
+    story = trained()
+    story.notice(in_s=2)
+    story.wait(0.5)
+    story.accept(3)
+    story.answer(4)
+    story.wait(2)  # the deadline has passed, and the VM is alive
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 4"
+    story.wait(notices.OUTLIVED_S)
+    assert story.state.phase is Phase.IDLE
+
+
+def test_a_time_that_has_passed_changes_no_standing_verdict() -> None:
+    """After SAFE an overdue event neither asks, nor moves the deadline, nor makes the verdict worse."""
+    story = trained()
+    story.notice(in_s=100)
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    assert story.state.evacuation is not None
+    deadline_mono_s = story.state.evacuation.deadline_mono_s
+    story.progress(50)
+    story.notice(in_s=-3600, source="aws.scheduled", severity=Severity.SCHEDULED)
+    story.wait(1)
+    assert story.verdicts == ["SAFE generation 2 step 4"]
+    assert story.state.evacuation.deadline_mono_s == deadline_mono_s
+    story.wait(100 + notices.OUTLIVED_S)
+    assert story.state.phase is Phase.IDLE
+
+
+# ---------------------------------------------------------------------------- times that move
+
+
+def test_a_time_that_recedes_costs_one_evacuation_each_time_it_is_outlived() -> None:
+    """A source that names another time at each poll is one notice, and no later time is forgotten."""
+    story = trained()
+    for _ in range(600):
+        story.notice(in_s=120)
+        story.wait(1)
+    assert 3 <= opened(story) <= 600 / 120
+    assert lines(story, "notice") == 1
+
+
+def test_a_near_time_that_recedes_is_held_to_the_rate() -> None:
+    """However near each new notice is: a few evacuations at once, then a few a minute."""
+    story = trained()
+    for number in range(60):
+        story.notice(in_s=3, identity=f"another each time: {number}")
+        evacuation = story.state.evacuation
+        if evacuation is not None and evacuation.verdict is None:
+            story.accept(3 + number)
+            story.answer(4 + number, f"n{number}")
+            story.store_all()
+        story.wait(1)
+    assert 3 <= opened(story) <= notices.AT_ONCE + 60 / notices.EVERY_S
+    assert lines(story, "evacuation_held") <= opened(story)
+
+
+def test_a_notice_that_was_held_is_evacuated_as_soon_as_it_may() -> None:
+    """The rate delays an evacuation, and never drops it."""
+    story = trained()
+    for _ in range(notices.AT_ONCE):
+        story.notice(source="gcp.preempted", in_s=25)
+        story.withdraw("gcp.preempted")
+    story.notice(source="gcp.preempted", in_s=25)
+    assert story.state.evacuation is None
+    story.wait(notices.EVERY_S + 0.1)
+    assert story.state.evacuation is not None
+
+
+def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
+    """The state is rebuilt after four evacuations: the open one is resumed at once."""
+    story = trained()
+    for _ in range(notices.AT_ONCE):
+        story.notice(source="gcp.preempted", in_s=25)
+        story.withdraw("gcp.preempted")
+    story.wait(notices.EVERY_S)
+    story.notice(source="gcp.preempted", in_s=25)
+    request_id = story.request_id
+    story.state = machine.rebuilt(story.state)
+    story.wait(0.1)
+    assert story.state.evacuation is not None
+    assert story.request_id == request_id
+
+
+def test_a_shutdown_of_this_host_is_never_held() -> None:
+    """The host itself reports it, and it comes once."""
+    story = trained()
+    for _ in range(10):
+        story.notice(source="logind", in_s=24, severity=Severity.SHUTTING_DOWN)
+        assert story.state.evacuation is not None
+        story.withdraw("logind")
+
+
+def test_an_event_that_is_put_off_is_followed() -> None:
+    """Nothing was done about it yet: its later time counts, and so does an earlier one after that."""
+    story = trained()
+    for in_s in (3600, 7200, 1800):
+        story.notice(in_s=in_s, source="aws.scheduled", severity=Severity.SCHEDULED)
+        (notice,) = story.state.notices.values()
+        assert notice.deadline_mono_s == story.now + in_s
+    assert lines(story, "notice") == 1
+
+
+def test_an_event_that_is_put_off_after_it_was_outlived_counts_again() -> None:
+    """It was concluded for its first time, not for ever."""
+    story = trained()
+    story.notice(in_s=30, source="aws.scheduled", severity=Severity.SCHEDULED)
+    story.wait(30 + notices.OUTLIVED_S + 1)
+    assert story.state.phase is Phase.IDLE
+    story.notice(in_s=3600, source="aws.scheduled", severity=Severity.SCHEDULED)
+    story.withdraw("nobody")
+    story.wait(3500)
+    evacuation = story.state.evacuation
+    assert evacuation is not None
+    assert not evacuation.is_precaution
+
+
+def test_maintenance_that_comes_back_costs_a_checkpoint_or_a_line() -> None:
+    """The second notice is a new one, although the key has the same value."""
+    story = trained()
+
+    def announce() -> None:
+        story.notice(in_s=3600, source="gcp.maintenance", severity=Severity.SCHEDULED)
+        story.wait(1)
+        story.withdraw("gcp.maintenance")
+        story.wait(300)
+
+    announce()
+    announce()
+    assert lines(story, "precaution_skipped") == 1
+    announce()
+    assert len(story.all(AskTrainers)) == 2
+
+
+# ---------------------------------------------------------------------------- by hand
+
+
+def test_notices_by_hand_with_the_same_end_are_one() -> None:
+    """Ten calls at once: one evacuation, whose verdict answers each of them."""
+    story = trained()
+    for number in range(10):
+        story.now += 0.03
+        raised = a_notice("manual", deadline_mono_s=story.now + 60, identity=f"manual:{number}")
+        story.tell(NoticeRaised(raised))
+        if number == 4:
+            story.accept(3)
+            story.answer(4)
+            story.store_all()
+    assert len(story.all(AskTrainers)) == 1
+    assert story.verdicts == ["SAFE generation 2 step 4"]
+    last = story.state.last_verdict
+    assert last is not None
+    assert last.notices == {f"manual:{number}" for number in range(10)}
+
+
+def test_a_later_call_by_hand_is_a_new_request() -> None:
+    """Its end is another one: it gets a checkpoint and a verdict of its own, however soon it comes."""
+    story = trained()
+    for number in range(60):
+        raised = story.notice(source="manual", in_s=60, identity=f"manual:{number}")
+        story.accept(3 + number)
+        story.answer(4 + number, f"n{number}")
+        story.store_all()
+        last = story.state.last_verdict
+        assert last is not None
+        assert raised.identity in last.notices
+        assert last.commit is not None
+        assert last.commit.step == 4 + number
+        story.progress(4 + number)
+        story.wait(0.5)
+    assert len(story.state.notices) <= notices.BY_HAND_MAX
+
+
+def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> None:
+    """A later call with a later end takes nothing back, and has its own evacuation when its time comes."""
+    story = trained()
+    story.notice(source="manual", in_s=30, identity="manual:near")
+    story.notice(source="manual", in_s=100, identity="manual:far")
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s < story.now + 31
+    story.wait(30 + notices.OUTLIVED_S + 1)
+    story.wait(1)
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s > story.now + 50
+    assert list(story.state.notices) == ["manual:far"]
+    story.withdraw("manual")
+    assert not story.state.notices
+
+
+def test_notices_by_hand_are_limited_in_number() -> None:
+    """The ones in force stay; what is ignored has a line."""
+    story = Story()
+    for number in range(100):
+        story.notice(source="manual", in_s=60 + 10 * number, identity=f"manual:{number}")
+    assert len(story.state.notices) == notices.BY_HAND_MAX
+    assert "manual:0" in story.state.notices
+    assert lines(story, "notice_ignored") == 100 - notices.BY_HAND_MAX
+
+
+def test_periodic_checkpoints_continue_during_a_long_notice() -> None:
+    """After the verdict of an evacuation whose deadline is far off, the next interval has its checkpoint."""
+    story = Story()
+    view = TrainerView(
+        connection=1, pid=100, rank=0, world_size=1, local_world_size=1, step=9, takes_periodic=True
+    )
+    story.tell(TrainerJoined(view))
+    story.notice(source="aws.asg", in_s=3600)
+    story.accept(9)
+    story.answer(10)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 10"]
+    for _ in range(1800):
+        story.wait(1)
+        if story.state.periodic is not None:
+            break
+    assert story.request_id.startswith("periodic-")
+    story.seal(500)
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 500"

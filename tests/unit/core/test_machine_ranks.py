@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of trainers: asking, agreeing on a step, dying, coming back, and the ones without hooks."""
+
+from __future__ import annotations
+
+import pytest
+from swansong.protocol import sealed_name
+from swansongd.core import request
+from swansongd.core.events import (
+    AskTrainers,
+    Conclude,
+    GenerationClaimed,
+    Log,
+    Scanned,
+    SendTarget,
+    SignalledExited,
+    SignalRefused,
+    SignalSent,
+    SignalTrainer,
+    TrainerFailed,
+    TrainerSealed,
+    WithdrawRequest,
+)
+from swansongd.model import CommitRef
+
+from testkit.story import Story, a_set
+
+
+@pytest.mark.fault("T12")
+def test_ranks_agree_on_one_more_than_the_most_advanced() -> None:
+    """The target lies ahead of every rank, is said once, to all, and only when all have answered."""
+    story = Story()
+    for rank, step in enumerate((7, 9, 8)):
+        story.join(rank, rank=rank, ranks=3, step=step)
+    story.notice()
+    story.accept(7, connection=0)
+    story.accept(9, connection=1)
+    assert not story.all(SendTarget)
+    story.accept(8, connection=2)
+    (target,) = story.all(SendTarget)
+    assert target.step == 10
+    assert sorted(target.connections) == [0, 1, 2]
+    story.accept(9, connection=1)
+    assert {order.step for order in story.all(SendTarget)} == {10}, "the decision stands"
+
+
+@pytest.mark.fault("T04", "T12")
+def test_a_missing_rank_ends_the_agreement_in_bounded_time() -> None:
+    """After 5 s, or a tenth of the time left, the others are let go and older sets are finished."""
+    story = Story()
+    story.seal(5)
+    for rank in range(2):
+        story.join(rank, rank=rank, ranks=2)
+    story.notice(in_s=30)
+    story.accept(6, connection=0)
+    story.wait(2.9)
+    assert not story.all(WithdrawRequest)
+    story.wait(0.2)
+    assert story.all(WithdrawRequest)
+    assert not story.all(SendTarget)
+    story.store_all()
+    story.scan()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "[1]" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("T09")
+def test_after_a_restart_the_target_waits_for_all_ranks_to_come_back() -> None:
+    """Ranks reconnect one by one; a target that the late ones were not asked for would split them."""
+    story = Story()
+    story.notice(in_s=60)
+    story.join(0, rank=0, ranks=2)
+    story.accept(7, connection=0)
+    assert not story.all(SendTarget)
+    story.join(1, rank=1, ranks=2)
+    story.accept(8, connection=1)
+    assert story.last(SendTarget).step == 9
+    assert sorted(story.last(SendTarget).connections) == [0, 1]
+
+
+@pytest.mark.fault("T09")
+def test_ranks_that_never_come_back_are_not_waited_for() -> None:
+    """The agreement is bounded as well when a rank of this VM never joined."""
+    story = Story()
+    story.notice(in_s=60)
+    story.join(0, rank=0, ranks=2)
+    story.accept(7, connection=0)
+    story.wait(5.1)
+    assert not story.all(SendTarget)
+    assert story.all(WithdrawRequest)
+
+
+def test_a_trainer_that_comes_after_the_notice_is_asked() -> None:
+    """Late is better than never, and it is told the time that is left."""
+    story = Story()
+    raised = story.notice(in_s=60)
+    story.wait(10)
+    story.join()
+    (order,) = story.all(AskTrainers)
+    assert order.deadline_mono_s == raised.deadline_mono_s
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 4"
+
+
+@pytest.mark.fault("T09")
+def test_a_rank_that_reconnects_gets_the_request_and_the_target_again() -> None:
+    """Losing the connection is not losing the trainer; all is said again under the same id."""
+    story = Story()
+    story.join(1, pid=77)
+    story.notice()
+    story.leave(1, exited=False)
+    story.join(2, pid=77)
+    assert story.last(AskTrainers).connections == (2,)
+    assert len({order.request_id for order in story.all(AskTrainers)}) == 1
+    story.accept(3, connection=2)
+    story.leave(2, exited=False)
+    story.join(3, pid=77)
+    story.accept(3, connection=3)
+    assert story.last(SendTarget).connections == (3,)
+    assert story.last(SendTarget).step == 4
+
+
+@pytest.mark.fault("T02")
+def test_a_trainer_that_dies_before_it_answers() -> None:
+    """What was sealed is finished at once; nobody waits for the dead."""
+    story = Story()
+    story.seal(5)
+    story.join(step=8)
+    story.notice()
+    story.leave()
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "ended before" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("T03")
+def test_a_trainer_that_dies_after_accepting() -> None:
+    """Its half-written set is no set; the scan after its death decides."""
+    story = Story()
+    story.seal(5)
+    story.join(step=8)
+    story.notice()
+    story.accept(8)
+    began = story.now
+    story.now += 1
+    story.leave()
+    story.tell(Scanned(began, tuple(story.staging), pending=("step-9.x.partial",)))
+    assert not story.all(WithdrawRequest), "that scan began before the death, and proves nothing"
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+
+
+def test_a_trainer_that_seals_with_its_last_breath() -> None:
+    """A set that has its sealed name counts, whether or not the trainer lived to say so."""
+    story = Story()
+    story.join(step=8)
+    story.notice()
+    story.accept(8)
+    story.leave()
+    story.seal(9, "emg", request_id=story.request_id)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+@pytest.mark.fault("T04")
+def test_a_trainer_that_never_answers() -> None:
+    """It is waited for while its checkpoint could still be flushed; then the older set must do."""
+    story = Story(reserve_s=5)
+    story.seal(5)
+    story.store_all(after_s=1)  # 100 MiB/s, so a set of that size takes a second
+    story.join(step=8)
+    story.notice(in_s=30)
+    story.scan()
+    story.wait(23.9)
+    assert not story.verdicts
+    story.wait(0.2)
+    assert not story.verdicts, "the wire may only have held its breath"
+    for _ in range(4):
+        story.wait(request.HOPELESS_S / 4)
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert story.all(WithdrawRequest)
+
+
+@pytest.mark.fault("D01")
+def test_a_trainer_that_fails_or_declines() -> None:
+    """Its reason is in the verdict."""
+    story = Story()
+    story.seal(5)
+    story.join(step=8)
+    story.notice()
+    story.tell(TrainerFailed(1, story.request_id, "no space left on device"))
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "no space left" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("D01")
+def test_a_save_that_failed_is_counted_and_logged_once() -> None:
+    """Requested or not; all ranks of a checkpoint are one failure, and a declined request is none."""
+    story = Story()
+    for rank in range(2):
+        story.join(rank, rank=rank, ranks=2, step=8)
+    for connection in (1, 0):
+        story.tell(TrainerFailed(connection, "", "disk full", 8))
+    story.tell(TrainerFailed(0, "a request", "declined: busy"))
+    for step in (9, 9, 10):
+        story.tell(TrainerFailed(0, "another request", "torn", step))
+    lines = [dict(line.facts) for line in story.all(Log) if line.event == "save_failed"]
+    assert [(line["rank"], line["step"], line["reason"]) for line in lines] == [
+        (1, 8, "disk full"),
+        (0, 9, "torn"),
+        (0, 10, "torn"),
+    ]
+    assert [line["failed_saves"] for line in lines] == [1, 2, 3]
+    assert story.state.failed_saves.count == 3
+
+
+@pytest.mark.fault("T06")
+def test_a_rejected_seal_ends_the_waiting() -> None:
+    """A set that claims to be the answer and is not sound is a failure, with its reason."""
+    story = Story()
+    story.seal(5)
+    story.join(step=8)
+    story.notice()
+    story.accept(8)
+    story.tell(TrainerFailed(1, "another request", "not ours"))
+    story.scan(rejected=((sealed_name(9, "x"), "short file"),))
+    assert not story.all(WithdrawRequest), "nobody said that this is the answer"
+    story.tell(TrainerSealed(1, story.request_id, 9, 1.0, 10))
+    story.scan(rejected=((sealed_name(9, "emg"), "short file"),))
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "short file" in story.last(Conclude).reason
+
+
+def test_a_set_of_that_very_step_answers_too() -> None:
+    """A trainer that has just saved this step says so, and need not save it twice."""
+    story = Story()
+    story.join(step=8)
+    story.seal(9)
+    story.notice()
+    story.accept(8)
+    story.tell(TrainerSealed(1, story.request_id, 9, 1.0, 10))
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+def test_the_answer_is_recognised_after_a_restart() -> None:
+    """A set that was sealed for this very request before the daemon was restarted is the answer."""
+    before = Story()
+    before.join()
+    before.notice(identity="n")
+    answer = a_set(9, "emg", request_id=before.request_id)
+    story = Story(claimed=False, staged=[answer])
+    story.tell(GenerationClaimed(2, CommitRef(2, 5)))
+    story.join()
+    story.notice(identity="n")
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+# ---------------------------------------------------------------------------- by signal
+
+
+def test_a_trainer_without_hooks_gets_the_signal() -> None:
+    """Nobody is connected and a signal is configured: the next new set is the answer."""
+    story = Story(signals_trainer=True, staged=[a_set(5)])
+    story.notice()
+    assert story.all(SignalTrainer)
+    assert not story.all(AskTrainers)
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 55))
+    story.scan()
+    assert not story.verdicts, "a set from before the signal is no answer to it"
+    story.seal(9, framework="hf")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+def test_before_the_first_scan_no_old_set_answers_the_signal() -> None:
+    """After a restart in mid-evacuation, what the first scan finds was there before."""
+    story = Story(claimed=False, signals_trainer=True, staged=[a_set(5)])
+    story.notice()
+    story.tell(GenerationClaimed(2, CommitRef(2, 5)))
+    story.scan()
+    assert not story.verdicts
+    story.seal(9, framework="hf")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+@pytest.mark.fault("T10")
+def test_a_refused_signal_means_flush_what_is_there() -> None:
+    """A process that would die of the signal does not get it, and nobody waits for it."""
+    story = Story(signals_trainer=True, staged=[a_set(5)])
+    story.notice()
+    story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no handler"))
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "no handler" in story.last(Conclude).reason
+
+
+def test_a_signalled_process_that_ends_may_have_saved() -> None:
+    """Frameworks save and exit: while files still settle, there is hope."""
+    story = Story(signals_trainer=True)
+    story.notice()
+    request_id = story.last(SignalTrainer).request_id
+    story.tell(SignalledExited(request_id, 55))
+    story.tell(Scanned(story.now, (), pending=("checkpoint-9",)))
+    assert not story.verdicts
+    story.seal(9, framework="hf")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+    gone = Story(signals_trainer=True)
+    gone.notice()
+    gone.tell(SignalledExited(gone.last(SignalTrainer).request_id, 55))
+    gone.scan()
+    assert gone.verdicts == ["LOST None"]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sealed sets that wait for the store: which of them staging keeps, and what status reports of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swansongd.core.events import FlushFailed, FlushProgress, Log, Prune
+from swansongd.core.staged_sets import NEWEST, UNSENT_MAX
+from swansongd.model import CommitRef, Staged
+from swansongd.observe.report import status_report
+
+from testkit.story import MIB, Story, a_set
+
+
+def dropped_steps(story: Story) -> set[int]:
+    """Steps of the sets whose deletion was ordered."""
+    names = {name for order in story.all(Prune) for name in order.directories}
+    return {staged.id.step for staged in story.staging if staged.directory in names}
+
+
+def store_refuses(story: Story) -> None:
+    assert story.state.flight is not None
+    story.tell(FlushFailed(story.state.flight.flush_id, "503 SlowDown", void=False))
+
+
+def with_health(staged: Staged, *, is_finite: bool) -> Staged:
+    return replace(staged, health={"loss_is_finite": float(is_finite)})
+
+
+@pytest.mark.fault("O24")
+def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
+    """Of twenty sets that the store refuses, staging keeps the newest two and deletes each other one once."""
+    story = Story(newest=CommitRef(1, 5))
+    for step in range(10, 210, 10):
+        story.seal(step)
+        if story.state.flight is not None:
+            store_refuses(story)
+        story.wait(1)
+        assert len(story.state.uncommitted) <= UNSENT_MAX
+    assert [staged.id.step for staged in story.state.uncommitted] == [200, 190]
+    ordered = [name for order in story.all(Prune) for name in order.directories]
+    assert len(ordered) == len(set(ordered)) == 18
+    assert dropped_steps(story) == set(range(10, 190, 10))
+    logged = [action for action in story.all(Log) if action.event == "unsent_set_dropped"]
+    assert len(logged) == 18
+    story.wait(60)
+    story.store_all()
+    assert story.state.last_commit == CommitRef(2, 200)
+
+
+def test_the_set_in_flight_and_a_partly_stored_one_are_kept() -> None:
+    """A slow flush is not cut short by newer sets, and what the store holds of another set is not wasted."""
+    story = Story()
+    story.seal(10)
+    assert story.state.flight is not None
+    story.tell(FlushProgress(story.state.flight.flush_id, 60 * MIB, 60 * MIB))
+    store_refuses(story)
+    for step in (20, 30, 40, 50):
+        story.seal(step)
+        story.wait(60)
+    assert story.state.flight is not None
+    in_flight = story.state.flight.staged.id.step
+    assert {s.id.step for s in story.state.uncommitted} == {10, in_flight, 40, 50}
+
+
+def test_the_newest_healthy_set_is_kept() -> None:
+    """After the loss has diverged, the last healthy state stays in staging however many sets follow it."""
+    story = Story()
+    story.staging.append(with_health(a_set(10), is_finite=True))
+    story.scan()
+    store_refuses(story)
+    for step in (20, 30, 40, 50):
+        story.staging.append(with_health(a_set(step), is_finite=False))
+        story.scan()
+    assert {s.id.step for s in story.state.uncommitted} == {10, 40, 50}
+
+
+def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
+    """An older set may be all that fits before the deadline; after the verdict the rule applies again."""
+    story = Story()
+    story.seal(10)
+    store_refuses(story)
+    story.notice(in_s=30)
+    for step in (20, 30, 40):
+        story.seal(step)
+    assert not story.all(Prune)
+    assert len(story.state.uncommitted) == 4
+    story.withdraw()
+    assert len(story.state.uncommitted) <= NEWEST + 1
+
+
+def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
+    """They are the trainer's own checkpoints: staging keeps all of them."""
+    story = Story()
+    for step in (10, 20, 30, 40):
+        story.staging.append(a_set(step, framework="hf"))
+        story.scan()
+    assert not story.all(Prune)
+
+
+def test_status_shows_the_flush_and_the_pressure() -> None:
+    """The set in flight, the sets that wait with their bytes, the next attempt, and the dropped sets."""
+    story = Story()
+    story.seal(10)
+    assert story.state.flight is not None
+    story.tell(FlushProgress(story.state.flight.flush_id, 25 * MIB, 25 * MIB))
+    story.wait(16)
+    report = status_report(story.state, story.now)
+    assert report["flush"] == {
+        "step": 10, "size_bytes": 100 * MIB, "stored_bytes": 25 * MIB, "for_s": 16.0,
+    }  # fmt: skip
+    store_refuses(story)
+    for step in (20, 30, 40):
+        story.seal(step)
+    report = status_report(story.state, story.now)
+    assert report["flush"] is None
+    assert report["unsent"] == {
+        "sets": 3, "bytes": 275 * MIB, "failures": 1, "retry_in_s": 1.0,
+        "dropped": {"count": 1, "step": 20, "age_s": 0.0},
+    }  # fmt: skip

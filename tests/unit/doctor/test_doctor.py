@@ -1,0 +1,729 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judgements of ``swansong doctor``, and how its checks are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import subprocess
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+from swansong import openat
+from swansongd.config.config import parse
+from swansongd.doctor.accounts import daemon_account
+from swansongd.doctor.clock import judge_skew, skew_s
+from swansongd.doctor.configuration import judge_cloud, judge_environment, set_key
+from swansongd.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
+from swansongd.doctor.disks import dies_with_vm, mount_of
+from swansongd.doctor.findings import (
+    Check,
+    Judgement,
+    Level,
+    examine,
+    failure,
+    of_error,
+    ok,
+    skipped,
+)
+from swansongd.doctor.fixes import for_this_shell
+from swansongd.doctor.grace import grace_s, longest_grace_s
+from swansongd.doctor.host import (
+    judge_accounts,
+    judge_delay,
+    judge_paths,
+    judge_unit,
+    seconds,
+    written_directories,
+)
+from swansongd.doctor.sandbox import refused, unit_text
+from swansongd.doctor.staging import (
+    Room,
+    judge_devices,
+    judge_parents,
+    judge_space,
+    newest,
+)
+from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
+from swansongd.doctor.store_fixes import ask_by_hand, of_credentials, of_lifecycle, of_refusal
+from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.file.mounts import parsed
+from swansongd.stores.gcs.access import Forbidden
+from swansongd.stores.s3.access import CREDENTIALS_HINT
+
+GB = 10**9
+UNIT = {
+    "LoadState": "loaded",
+    "ActiveState": "active",
+    "NRestarts": "0",
+    "TimeoutStopUSec": "2min 30s",
+    "WatchdogUSec": "45s",
+    "ReadWritePaths": "/var/lib/swansong",
+}
+
+
+def config(**tables: dict[str, object]):  # noqa: ANN201
+    base = {"run": {"name": "r"}, "staging": {"path": "/s"}, "store": {"url": "s3://bucket/x"}}
+    return parse({**base, **tables})
+
+
+# ---------------------------------------------------------------- running checks
+
+
+def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None:
+    """Each gives one finding, in order, within its limit; the one after it is asked all the same."""
+    never = threading.Event()
+
+    def broken() -> Judgement:
+        raise KeyError("oops")
+
+    def hangs() -> Judgement:
+        never.wait()
+        return ok("late")
+
+    def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
+        return Check(family="f", name=name, ask=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+
+    found = list(
+        examine(
+            [check("a", broken), check("b", hangs, 0.05), check("c", lambda: ok("well"))],
+        )
+    )
+    never.set()
+    assert [finding.name for finding in found] == ["a", "b", "c"]
+    assert [finding.level for finding in found] == [Level.FAILURE, Level.FAILURE, Level.OK]
+    assert "KeyError" in found[0].found
+    assert found[1].found == "no answer within 0.05 s"
+    assert found[1].fix == "fix b"
+
+
+def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> None:
+    """One fault gives one failure, not one for each of its consequences."""
+
+    def check(name: str, judgement: Judgement, needs: str = "") -> Check:
+        return Check(family="f", name=name, ask=lambda: judgement, needs=needs)
+
+    well = ok("well")
+    found = examine(
+        [
+            check("a", failure("bad", "fix")),
+            check("b", well, "a"),
+            check("c", well, "b"),
+            check("d", well),
+            check("e", skipped("not here")),
+            check("f", well, "e"),
+        ]
+    )
+    assert [finding.level.value for finding in found] == [
+        "failure", "skipped", "skipped", "ok", "skipped", "skipped",
+    ]  # fmt: skip
+
+
+def test_the_command_in_the_words_of_an_error_fixes_it() -> None:
+    """What stands between backticks wins over the command of the check."""
+    judged = of_error(Permanent("too low; fix it with `raise it`"), "other")
+    assert (judged.found, judged.fix) == ("too low", "sudo raise it")
+    judged = of_error(Permanent("no", hint="Do that"), "other")
+    assert (judged.found, judged.fix) == ("no. Do that", "other")
+
+
+# ---------------------------------------------------------------- judgements
+
+
+@pytest.mark.fault("S25")
+def test_signing_key(tmp_path: Path) -> None:
+    """The daemon would not start with a key that others may read, or that is not there."""
+    key = tmp_path / "signing key"
+    account = daemon_account()
+    missing = judge_signing_key(key, account)
+    assert (missing.level, "cannot be used" in missing.found) == ("failure", True)
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o444)
+    public = judge_signing_key(key, account)
+    assert public.level == "failure"
+    assert public.fix.startswith(f"sudo chown {account.name}: '{key}' && sudo chmod 0400 '{key}'")
+    key.chmod(0o400)
+    os.chown(key, account.uid, account.gid)
+    assert judge_signing_key(key, account).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("configured", "detected", "emulated", "level"),
+    [
+        ("auto", "aws", False, "ok"),
+        ("auto", "none", False, "warning"),
+        ("aws", "aws", False, "ok"),
+        ("aws", "gcp", False, "failure"),
+        ("gcp", "none", False, "warning"),
+        ("gcp", "none", True, "ok"),
+        ("none", "none", False, "ok"),
+        ("none", "gcp", False, "warning"),
+    ],
+)
+def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) -> None:
+    """The cloud that is watched must be the one that the firmware names, an emulator excepted."""
+    assert judge_cloud(configured, detected, emulated=emulated, fix="m").level == level
+
+
+@pytest.mark.fault("S15", "S16")
+@pytest.mark.parametrize(
+    ("names", "level"),
+    [
+        (["PATH", "HOME"], "ok"),
+        (["https_proxy"], "warning"),
+        (["https_proxy", "NO_PROXY"], "ok"),
+        (["GCE_METADATA_HOST", "no_proxy"], "warning"),
+    ],
+)
+def test_environment(names: list[str], level: str) -> None:
+    """A proxy is a warning unless exceptions are named; another metadata service always is."""
+    assert judge_environment(names, "x").level == level
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "skew"),
+    [
+        (100.0, 100.2, 0.0),
+        (100.9, 101.5, 0.0),
+        (90.0, 91.0, -9.0),
+        (90.0, 105.0, 0.0),
+        (111.0, 111.1, 10.0),
+    ],
+)
+def test_clock_skew(asked: float, answered: float, skew: float) -> None:
+    """What the second of Date, or a slow answer, can explain is no skew."""
+    assert skew_s("Thu, 01 Jan 1970 00:01:40 GMT", asked, answered) == pytest.approx(skew)
+
+
+def test_clock_judgement() -> None:
+    """Seconds are a warning, many minutes a failure; no Date is no finding."""
+    judged = [judge_skew(s, "it").level.value for s in (4.0, -30.0, 600.0, None)]
+    assert judged == ["ok", "warning", "failure", "skipped"]
+    assert "30 s behind" in judge_skew(-30.0, "it").found
+    assert skew_s("yesterday", 0.0, 0.0) is None
+
+
+MANY = 10**9
+"""Files, more than any limit."""
+
+
+@pytest.mark.parametrize(
+    ("free", "newest", "level"),
+    [
+        (Room(10 * GB, MANY), Room(6 * GB, 9), "warning"),
+        (Room(12 * GB, MANY), Room(6 * GB, 9), "ok"),
+        (Room(5 * GB, MANY), Room(6 * GB, 9), "failure"),
+        (Room(10**6, MANY), Room(0, 0), "failure"),
+        (Room(GB // 2, MANY), Room(0, 0), "warning"),
+        (Room(2 * GB, MANY), Room(0, 0), "ok"),
+        (Room(2 * GB, 3), Room(0, 0), "failure"),
+        (Room(2 * GB, 999), Room(1, 1000), "failure"),
+        (Room(2 * GB, 1999), Room(1, 1000), "warning"),
+    ],
+)
+def test_space(free: Room, newest: Room, level: str) -> None:
+    """Two checkpoints should fit, one must: their bytes, and their number of files."""
+    judged = judge_space(Path("/s"), free, newest)
+    assert judged.level == level
+    assert bool(judged.fix) == (level != "ok")
+
+
+@pytest.mark.fault("S1", "S7")
+def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
+    """Links are not followed, and a directory of any depth is looked at."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "step-1" / "rank-00000").mkdir(parents=True)
+    (run / "step-1" / "rank-00000" / "model").write_bytes(bytes(1000))
+    outside.mkdir()
+    (outside / "large").write_bytes(bytes(10**6))
+    (run / "step-2").symlink_to(outside)
+    assert newest(run) == Room(1000, 3)
+    (run / "step-1" / "links").symlink_to(outside)
+    tmp_fd = openat.open_directory(tmp_path)
+    try:
+        fd = os.open(run / "step-1", os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=fd)
+            below = os.open("d", os.O_RDONLY, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        os.close(fd)
+        assert 1000 <= newest(run).size_bytes < 10**5
+    finally:
+        openat.remove_tree("run", dir_fd=tmp_fd)  # pytest could not
+        os.close(tmp_fd)
+
+
+def test_devices() -> None:
+    """A run directory that is a mount of its own breaks renames."""
+    levels = [judge_devices(Path("/s"), Path("/s/r"), 1, n).level.value for n in (None, 1, 2)]
+    assert levels == ["ok", "ok", "failure"]
+
+
+def test_file_system_is_that_of_the_deepest_mount() -> None:
+    """As /proc/self/mountinfo has it; a mount on top of another wins."""
+    known = parsed(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        "2 1 0:5 / /mnt rw - xfs /dev/nvme rw\n"
+        "3 1 0:6 / /mnt rw - tmpfs none rw\n"
+    )
+    assert mount_of(Path("/mnt/s"), known).kind == "tmpfs"
+    assert mount_of(Path("/mntx"), known).kind == "ext4"
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "shutdown_s", "level"),
+    [(5.0, None, "warning"), (24.0, 30.0, "ok"), (60.0, 30.0, "warning"), (60.0, None, "ok")],
+)
+def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> None:
+    """Long enough to flush, shorter than the cloud waits."""
+    assert judge_delay(delay_s, wanted_s=20.0, shutdown_s=shutdown_s).level == level
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, "ok"),
+        ({"LoadState": "not-found"}, "failure"),
+        ({"TimeoutStopUSec": "1min 30s"}, "failure"),
+        ({"TimeoutStopUSec": "infinity"}, "ok"),
+        ({"NRestarts": "7"}, "warning"),
+        ({"WatchdogUSec": "0"}, "warning"),
+    ],
+)
+def test_unit(change: dict[str, str], level: str) -> None:
+    """systemd must give the daemon its time."""
+    assert judge_unit({**UNIT, **change}, stop_s=123.0).level == level
+
+
+@pytest.mark.parametrize(
+    ("words", "staging", "is_strict", "missing", "level"),
+    [
+        (["/var/lib/swansong"], "/var/lib/swansong/staging", True, [], "ok"),
+        (["/var/lib/swansong"], "/mnt/staging", True, [], "failure"),
+        (["/var/lib/swansong"], "/mnt/staging", False, [], "ok"),
+        (["/var/lib/swansong", "-/mnt"], "/mnt/staging", True, [], "ok"),
+        (["/mnt/staging"], "/mnt/staging", True, ["/mnt/staging"], "failure"),
+    ],
+)
+def test_paths_of_the_sandbox(
+    words: list[str], staging: str, is_strict: bool, missing: list[str], level: str
+) -> None:
+    """The unit must be able to start, and to write to staging."""
+    judged = judge_paths(words, [Path(staging)], is_strict=is_strict, missing=missing)
+    assert judged.level == level
+    assert not judged.fix or staging in judged.fix
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("s3://bucket", ["/s"]),
+        ("file:///srv/a%20b", ["/s", "/srv/a b"]),
+    ],
+)
+def test_daemon_writes_to_staging_and_to_a_store_of_files(url: str, places: list[str]) -> None:
+    """The sandbox must let both be written; a bucket needs no directory."""
+    made = config(store={"url": url}, staging={"path": "/s"})
+    assert written_directories(made) == [Path(place) for place in places]
+
+
+@pytest.mark.fault("S8", "S27")
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, "ok"),
+        ({"/mnt/s": (7, 0o2750)}, "ok"),
+        ({"/mnt/s": (0, 0o2770)}, "failure"),
+        ({"/mnt/s": (0, 0o3770)}, "failure"),
+        ({"/mnt": (0, 0o777)}, "failure"),
+        ({"/mnt": (0, 0o1777)}, "ok"),
+        ({"/mnt": (1000, 0o755)}, "failure"),
+    ],
+)
+def test_nobody_else_can_replace_staging(change: dict[str, tuple[int, int]], level: str) -> None:
+    """Staging is not the group's, and the directories above it are root's."""
+    facts = {"/mnt/s": (7, 0o2750), "/mnt": (0, 0o755), "/": (0, 0o755), **change}
+    judged = judge_parents({Path(place): found for place, found in facts.items()}, 7)
+    assert judged.level == level
+
+
+def test_time_spans_of_systemd() -> None:
+    """As ``systemctl show`` prints them."""
+    spans = ["2min 30s", "45s", "500ms", "1h 1min", "1.5s", "0", "infinity", ""]
+    assert [seconds(span) for span in spans] == [150, 45, 0.5, 3660, 1.5, 0, None, None]
+
+
+def test_accounts() -> None:
+    """Everything that is missing is named at once."""
+    assert judge_accounts(user=True, group=True).level is Level.OK
+    missing = judge_accounts(user=False, group=False)
+    assert missing.found == "there is no user swansong and no group swansong-trainers"
+
+
+def test_speed_in_the_planners_words() -> None:
+    """Bandwidth times what a notice leaves, reserve excluded."""
+    assert "10 GB fit into the 20 s" in judge_speed(GB, 2.0, 20.0).found
+
+
+def test_grace_periods_of_the_clouds() -> None:
+    """What a notice leaves, and the longest that may be under way at SIGTERM."""
+    default = config()
+    assert (grace_s(default, "aws"), longest_grace_s(default, "aws")) == (120.0, 120.0)
+    assert (grace_s(default, "gcp"), longest_grace_s(default, "gcp")) == (25.0, 120.0)
+    short = config(sources={"gcp_preemption_notice_s": 0})
+    assert longest_grace_s(short, "gcp") == 25.0
+    assert longest_grace_s(default, "none") == 25.0
+
+
+def refused_by(store: dict[str, object], error: StoreError) -> str:
+    return of_refusal(config(store=store), Path("/etc/swansong/swansong.toml"), error)
+
+
+def test_each_refusal_of_a_store_has_its_command() -> None:
+    """By scheme and by kind of error."""
+    s3, gs = {"url": "s3://bucket/x"}, {"url": "gs://bucket/x"}
+    assert refused_by(s3, NotFound("")) == "aws s3 mb s3://bucket"
+    assert refused_by(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
+    assert "https://s3.amazonaws.com" in refused_by(s3, Transient(""))
+    assert refused_by(s3, Permanent("")).startswith("aws iam put-role-policy ")
+    wrong_key = Permanent("", hint=CREDENTIALS_HINT)
+    assert refused_by(s3, wrong_key).startswith("aws ec2 associate-iam-instance-profile ")
+    assert "packer/permissions/gcp-vm.yaml" in refused_by(gs, Forbidden(""))
+    assert refused_by(gs, Permanent("401")).startswith("gcloud compute instances ")
+    assert "'/srv/a b'" in refused_by({"url": "file:///srv/a%20b"}, NotFound(""))
+
+
+def test_a_store_of_its_own_gets_no_advice_for_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of aws name the endpoint and its certificates; roles of AWS and Google are not mentioned."""
+    monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
+    at, ca = "https://store:9000", "/etc/our ca.pem"
+    s3: dict[str, object] = {
+        "url": "s3://bucket/x",
+        "endpoint": at,
+        "region": "eu",
+        "ca_bundle": ca,
+    }
+    gs: dict[str, object] = {"url": "gs://bucket/x", "endpoint": at}
+    options = f"--endpoint-url {at} --region eu --ca-bundle '{ca}'"
+    assert refused_by(s3, NotFound("")) == f"aws s3 mb s3://bucket {options}"
+    assert options in of_lifecycle(config(store=s3))
+    assert ca in refused_by(s3, Transient(""))
+    for store in (s3, gs):
+        for fix in (
+            refused_by(store, Permanent("405")),
+            refused_by(store, Forbidden("403")),
+            refused_by(store, NotFound("")),
+            of_credentials(config(store=store), None),
+            of_lifecycle(config(store=store)),
+        ):
+            assert "aws iam" not in fix
+            assert "aws ec2" not in fix
+            assert not re.search(r"\bgcloud (storage|compute)", fix)
+            assert at in fix or "/etc/swansong/" in fix
+    of_aws: dict[str, object] = {
+        "url": "s3://bucket/x",
+        "endpoint": "https://b.vpce-1.s3.eu-west-1.vpce.amazonaws.com",
+    }
+    assert refused_by(of_aws, Permanent("")).startswith("aws iam ")
+
+
+def test_a_certificate_that_is_not_trusted_is_added(tmp_path: Path) -> None:
+    """The fix names the key of the configuration, whatever the store is."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[store] # ours\nurl = "s3://b/x"\n')
+    try:
+        raise Permanent("untrusted") from ssl.SSLCertVerificationError()
+    except Permanent as error:
+        fix = of_refusal(config(), path, error)
+    assert 'ca_bundle = "/PATH/OF/AUTHORITY.pem"' in fix
+
+
+def test_the_store_is_asked_by_hand_with_its_own_certificates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the daemon's connections trust: the configured file, else that of the environment."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/aws.pem")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/requests.pem")
+    asked = [
+        ask_by_hand(config(store=store))
+        for store in (
+            {"url": "s3://bucket/x"},
+            {"url": "gs://bucket/x"},
+            {"url": "s3://bucket/x", "ca_bundle": "/own.pem"},
+            {"url": "s3://bucket/x", "endpoint": "http://plain"},
+        )
+    ]
+    found = [re.findall(r"/[a-z]+\.pem", command) for command in asked]
+    assert found == [["/aws.pem"], ["/requests.pem"], ["/own.pem"], []]
+
+
+@pytest.mark.parametrize(
+    ("running", "level"),
+    [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING), (None, Level.WARNING)],
+)
+def test_running_and_installed_version(running: object, level: Level) -> None:
+    """After an upgrade the daemon needs a restart; both versions and the command are named."""
+    judgement = judge_version(running, "0.1.0+1.gabc", "restart it")
+    assert judgement.level is level
+    assert "0.1.0+1.gabc" in judgement.found
+    if level is Level.WARNING:
+        assert judgement.fix == "restart it"
+        assert str(running) in judgement.found
+
+
+# ---------------------------------------------------------------- the disk of a file:// store
+
+MOUNTS = r"""
+1 0 259:2 / / rw - ext4 /dev/nvme0n1p2 rw
+2 1 259:1 / /boot/efi rw - vfat /dev/nvme0n1p1 rw
+3 1 259:9 / /mnt/data rw - xfs /dev/nvme1n1 rw
+4 1 259:9 / /mnt/local rw - xfs /dev/nvme2n1 rw
+5 1 0:40 / /mnt/nfs rw - nfs4 server:/export rw
+6 1 0:41 / /mnt/gcs rw - fuse.gcsfuse bucket rw
+7 1 0:42 / /mnt/tmp rw - tmpfs none rw
+8 1 253:0 / /mnt/lvm rw - ext4 /dev/mapper/vg-lv rw
+9 1 0:43 / /mnt/with\040blank rw - btrfs /dev/nvme1n1 rw
+10 1 7:0 / /mnt/loop rw - ext4 /dev/loop0 rw
+""".replace("259:9 / /mnt/local", "259:10 / /mnt/local")
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Path:
+    """As /sys shows a boot disk, a disk of its own, and one that is erased when the VM ends."""
+    devices = {
+        "259:2": "nvme0n1/nvme0n1p2", "259:1": "nvme0n1/nvme0n1p1", "259:9": "nvme1n1",
+        "259:10": "nvme2n1", "253:0": "dm-0", "7:0": "loop0",
+    }  # fmt: skip
+    links = tmp_path / "dev" / "block"
+    links.mkdir(parents=True)
+    (tmp_path / "class" / "block").mkdir(parents=True)
+    for number, name in devices.items():
+        device = tmp_path / "devices" / name
+        device.mkdir(parents=True, exist_ok=True)
+        (links / number).symlink_to(device)
+        (tmp_path / "class" / "block" / device.name).symlink_to(device)
+        if "/" in name:
+            (device / "partition").write_text("1\n")
+    # LVM on a partition of the boot disk.
+    slaves = tmp_path / "devices" / "dm-0" / "slaves"
+    slaves.mkdir()
+    (slaves / "nvme0n1p2").symlink_to(tmp_path / "devices" / "nvme0n1" / "nvme0n1p2")
+    (tmp_path / "devices" / "nvme2n1" / "device").mkdir()
+    model = tmp_path / "devices" / "nvme2n1" / "device" / "model"
+    model.write_text("Amazon EC2 NVMe Instance Storage        \n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/var/lib/swansong/store", "it is on the boot disk nvme0n1"),
+        ("/mnt/lvm/store", "it is on the boot disk nvme0n1"),
+        ("/mnt/local/store", "the disk nvme2n1 is erased when the VM ends"),
+        ("/mnt/tmp/store", "it is in memory"),
+        ("/mnt/loop/store", "it is on no disk of its own"),
+        ("/mnt/data/store", ""),
+        ("/mnt/with blank/store", ""),
+        ("/mnt/nfs/store", ""),
+        ("/mnt/gcs/store", ""),
+    ],
+)
+def test_a_store_that_dies_with_the_vm(disks: Path, path: str, reason: str) -> None:
+    """Only a file server, or a disk other than the boot disk that is not erased, outlives the VM."""
+    assert dies_with_vm(Path(path), parsed(MOUNTS), disks)[0] == reason
+
+
+def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Path) -> None:
+    """The finding names the device and the way to try Swansong out all the same."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[store]\nurl = "file:///x"\n')
+
+    def judged(reason: str, *, trial: bool) -> Judgement:
+        return judge_disk(Path("/x"), reason, "ext4 on /dev/sda1", trial=trial, path=path)
+
+    failed = judged("it is on the boot disk sda", trial=False)
+    assert failed.level == "failure"
+    assert "/dev/sda1" in failed.found
+    assert "swansong doctor --trial" in failed.found
+    assert judged("it is on the boot disk sda", trial=True).level == "warning"
+    assert judged("", trial=False).level == "ok"
+
+
+# ---------------------------------------------------------------- the daemon
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "fix"),
+    [
+        ({"Result": "oom-kill", "MemoryMax": "1000"}, "want of memory", "MemoryMax=infinity"),
+        ({"LoadState": "masked"}, "masked", "unmask"),
+        (
+            {
+                "Result": "exit-code",
+                "ExecMainCode": "1",
+                "ExecMainStatus": str(FencedError.exit_code),
+            },
+            "newer",
+            "# only when",
+        ),
+        (
+            {"Result": "exit-code", "ExecMainCode": "1", "ExecMainStatus": "5"},
+            "status 5",
+            "journal",
+        ),
+        ({"Result": "watchdog", "ExecMainCode": "3", "ExecMainStatus": "6"}, "signal 6", "journal"),
+    ],
+)
+def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, fix: str) -> None:
+    """The cause, as systemd recorded it, comes with the command that ends it."""
+    judged = judge_down({"ActiveState": "failed", **facts}, Path("/s/r/.swansongd/claim.json"))
+    assert judged.level == "failure"
+    assert found in judged.found
+    assert fix in judged.fix
+
+
+def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]:
+    return {"pid": pid, "rank": rank, "connected": connected}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "refused", "level"),
+    [
+        ([], None, "skipped"),
+        ([trainer(1, 0), trainer(2, 1)], None, "ok"),
+        (
+            [trainer(1, 0)],
+            {"count": 2, "last": "rank 0 of 1 is connected already", "age_s": 3.0},
+            "warning",
+        ),
+        ([trainer(1, 0)], {"count": 2, "last": "rank 0", "age_s": 7200.0}, "ok"),
+        ([trainer(1, 0)], {"count": 0, "last": None}, "ok"),
+    ],
+)
+def test_processes_that_were_refused_for_their_rank(
+    trainers: list[dict[str, object]], refused: dict[str, object] | None, level: str
+) -> None:
+    """The daemon's reason, which names the way out, is part of the finding."""
+    judged = judge_ranks({"trainers": trainers, "trainers_refused": refused})
+    assert judged.level == level
+    assert level != "warning" or "rank 0 of 1 is connected already" in judged.found
+
+
+def test_the_daemons_own_word_of_its_store() -> None:
+    """Anything but ok is a failure; before the first answer there is no finding yet."""
+    assert judge_store(None, "m") is None
+    good = judge_store({"health": "ok", "reason": "answers", "for_s": 1.0}, "m")
+    assert good is not None
+    assert good.level == "ok"
+    bad = judge_store({"health": "degraded", "reason": "Read-only file system", "for_s": 1.0}, "m")
+    assert bad is not None
+    assert (bad.level, bad.fix) == ("failure", "m")
+    assert "Read-only file system" in bad.found
+
+
+# ---------------------------------------------------------------- the sandbox, and fixes
+
+
+def test_checks_run_in_a_twin_of_the_unit() -> None:
+    """The twin has the daemon's whole [Service] section, drop-ins included, and runs only the checks."""
+    cat = """# /etc/systemd/system/swansongd.service
+[Unit]
+Requires=other.service
+[Service]
+ExecStartPre=/bin/dangerous
+ReadWritePaths=/a \\
+  /b
+[Install]
+WantedBy=multi-user.target
+# /etc/systemd/system/swansongd.service.d/x.conf
+[Service]
+Environment=HOME=/c%d
+"""
+    lines = unit_text(cat, ["/p", 'a"b$%'], Path("/run/d")).splitlines()
+    assert lines[:4] == ["[Service]", "ExecStartPre=/bin/dangerous", "ReadWritePaths=/a \\", "  /b"]
+    assert "Environment=HOME=/c%d" in lines
+    assert "Requires=other.service" not in lines
+    assert lines.index("ExecStartPre=") > lines.index("ExecStartPre=/bin/dangerous")
+    assert 'ExecStart="/p" "a\\"b$$%%"' in lines
+    # Files of its own, in the one place that the sandbox lets it write and that systemd removes.
+    assert lines[lines.index("RuntimeDirectory=") + 1] == "RuntimeDirectory=d-scratch"
+    assert "RuntimeDirectoryPreserve=no" in lines
+    assert "Environment=TMPDIR=%t/d-scratch" in lines
+
+
+def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
+    """The twin has the daemon's limits: what kills it kills the daemon as well."""
+    killed = refused({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
+    assert killed.level == "failure"
+    assert "want of memory" in killed.found
+    assert "MemoryMax=infinity" in killed.fix
+    assert "status 226" in refused({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
+
+
+@pytest.mark.parametrize(
+    ("fix", "for_root"),
+    [
+        ("sudo true && printf x | sudo tee /f", "true && printf x | tee /f"),
+        ("aws s3 mb s3://b", "# with rights on the account: aws s3 mb s3://b"),
+        ("sudo no-such-tool x", "# no-such-tool is not on this machine: no-such-tool x"),
+        ("# a word", "# a word"),
+        ("sudoedit /f", '"${EDITOR:-vi}" /f'),
+        ("", ""),
+    ],
+)
+def test_fixes_can_be_pasted(monkeypatch: pytest.MonkeyPatch, fix: str, for_root: str) -> None:
+    """Root needs no sudo, tools that are missing make a comment, and so do those of a cloud."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    assert for_this_shell(fix) == for_root
+
+
+def test_fixes_for_people_have_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under sudo the fix is pasted into a shell that is not root's; without sudo it is only read."""
+    monkeypatch.setenv("SUDO_USER", "someone")
+    there = {"sudo", "true"}
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    assert for_this_shell("sudo true && sudo true") == "sudo true && sudo true"
+    there.remove("sudo")
+    assert for_this_shell("sudo true && sudo true") == "# as root: true && true"
+
+
+def test_a_key_of_the_configuration_is_set_only_where_one_line_has_it(tmp_path: Path) -> None:
+    """A fix that would change another line, or none, opens the editor instead."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[sources]\ncloud = "aws"\n')
+    assert set_key(path, "cloud", "auto").startswith("sudo sed -i ")
+    path.write_text('[sources]\ncloud = "aws"\n[x]\ncloud = "aws"\n')
+    assert set_key(path, "cloud", "auto").startswith("sudoedit ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[run]\nname = "r"\n[store] # ours\nurl = "s3://b"\n[log]\n',
+        '[store]\nchecksums = "trailer"\nurl = "s3://b"\n# checksums = "x"\n',
+    ],
+)
+def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
+    """Pasted, it changes the key where it stands, or adds it to its table, and nothing else."""
+    path = tmp_path / "swansong.toml"
+    path.write_text(text)
+    before = tomllib.loads(text)
+    command = set_key(path, "checksums", "header", table="store").partition(" && ")[0]
+    subprocess.run(["sh", "-c", command.removeprefix("sudo ")], check=True)
+    before["store"]["checksums"] = "header"
+    assert tomllib.loads(path.read_text()) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[store.x]\n", "[store]\nchecksums = 'trailer'\n", 'store = { url = "s3://b" }\n', ""]
+)
+def test_a_key_that_no_command_can_set_opens_the_file(tmp_path: Path, text: str) -> None:
+    """Another spelling of TOML is left to a person."""
+    path = tmp_path / "swansong.toml"
+    path.write_text(text)
+    assert set_key(path, "checksums", "header", table="store").startswith("sudoedit ")

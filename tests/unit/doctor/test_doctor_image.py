@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``swansong doctor --image`` says of units, drop-ins, staging, secrets and identity."""
+
+from __future__ import annotations
+
+import pwd
+from pathlib import Path
+
+import pytest
+from swansongd.config.config import Config, parse
+from swansongd.doctor import image
+from swansongd.doctor.findings import Level, examine
+from swansongd.doctor.host import judge_drop_in, judge_syntax
+
+HOME = pwd.getpwuid(0).pw_dir.lstrip("/")
+UNIT = "etc/systemd/system/swansongd.service"
+STAGING = "/var/lib/swansong/staging"
+
+
+def config(staging: str = STAGING) -> Config:
+    return parse(
+        {"run": {"name": "r"}, "staging": {"path": staging}, "store": {"url": "s3://bucket"}}
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An image in which all is well."""
+    for name, text in {
+        UNIT: "[Service]\nReadWritePaths=/var/lib/swansong\n",
+        "etc/machine-id": "uninitialized\n",
+        f"{HOME}/.ssh/id_ed25519.pub": "ssh-ed25519 AAAA\n",
+        f"{HOME}/.aws/config": "[default]\nregion = eu-west-1\n",
+    }.items():
+        write(tmp_path / name, text)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def levels(root: Path, staging: str = STAGING) -> dict[str, Level]:
+    return {f.name: f.level for f in examine(image.checks(config(staging), root))}
+
+
+def test_all_is_well(root: Path) -> None:
+    """Public keys, settings without a secret and an empty identity may be in an image."""
+    assert levels(root) == {"sandbox": Level.OK, "secrets": Level.OK, "identity": Level.OK}
+
+
+@pytest.mark.fault("S22")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (f"{HOME}/.aws/credentials", "[default]"),
+        (f"{HOME}/.ssh/id_ed25519", "x"),
+        (f"{HOME}/.config/gcloud/application_default_credentials.json", "{}"),
+        (f"{HOME}/.cache/huggingface/token", "x"),
+        (f"{HOME}/.netrc", "machine example.org"),
+        ("etc/swansong/aws/credentials", "[training]"),
+        ("etc/swansong/gcloud/application_default_credentials.json", "{}"),
+        ("etc/swansong/aws/config", "aws_secret_access_key = x"),
+        ("etc/swansong/key.pem", "-----BEGIN EC PRIVATE KEY-----"),
+        ("etc/swansong/swansong.toml", "# AKIAABCDEFGHIJKLMNOP"),
+        (f"{UNIT}.d/env.conf", "[Service]\nEnvironment=AWS_SECRET_ACCESS_KEY=x"),
+        ("etc/pip.conf", "index-url = https://me:secret@example.org/simple"),
+    ],
+)
+def test_a_secret_is_found(root: Path, name: str, text: str) -> None:
+    """Each kind, and the file is named, but not what is in it."""
+    write(root / name, text)
+    (found,) = (f for f in examine(image.checks(config(), root)) if f.name == "secrets")
+    assert found.level is Level.FAILURE
+    assert f"/{name}" in found.found
+    assert found.fix == f"sudo rm /{name}"
+    assert text not in found.found
+
+
+@pytest.mark.fault("G06")
+@pytest.mark.parametrize("name", ["etc/machine-id", "var/lib/dbus/machine-id"])
+def test_an_identity_is_found(root: Path, name: str) -> None:
+    """Also where D-Bus keeps it, from which systemd would take it back."""
+    write(root / name, "0123456789abcdef0123456789abcdef\n")
+    assert levels(root)["identity"] is Level.FAILURE
+
+
+@pytest.mark.parametrize(
+    ("drop_in", "level"),
+    [
+        (None, Level.FAILURE),
+        ("ReadWritePaths=/mnt/nvme/staging", Level.OK),
+        ("ReadWritePaths=-/mnt/nvme", Level.OK),
+        ("ReadWritePaths=/mnt/nvme\nReadWritePaths=", Level.FAILURE),
+        ("ReadWritePaths=/mnt/nvm", Level.FAILURE),
+    ],
+)
+def test_staging_elsewhere_needs_a_drop_in(root: Path, drop_in: str | None, level: Level) -> None:
+    """The sandbox is what the unit and its drop-ins say together; an empty line takes paths back."""
+    if drop_in is not None:
+        write(root / f"{UNIT}.d/staging.conf", f"[Service]\n{drop_in}\n")
+    assert levels(root, "/mnt/nvme/staging")["sandbox"] is level
+
+
+@pytest.mark.parametrize(
+    ("url", "level"),
+    [("file:///var/lib/swansong/store", Level.OK), ("file:///mnt/nfs", Level.FAILURE)],
+)
+def test_store_of_files_elsewhere_needs_a_drop_in(root: Path, url: str, level: Level) -> None:
+    """The sandbox must let the daemon write to the directory of the store."""
+    made = parse({"run": {"name": "r"}, "staging": {"path": STAGING}, "store": {"url": url}})
+    found = {f.name: f.level for f in examine(image.checks(made, root))}
+    assert found["sandbox"] is level
+
+
+def test_without_a_configuration_the_rest_is_looked_at(root: Path) -> None:
+    """A broken file is a failure of its own, elsewhere."""
+    assert [f.name for f in examine(image.checks(None, root))] == ["secrets", "identity"]
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("# {ours}\n[Login]\nInhibitDelayMaxSec=24s\n", Level.OK),
+        ("# {other}\nInhibitDelayMaxSec=5s\n\n# {ours}\nInhibitDelayMaxSec=24s\n", Level.OK),
+        ("# {ours}\nInhibitDelayMaxSec=24s\n\n# {other}\nInhibitDelayMaxSec=5s\n", Level.WARNING),
+        ("# {ours}\nInhibitDelayMaxSec=24s\n\n# {other}\n#InhibitDelayMaxSec=5s\n", Level.OK),
+        ("# {ours}\n[Login]\n", Level.WARNING),
+        ("", Level.WARNING),
+    ],
+)
+def test_last_drop_in_decides(text: str, level: Level) -> None:
+    """Whose line is the last; a comment does not count."""
+    ours = "/etc/systemd/logind.conf.d/zz-swansong.conf"
+    other = "/usr/lib/systemd/logind.conf.d/zzz.conf"
+    assert judge_drop_in(text.format(ours=ours, other=other)).level is level
+
+
+def verdict_of(said: str) -> Level:
+    return judge_syntax(said, units=2).level
+
+
+@pytest.mark.parametrize(
+    ("said", "judged"),
+    [
+        ("", Level.OK),
+        ("/usr/lib/systemd/system/other.service:3: Unknown key name 'X'", Level.OK),
+        ("/etc/systemd/system/swansongd.service:3: Unknown key name 'X'", Level.FAILURE),
+        ("swansongd.service: Command /opt/x is not executable", Level.FAILURE),
+    ],
+)
+def test_only_our_units_count(said: str, judged: Level) -> None:
+    """What systemd says of other people's units is no business of this check."""
+    assert verdict_of(said) is judged

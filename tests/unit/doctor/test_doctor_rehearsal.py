@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doctor's rehearsal of a checkpoint: a store that any step of one would fail on is never found in order."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from swansongd.config.config import Config, parse
+from swansongd.doctor import rehearsal
+from swansongd.doctor import store as of_store
+from swansongd.doctor.accounts import own_account
+from swansongd.doctor.findings import Finding, examine
+from swansongd.errors import Permanent
+from swansongd.stores.base import ObjectInfo, Page, Sink
+
+from testkit.memory_store import MemoryStore
+
+STEPS = ("write", "create-if-absent", "upload", "multipart upload", "commit", "read back", "delete")
+
+
+class Altered(MemoryStore):
+    """Returns the wrong bytes, or not all keys, where the key contains a given word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flipped = self.hidden = "no such key"
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        whole = self.objects[key]
+        if self.flipped in key:
+            self.objects[key] = bytes([whole[0] ^ 1]) + whole[1:]
+        super().get_range(key, offset, size_bytes, sink)
+        self.objects[key] = whole
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        page = super().page(prefix, token)
+        return Page([info for info in page.infos if self.hidden not in info.key], page.token)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return None if self.hidden in key else super().head(key)
+
+    def refuses(self, call: str, word: str) -> None:
+        """From now on this call answers that it is not known, where the key contains the word."""
+
+        def before(what: str, key: str) -> None:
+            if what == call and word in key:
+                raise Permanent(f"{call}: 405 MethodNotAllowed")
+
+        self.before = before
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Altered:
+    made = Altered()
+    monkeypatch.setattr(of_store, "open_configured", lambda *_args, **_options: made)
+    return made
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    """Of a VM whose staging and temporary directory are as empty afterwards as they were."""
+    names = ("staging", "store", "scratch")
+    for name in names:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    yield parse(
+        {
+            "run": {"name": "x" * 100},
+            "staging": {"path": str(tmp_path / "staging")},
+            "store": {"url": (tmp_path / "store").as_uri()},
+        }
+    )
+    assert [path for name in names for path in (tmp_path / name).iterdir()] == []
+
+
+def rehearsed(config: Config) -> dict[str, Finding]:
+    """The findings about the steps, by name."""
+    checks = of_store.checks(
+        config, Path("/c"), own_account(), grace_s=25.0, speed=False, trial=True
+    )
+    found = {finding.name: finding for finding in examine(checks)}
+    assert [name for name in found if name in STEPS] == list(STEPS)
+    return {name: found[name] for name in STEPS}
+
+
+def failures(findings: dict[str, Finding]) -> list[str]:
+    return [name for name, finding in findings.items() if finding.level == "failure"]
+
+
+def test_a_good_store_is_left_as_it_was(config: Config, store: Altered) -> None:
+    """Each step is ok, whatever the length of the run's name; no object and no upload stays behind."""
+    store.objects["other"] = b"kept"
+    findings = rehearsed(config)
+    assert {finding.level for finding in findings.values()} == {"ok"}
+    assert store.objects == {"other": b"kept"}
+    assert store.open == {}
+    assert {"put", "put_shard", "begin", "put_part", "complete", "list", "get"} <= {
+        what for what, _ in store.requests
+    }
+
+
+@pytest.mark.fault("O07")
+@pytest.mark.parametrize(
+    ("call", "word", "step"),
+    [
+        ("put", "/generations/", "write"),
+        ("put_shard", "/data/", "upload"),
+        ("begin", "/data/", "multipart upload"),
+        ("put_part", "/data/", "multipart upload"),
+        ("complete", "/data/", "multipart upload"),
+        ("put", "/commits/", "commit"),
+        ("get", "/commits/", "commit"),
+        ("list", "/commits/", "commit"),
+        ("get", "/data/", "read back"),
+    ],
+)
+def test_a_request_that_the_store_refuses_fails_its_step(
+    config: Config, store: Altered, call: str, word: str, step: str
+) -> None:
+    """One failure, with the store's answer and a fix; what was stored until then is deleted."""
+    store.refuses(call, word)
+    findings = rehearsed(config)
+    assert failures(findings) == [step]
+    assert "405 MethodNotAllowed" in findings[step].found
+    assert findings[step].fix
+    assert store.objects == {}
+    assert store.open == {}
+
+
+def flip_large(store: Altered) -> None:
+    store.flipped = "shard.bin"
+
+
+def hide_commits(store: Altered) -> None:
+    store.hidden = "/commits/"
+
+
+def hide_large(store: Altered) -> None:
+    store.hidden = "shard.bin"
+
+
+def forget_conditions(store: Altered) -> None:
+    put = store.put
+    store.put = lambda key, data, if_absent=False: put(key, data)  # type: ignore[method-assign]
+
+
+@pytest.mark.fault("O14", "O15", "G08", "G10")
+@pytest.mark.parametrize(
+    ("lie", "step"),
+    [
+        (flip_large, "read back"),
+        (hide_commits, "commit"),
+        (hide_large, "read back"),
+        (forget_conditions, "create-if-absent"),
+    ],
+)
+def test_a_store_that_lies_is_found_out(
+    config: Config, store: Altered, lie: Callable[[Altered], None], step: str
+) -> None:
+    """It accepts all that is sent, and returns other bytes, lists less, or ignores create-if-absent."""
+    lie(store)
+    assert failures(rehearsed(config)) == [step]
+
+
+@pytest.mark.fault("O02")
+def test_a_store_that_hangs_is_left_in_time(
+    config: Config, store: Altered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that never ends costs its step; the bucket is cleaned up all the same."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(rehearsal, "FLUSH_S", 0.2)
+    store.before = lambda what, _key: what == "put_part" and goes_on.wait()
+    try:
+        findings = rehearsed(config)
+    finally:
+        goes_on.set()
+    assert failures(findings) == ["multipart upload"]
+    assert "in 0.2 s" in findings["multipart upload"].found
+    assert store.objects == {}
+    assert store.open == {}
+
+
+@pytest.mark.fault("S21")
+def test_without_the_right_to_delete_the_bucket_does_not_grow(
+    config: Config, store: Altered
+) -> None:
+    """What stays is named; only the first doctor leaves a shard of two parts, and all send one."""
+    store.refuses("delete", "")
+    left_bytes, sent = 0, 0
+    for limit_bytes in (100_000, 10_000, 10_000):
+        findings = rehearsed(config)
+        assert failures(findings) == []
+        now_bytes = sum(map(len, store.objects.values()))
+        assert 0 < now_bytes - left_bytes < limit_bytes
+        assert f"with {now_bytes - left_bytes} bytes stay below" in findings["delete"].found
+        assert store.count("put_part") == sent + 2
+        assert store.open == {}
+        left_bytes, sent = now_bytes, store.count("put_part")

@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is stored is not sent again: after another set, after a restart, and under another set's name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from swansongd.core.events import Flushed, FlushFailed, FlushProgress
+from swansongd.errors import Exists, Permanent, Transient
+from swansongd.flush.body import FileBody
+
+from testkit.flush_rig import PART, SET, Flush, found_set, staged_set
+from testkit.waiting import until
+
+PARTIAL = f"{SET}.partial"
+
+
+@pytest.fixture
+def flush(tmp_path: Path) -> Iterator[Flush]:
+    made = Flush(tmp_path)
+    yield made
+    until(lambda: not made.open_files(), what="every staged file to be closed")
+    assert not made.store.overwritten, "no key is written twice with different bytes"
+
+
+def noise(size_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
+
+
+def files() -> dict[str, bytes]:
+    """A large one, some of two parts, some small ones: 47 requests for parts and shards."""
+    made = {"large": noise(30 * PART + 7)}
+    made |= {f"two-{number}": noise(2 * PART - number, number) for number in range(4)}
+    return made | {f"small-{number}": noise(100 + number) for number in range(8)}
+
+
+def stop_at(
+    flush: Flush, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
+) -> threading.Event:
+    """From the request of that number on, every one waits for the event, and then fails."""
+    held = threading.Event()
+    numbers = itertools.count(1)
+
+    def before(kind: str, key: str) -> None:
+        if kind in what and next(numbers) >= request:
+            assert held.wait(20)
+            raise Transient("let go")
+
+    flush.store.before = before
+    return held
+
+
+# ---------------------------------------------------------------------- in one life
+
+
+def test_a_set_that_comes_back_goes_on_where_it_was(flush: Flush) -> None:
+    """Another set in between costs nothing: no byte is sent twice, no upload is begun twice."""
+    first = staged_set(flush.run_directory, files())
+    other = staged_set(flush.run_directory, {"o": noise(5 * PART)}, step=6, directory="step-6.abc")
+    held = stop_at(flush, 20)
+    flush.engine.start("first", first, 1)
+    until(lambda: len([r for r in flush.store.requests if r[0] in ("put_part", "put_shard")]) >= 22)
+    flush.engine.start("other", other, 1)
+    held.set()
+    flush.store.before = lambda *_: None
+    done = flush.outcome()
+    assert isinstance(done, Flushed)
+    assert done.flush_id == "other"
+    flush.flushed(first)
+    assert flush.store.bytes_sent == first.size_bytes + other.size_bytes
+    assert flush.store.count("begin") == 6
+    assert flush.store.count("parts") == 0, "the memory of one life needs no confirmation"
+
+
+@pytest.mark.parametrize("times", [3, 40])
+def test_cancelled_again_and_again_it_arrives_whole(flush: Flush, times: int) -> None:
+    """However often a flush is cut off, in whatever moment, the set comes through, every part once."""
+    staged = staged_set(flush.run_directory, files())
+    total = len(flush.store.requests)
+    for number in range(times):
+        flush.engine.start(f"f{number}", staged, 1)
+        until(lambda total=total: len(flush.store.requests) > total or not flush.events.empty())
+        flush.engine.cancel(f"f{number}")
+        total = len(flush.store.requests)
+        while not flush.events.empty():
+            flush.events.get()
+    flush.flushed(staged)
+
+
+@pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
+def test_after_a_failure_only_the_rest_is_sent(flush: Flush, error: Exception) -> None:
+    """What was stored before the store failed counts, and progress says so from the beginning."""
+    staged = staged_set(flush.run_directory, files())
+    numbers = itertools.count(1)
+
+    def before(kind: str, key: str) -> None:
+        if kind == "put_part" and next(numbers) == 25:
+            raise error
+
+    flush.store.before = before
+    flush.engine.start("f", staged, 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert not failed.void
+    flush.store.before = lambda *_: None
+    until(lambda: flush.engine._idle == 3, what="the workers to let go")
+    sent = flush.store.bytes_sent
+    assert sent > 20 * PART
+    flush.engine.start("g", staged, 1)
+    progress = flush.events.get(timeout=20)
+    assert progress == FlushProgress("g", sent, 0)
+    done = flush.outcome()
+    assert isinstance(done, Flushed)
+    flush.expect_whole(staged, done)
+    assert flush.store.bytes_sent == staged.size_bytes
+
+
+def test_shards_of_an_unsealed_set_are_not_sent_again(flush: Flush) -> None:
+    """Files go out while others are still written; under the sealed name only the rest, markers last."""
+    early = {"a": noise(20 * PART), "b": b"b", ".metadata": b"early"}
+    staged = staged_set(flush.run_directory, early, (".metadata",), directory=PARTIAL)
+    flush.engine.start("early", staged, 1, is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 20 * PART + 1)
+    until(lambda: flush.engine._idle == 3, what="nothing else to be begun")
+    assert not [key for key in flush.store.objects if key.endswith(".metadata")]
+    staged = staged_set(flush.run_directory, {"c": noise(7 * PART, 1)}, directory=PARTIAL)
+    flush.engine.start("more", staged, 1, is_sealed=False)
+    until(lambda: flush.store.bytes_sent >= 27 * PART)
+    os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
+    staged = found_set(flush.run_directory, (".metadata",))
+    flush.flushed(staged)
+    events = [event for event in flush.events.queue if not isinstance(event, FlushProgress)]
+    assert not events
+    assert flush.store.bytes_sent == staged.size_bytes
+
+
+def test_sealing_in_mid_flight_interrupts_nothing(flush: Flush) -> None:
+    """The directory gets its sealed name under requests that are under way: they count, and no more fail."""
+    staged = staged_set(flush.run_directory, {"a": noise(9 * PART)}, directory=PARTIAL)
+    held = threading.Event()
+    flush.store.before = lambda what, _: what == "put_part" and held.wait(20)
+    flush.engine.start("early", staged, 1, is_sealed=False)
+    until(lambda: flush.store.count("put_part") == 3)
+    os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
+    sealed = found_set(flush.run_directory)
+    flush.engine.start("sealed", sealed, 1)
+    held.set()
+    done = flush.outcome()
+    assert isinstance(done, Flushed), done
+    flush.expect_whole(sealed, done)
+    assert flush.store.count("begin") == 1
+    assert flush.store.bytes_sent == sealed.size_bytes
+
+
+def test_an_unsealed_file_that_vanishes_voids_nothing(flush: Flush) -> None:
+    """What is being written may change: nothing is said, and the sealed set is another matter."""
+    staged = staged_set(flush.run_directory, {"a": noise(3 * PART), "b": b"b"}, directory=PARTIAL)
+    (flush.run_directory / PARTIAL / "a").unlink()
+    flush.engine.start("early", staged, 1, is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 1)
+    until(lambda: flush.engine._idle == 3, what="the workers to let it be")
+    staged = staged_set(flush.run_directory, {"a": noise(4 * PART), "b": b"b"})
+    flush.flushed(staged)
+    assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
+
+
+@pytest.mark.fault("D09")
+def test_a_file_that_is_another_one_gets_another_key(flush: Flush) -> None:
+    """Same path, other bytes: the old key keeps what it has, and the new bytes go to a new one."""
+    old = staged_set(flush.run_directory, {"a": noise(1500), "b": b"same"}, directory=PARTIAL)
+    flush.engine.start("early", old, 1, is_sealed=False)
+    until(lambda: len(flush.store.objects) == 2)
+    (flush.run_directory / PARTIAL / "a").unlink()
+    staged_set(flush.run_directory, {"a": noise(1500, 1)}, directory=PARTIAL)
+    os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
+    done = flush.flushed(found_set(flush.run_directory))
+    assert len(flush.store.objects) == 3
+    assert flush.store.bytes_sent == 1500 + 1500 + 4
+    assert len(done.shards) == 2
+
+
+def test_a_store_that_forgets_an_upload_gets_the_shard_anew(flush: Flush) -> None:
+    """The upload is gone in the middle: the shard goes under a new key, the others are not touched."""
+    staged = staged_set(flush.run_directory, {"a": noise(20 * PART), "b": noise(5 * PART)})
+    forgotten: list[str] = []
+
+    def after(what: str, key: str) -> None:
+        is_late = flush.store.count("put_part") > 10
+        if what == "put_part" and key.endswith("/a") and is_late and not forgotten:
+            forgotten.append(key)
+            flush.store.open = {
+                upload_id: known
+                for upload_id, known in flush.store.open.items()
+                if known.upload.key != key
+            }
+
+    flush.store.after = after
+    done = flush.flushed(staged)
+    assert forgotten
+    assert forgotten[0] not in [shard.key for shard in done.shards]
+    assert flush.store.bytes_sent <= staged.size_bytes + 20 * PART
+
+
+def test_a_store_that_always_forgets_fails_the_flush(flush: Flush) -> None:
+    """There is an end to beginning anew."""
+    flush.store.after = lambda what, _: what == "begin" and flush.store.open.clear()
+    flush.engine.start("f", staged_set(flush.run_directory, {"a": noise(3 * PART)}), 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert not failed.void
+    assert flush.store.count("begin") == 4
+
+
+@pytest.mark.fault("O09", "O13")
+def test_a_key_that_holds_other_bytes_is_spent(flush: Flush) -> None:
+    """The store took other bytes than were sent, and replaces nothing: the shard goes under another key."""
+    staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
+    spent: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        if what == "put_shard" and len(spent) < 3 and key.endswith("a"):
+            spent.append(key)
+            raise Exists(key)
+
+    flush.store.before = before
+    done = flush.flushed(staged)
+    assert len(set(spent)) == 3
+    assert not {shard.key for shard in done.shards} & set(spent)
+
+
+def test_keys_that_are_always_taken_fail_the_flush(flush: Flush) -> None:
+    """There is an end to that as well, and the set stays good."""
+
+    def before(what: str, key: str) -> None:
+        if what == "put_shard":
+            raise Exists(key)
+
+    staged = staged_set(flush.run_directory, {"a": noise(10)})
+    flush.store.before = before
+    flush.engine.start("f", staged, 1)
+    failed = flush.outcome()
+    assert isinstance(failed, FlushFailed)
+    assert not failed.void
+    assert flush.store.count("put_shard") == 4
+
+
+@pytest.mark.fault("O11")
+def test_a_completion_whose_answer_was_lost_is_found_to_be_done(flush: Flush) -> None:
+    """It failed, as far as anybody heard; the next flush finds the object, and sends nothing."""
+    staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
+
+    def after(what: str, key: str) -> None:
+        if what == "complete":
+            raise Transient("lost")
+
+    flush.store.after = after
+    flush.engine.start("f", staged, 1)
+    assert isinstance(flush.outcome(), FlushFailed)
+    flush.store.after = lambda *_: None
+    flush.flushed(staged)
+    assert flush.store.bytes_sent == staged.size_bytes
+
+
+# ---------------------------------------------------------------------- in another life
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_stopped_at_any_request_the_next_life_goes_on(tmp_path: Path, when: str) -> None:
+    """For each request: the daemon ends there, and the next one sends only what was not stored."""
+    requests = 1
+    while stopped_at(tmp_path / str(requests), requests, when):
+        requests += 1
+    assert requests > 12
+
+
+def stopped_at(directory: Path, request: int, when: str) -> bool:
+    """False when there was no such request."""
+    directory.mkdir()
+    flush = Flush(directory, connections=1)
+    content = {"a": noise(4 * PART + 1), "b": b"b", "c": noise(3 * PART)}
+    staged = staged_set(flush.run_directory, content)
+    numbers = itertools.count(1)
+    dead = threading.Event()
+
+    def die(what: str, key: str) -> None:
+        if next(numbers) >= request:
+            dead.set()
+            threading.Event().wait()  # this life never hears of the world again
+
+    setattr(flush.store, when, die)
+    flush.engine.start("f", staged, 1)
+    until(lambda: dead.is_set() or any(isinstance(e, Flushed) for e in flush.events.queue))
+    if not dead.is_set():
+        return False
+    setattr(flush.store, when, lambda *_: None)
+    flush.start_daemon()
+    flush.flushed(staged, generation=2)
+    # One request at most was acknowledged by nobody.
+    assert flush.store.bytes_sent <= staged.size_bytes + PART
+    return True
+
+
+def lives_on(flush: Flush) -> None:
+    """Cut off in the middle, and started anew."""
+    staged = staged_set(flush.run_directory, files())
+    held = stop_at(flush, 30)
+    flush.engine.start("f", staged, 1)
+    until(lambda: len([r for r in flush.store.requests if r[0] in ("put_part", "put_shard")]) >= 32)
+    held.set()
+    assert isinstance(flush.outcome(), FlushFailed)
+    flush.store.before = lambda *_: None
+    until(lambda: flush.engine._idle == 3, what="the workers to let go")
+    flush.start_daemon()
+
+
+def test_a_new_generation_references_what_the_old_one_stored(flush: Flush) -> None:
+    """A reboot that keeps the disk: the uploads go on under the keys that they began with."""
+    lives_on(flush)
+    done = flush.flushed(found_set(flush.run_directory), generation=2)
+    assert {shard.key.split("/")[2] for shard in done.shards} == {"00000001", "00000002"}
+    assert flush.store.bytes_sent == found_set(flush.run_directory).size_bytes
+
+
+def test_parts_that_the_store_has_otherwise_are_sent_again(flush: Flush) -> None:
+    """Etag or checksum differ, or a part is not there: only those are sent, and the object is right."""
+    lives_on(flush)
+    (open_,) = [o for o in flush.store.open.values() if o.upload.key.endswith("large")]
+    numbers = sorted(open_.parts)
+    assert len(numbers) > 3
+    one, two, three = numbers[:3]
+    receipt, data = open_.parts[one]
+    open_.parts[one] = replace(receipt, etag="another"), data
+    receipt, data = open_.parts[two]
+    open_.parts[two] = replace(receipt, crc32c=receipt.crc32c ^ 1), data
+    del open_.parts[three]
+    before = flush.store.bytes_sent
+    staged = found_set(flush.run_directory)
+    flush.flushed(staged)
+    assert flush.store.bytes_sent == staged.size_bytes + 3 * PART
+    assert flush.store.bytes_sent > before
+
+
+@pytest.mark.fault("H01")
+def test_a_store_that_lists_no_parts_gets_the_shard_again(flush: Flush) -> None:
+    """The store, or the role, refuses ListParts: unfinished shards are sent again, under new keys."""
+    lives_on(flush)
+    first_keys = {upload.upload.key for upload in flush.store.open.values()}
+
+    def before(what: str, key: str) -> None:
+        if what == "parts":
+            raise Permanent("405 MethodNotAllowed")
+
+    flush.store.before = before
+    done = flush.flushed(found_set(flush.run_directory), generation=2)
+    assert first_keys
+    assert not {shard.key for shard in done.shards} & first_keys
+
+
+def test_a_store_that_refuses_everything_costs_no_upload(flush: Flush) -> None:
+    """A refusal that is not about ListParts alone, such as of credentials: the parts are not sent again."""
+    lives_on(flush)
+
+    def before(what: str, key: str) -> None:
+        if what in ("parts", "head"):
+            raise Permanent("403 InvalidAccessKeyId")
+
+    flush.store.before = before
+    staged = found_set(flush.run_directory)
+    flush.engine.start("f", staged, 2)
+    assert isinstance(flush.outcome(), FlushFailed)
+    flush.store.before = lambda *_: None
+    flush.flushed(staged, generation=2)
+    assert flush.store.bytes_sent == staged.size_bytes
+
+
+def test_a_store_that_forgot_everything_gets_everything(flush: Flush) -> None:
+    """Neither uploads nor objects are there any more: all of it goes under new keys."""
+    lives_on(flush)
+    flush.store.open.clear()
+    flush.store.objects.clear()
+    sent = flush.store.bytes_sent
+    staged = found_set(flush.run_directory)
+    flush.flushed(staged)
+    assert flush.store.bytes_sent == sent + staged.size_bytes
+
+
+def test_a_file_that_changed_meanwhile_is_sent_whole(flush: Flush) -> None:
+    """The journal's word holds for one inode, size and time of change."""
+    lives_on(flush)
+    path = flush.run_directory / SET / "large"
+    content = noise(30 * PART + 7, 99)
+    path.unlink()
+    path.write_bytes(content)
+    flush.flushed(found_set(flush.run_directory))
+
+
+@pytest.mark.fault("D02")
+def test_a_journal_that_cannot_be_written_costs_only_the_restart(
+    flush: Flush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for the daemon's own state; the flush goes on from memory."""
+    monkeypatch.setattr("swansong.openat.write_all", no_space)
+    flush.flushed(staged_set(flush.run_directory, files()))
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+# ---------------------------------------------------------------------- the same bytes
+
+
+class Tuned:
+    """A LoRA-like run: frozen weights that never change, adapters that always do."""
+
+    def __init__(self, flush: Flush, *, frozen_bytes: int, adapter_bytes: int) -> None:
+        self.flush = flush
+        self.frozen = noise(frozen_bytes)
+        self.adapter_bytes = adapter_bytes
+
+    def step(self, step: int) -> Flushed:
+        """Save, flush and commit."""
+        staged = staged_set(
+            self.flush.run_directory,
+            {"model.bin": self.frozen, "adapter.bin": noise(self.adapter_bytes, step)},
+            step=step,
+            directory=f"step-{step}.abc",
+        )
+        done = self.flush.flushed(staged)
+        self.flush.journal.committed(str(staged.id), done.shards)
+        return done
+
+
+def test_frozen_weights_are_sent_once(flush: Flush) -> None:
+    """Frozen weights and changing adapters: five commits cost the weights once, restarts included."""
+    run = Tuned(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
+    assert run.step(1).bytes_referenced == 0
+    for step in range(2, 6):
+        done = run.step(step)
+        assert done.bytes_referenced == 200 * PART
+        if step == 3:
+            flush.start_daemon()
+    assert flush.store.bytes_sent == 200 * PART + 5 * 2 * PART
+    assert flush.store.count("head") == 4, "the object is looked at once for each reference"
+
+
+def test_what_differs_costs_one_part_of_hashing(
+    flush: Flush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that changes everywhere is told from the old one by its first part."""
+    run = Tuned(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
+    run.step(1)
+    hashed: list[int] = []
+    read_all = FileBody.read_all
+    monkeypatch.setattr(
+        FileBody, "read_all", lambda body: (hashed.append(body.size_bytes), read_all(body))[1]
+    )
+    run.step(2)
+    assert sorted(hashed) == [PART, PART], "one of the adapters, and the whole of the weights"
+
+
+def test_one_bit_is_a_difference(flush: Flush) -> None:
+    """The same size and the same first part: the file is read on, and what differs is sent."""
+    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+    run.step(1)
+    frozen = bytearray(run.frozen)
+    frozen[-1] ^= 1
+    run.frozen = bytes(frozen)
+    assert run.step(2).bytes_referenced == 0
+
+
+def test_what_is_gone_from_the_store_is_not_referenced(flush: Flush) -> None:
+    """Somebody deleted the shard: it is sent."""
+    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+    done = run.step(1)
+    del flush.store.objects[next(s.key for s in done.shards if s.path == "model.bin")]
+    assert run.step(2).bytes_referenced == 0
+
+
+def test_what_was_never_committed_is_not_referenced(flush: Flush) -> None:
+    """Only what a manifest names is sure to stay."""
+    for step in (1, 2):
+        staged = staged_set(
+            flush.run_directory, {"a": noise(3 * PART)}, step=step, directory=f"step-{step}.abc"
+        )
+        assert flush.flushed(staged).bytes_referenced == 0
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_a_fresh_vm_knows_the_newest_commit(tmp_path: Path, is_urgent: bool) -> None:
+    """Of another VM's shards only the digest of the whole is known: they are compared when there is time."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    old = Flush(tmp_path / "old")
+    done = Tuned(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
+    new = Flush(tmp_path / "new")
+    new.store = old.store
+    new.start_daemon()
+    new.is_urgent = is_urgent
+    new.journal.seed(done.shards)
+    referenced = Tuned(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
+    assert referenced == (0 if is_urgent else 20 * PART)
+
+
+def test_an_upload_of_a_shard_is_what_the_journal_holds(flush: Flush) -> None:
+    """The sweeper must not abort it: the journal knows it until the set is committed."""
+    lives_on(flush)
+    assert flush.store.open
+    for upload_id in flush.store.open:
+        assert flush.journal.holds_upload(upload_id)
+    assert not flush.journal.holds_upload("another")
+    staged = found_set(flush.run_directory)
+    done = flush.flushed(staged)
+    flush.journal.committed(str(staged.id), done.shards)

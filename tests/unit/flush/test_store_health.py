@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health of the store: what attempts and operations make of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from swansongd.core.events import Event, SourceChanged
+from swansongd.errors import Permanent, Transient
+from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
+from swansongd.model import Health
+from swansongd.observe.health import HealthTracker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Watched:
+    """A StoreHealth, and what it reports."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.events: list[Event] = []
+        tracker = HealthTracker(
+            "store", blind_after_s=60, monotonic=self.clock, post=self.events.append
+        )
+        self.health = StoreHealth(tracker, monotonic=self.clock)
+
+    def attempt(self, took_s: float, error: str = "") -> None:
+        began_mono_s = self.clock.now_s
+        self.clock.now_s += took_s
+        self.health.attempted(began_mono_s, Transient(error) if error else None)
+
+    @property
+    def now(self) -> tuple[Health, str] | None:
+        last = self.events[-1] if self.events else None
+        return (last.status.health, last.status.reason) if isinstance(last, SourceChanged) else None
+
+
+@pytest.mark.fault("O02")
+def test_a_store_that_answers_nothing_is_degraded_after_the_first_attempt() -> None:
+    """An attempt that timed out after 8 s has shown enough; nobody waits for the end of its retries."""
+    watched = Watched()
+    watched.attempt(0.1)
+    watched.attempt(8.0, "timed out")
+    assert watched.now == (Health.DEGRADED, "timed out")
+    watched.attempt(0.1)
+    assert watched.now == (Health.OK, "answers")
+
+
+def test_attempts_that_fail_at_once_count_from_the_first_one() -> None:
+    """Refused connections are degraded once they have lasted two seconds, under the first reason."""
+    watched = Watched()
+    watched.attempt(0.1)
+    for number in range(10):
+        watched.attempt(0.3, f"part {number}: connection refused")
+    assert watched.clock.now_s - 1000 > FAILING_AFTER_S
+    assert watched.now == (Health.DEGRADED, "part 0: connection refused")
+    assert len(watched.events) == 2, "each further attempt is no news"
+
+
+def test_a_store_that_throttles_now_and_then_is_healthy() -> None:
+    """While other attempts succeed, single failures change nothing, however many there are."""
+    watched = Watched()
+    for _ in range(50):
+        watched.attempt(0.1)
+        watched.attempt(1.0, "SlowDown")
+    assert len(watched.events) == 1
+
+
+def test_a_refusal_says_nothing_of_health() -> None:
+    """A store that refuses its very first request is not healthy for an instant: the operation reports it."""
+    watched = Watched()
+    watched.health.attempted(watched.clock.now_s, Permanent("404 NoSuchBucket"))
+    assert watched.now is None
+    watched.health.failed("claim", "404 NoSuchBucket")
+    assert watched.now == (Health.DEGRADED, "404 NoSuchBucket")
+    assert len(watched.events) == 1
+
+
+def test_an_operation_that_was_given_up_is_not_healed_by_other_answers() -> None:
+    """A store that refuses the flush still answers listings; only a flush that succeeds clears the error."""
+    watched = Watched()
+    watched.health.failed("flush", "403 AccessDenied")
+    watched.attempt(0.1)
+    watched.health.ok("commit")
+    assert watched.now == (Health.DEGRADED, "403 AccessDenied")
+    watched.health.ok("flush")
+    assert watched.now == (Health.OK, "answers")
+
+
+def test_many_threads_report_without_losing_the_last_word() -> None:
+    """Thirty threads that fail and recover leave the store healthy when all of them have recovered."""
+    watched = Watched()
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            watched.health.failed(f"operation {number}", "refused")
+            watched.health.attempted(watched.clock.now_s, Transient("x"))
+            watched.health.ok(f"operation {number}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert watched.now == (Health.OK, "answers")

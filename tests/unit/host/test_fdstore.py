@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into systemd's file descriptor store comes back at the next start of the daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from swansongd.host import fdstore
+from swansongd.host.fdstore import FdStore
+from swansongd.host.sdnotify import SystemdNotifier
+
+from testkit.story import a_notice
+
+
+class Systemd:
+    """The other end of NOTIFY_SOCKET, with a store as systemd has one."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+        self.notifier = SystemdNotifier({"NOTIFY_SOCKET": str(path)})
+        self.store: dict[str, int] = {}
+
+    def listen(self) -> dict[str, int]:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            except BlockingIOError:
+                return self.store
+            facts = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "FDSTORE" in facts:
+                (self.store[facts["FDNAME"]],) = fds
+            elif "FDSTOREREMOVE" in facts and facts["FDNAME"] in self.store:
+                os.close(self.store.pop(facts["FDNAME"]))
+
+    def close(self) -> None:
+        for fd in self.listen().values():
+            os.close(fd)
+        self.notifier._socket.close()
+        self._socket.close()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[Systemd]:
+    made = Systemd(tmp_path / "notify")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
+    """The next start of the daemon: what systemd holds is handed over, from a number on that is free."""
+
+    def start() -> FdStore:
+        store = systemd.listen()
+        # systemd begins at 3; in this process that is somebody else's, so behind all that are in use.
+        first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
+        monkeypatch.setattr(fdstore, "_FIRST_FD", first)
+        for fd, held in enumerate(store.values(), first):
+            os.dup2(held, fd)
+        return FdStore(
+            systemd.notifier,
+            {
+                "LISTEN_PID": str(os.getpid()),
+                "LISTEN_FDS": str(len(store)),
+                "LISTEN_FDNAMES": ":".join(store),
+            },
+        )
+
+    return start
+
+
+def test_a_start_takes_the_lock_out_of_the_store(
+    systemd: Systemd, start_anew: Callable[[], FdStore]
+) -> None:
+    """The newest lock comes back, and from then on only the process holds it, whatever fails next."""
+    (read_old, old), (read_new, new) = os.pipe(), os.pipe()
+    first = FdStore(systemd.notifier, {})
+    assert first.lock_fd() is None
+    first.keep_lock(old)
+    first.keep_lock(new)
+    systemd.listen()
+    os.close(old)
+    os.close(new)
+    assert os.read(read_old, 1) == b""  # no descriptor is left
+
+    second = start_anew()
+    assert fdstore.LOCK not in systemd.listen()  # before the new daemon has asked for the lock
+    taken = second.lock_fd()
+    assert taken is not None
+    assert os.fstat(taken).st_ino == os.fstat(read_new).st_ino
+    assert not os.get_inheritable(taken)
+    os.close(taken)
+    assert os.read(read_new, 1) == b""
+    os.close(read_old)
+    os.close(read_new)
+
+
+def test_live_notices_come_back_with_their_deadlines(
+    systemd: Systemd, start_anew: Callable[[], FdStore]
+) -> None:
+    """The same instants on the same clock; those that have run out since do not."""
+    early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
+    first = FdStore(systemd.notifier, {})
+    first.keep_notices([early, late])
+    second = start_anew()
+    assert second.notices(now_mono_s=10.0) == [early, late]
+    assert second.notices(now_mono_s=60.0) == [late]
+    second.keep_notices([late])
+    third = start_anew()
+    assert third.notices(now_mono_s=10.0) == [late]
+    third.keep_notices([late])
+    third.keep_notices([])
+    assert start_anew().notices(now_mono_s=10.0) == []
+
+
+def as_kept(**changes: object) -> bytes:
+    facts = {**asdict(a_notice(deadline_mono_s=50.0)), **changes}
+    return json.dumps({"boot_id": "", "notices": [facts]}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[{",
+        b'[{"source": 1}]',
+        b"7",
+        b'{"boot_id": "", "notices": [7]}',
+        as_kept().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
+        as_kept(evacuation_id="../x y"),
+        as_kept(is_overdue=1),
+        as_kept(later_mono_s="soon"),
+        as_kept(repeats=["x"] * 1000),
+        b"[" * 60_000,
+        as_kept(deadline_mono_s=float("nan")),
+        as_kept(deadline_mono_s=10**400),
+        as_kept(deadline_mono_s="soon"),
+        as_kept(severity=17),
+        as_kept(source=["aws.spot"]),
+        as_kept(detail="x" * 5000),
+        as_kept()[:-2] + (b", " + as_kept()[28:-2]) * 64 + b"]}",
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_what_cannot_be_read_is_no_notice(
+    systemd: Systemd, start_anew: Callable[[], FdStore], content: bytes
+) -> None:
+    """Cut off in the middle, or of another version: the sources will tell again."""
+    fd = os.memfd_create("x")
+    os.write(fd, content)
+    systemd.notifier.keep(fdstore.NOTICES, fd)
+    os.close(fd)
+    assert start_anew().notices(now_mono_s=0.0) == []
+
+
+@pytest.mark.parametrize("count", ["", "-1", "many", "99"])
+def test_a_number_of_descriptors_that_is_wrong_keeps_nobody_from_starting(
+    systemd: Systemd, count: str
+) -> None:
+    """Nothing is taken over then."""
+    facts = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": "a:b"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fdstore, "_FIRST_FD", 1_000_000)  # not open
+        assert FdStore(systemd.notifier, facts).lock_fd() is None
+
+
+def test_the_listener_comes_back_only_at_its_path(
+    systemd: Systemd, start_anew: Callable[[], FdStore], tmp_path: Path
+) -> None:
+    """A connection made in between waits in it; at another path, or none, it is let go."""
+    path = tmp_path / "trainer.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        FdStore(systemd.notifier, {}).keep_listener(listener.fileno())
+        systemd.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(path))
+        fd = start_anew().listener_fd(path)
+        assert fd is not None
+        with socket.socket(fileno=fd) as adopted:
+            adopted.accept()[0].close()
+
+    assert start_anew().listener_fd(tmp_path / "other.sock") is None
+    assert fdstore.LISTENER not in systemd.listen()
+
+
+def test_what_was_handed_to_another_process_is_not_ours(systemd: Systemd) -> None:
+    """LISTEN_PID names whom it was meant for."""
+    others = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": fdstore.LOCK}
+    assert FdStore(systemd.notifier, others).lock_fd() is None

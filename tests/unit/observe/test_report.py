@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``swansong status`` is told, in each phase of a story."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from swansongd.core.events import (
+    FlushProgress,
+    GenerationClaimed,
+    NewestDated,
+    SourceChanged,
+    TrainerFailed,
+)
+from swansongd.model import CommitRef, Health, Severity, SourceStatus
+from swansongd.observe.report import STORE_HEALTH, status_line, status_report
+
+from testkit.story import MIB, Story
+
+
+def shown(story: Story) -> dict[str, Any]:
+    """The report, as it comes out of JSON."""
+    report = status_report(story.state, story.now)
+    told: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
+    assert told == report, "plain JSON values"
+    return told
+
+
+def test_before_anything_is_known() -> None:
+    """Unknown is null and not zero."""
+    report = shown(Story(claimed=False))
+    assert (report["generation"], report["state"], report["verdict"]) == (None, "IDLE", None)
+    assert report["store"] is None
+    assert report["sources"] == report["notices"] == report["trainers"] == []
+    assert (report["last_commit"], report["evacuation"]) == (None, None)
+    assert report["bandwidth_bytes_per_s"] is None
+    assert report["replication_lag"] == {"steps": 0, "seconds": None, "bytes": 0}
+
+
+def test_each_phase_of_an_evacuation() -> None:
+    """The state, the plan and the time left are those of the moment."""
+    story = Story()
+    story.join(step=40)
+    story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
+    assert shown(story)["state"] == "ARMED"
+    story.notice(120)
+    report = shown(story)
+    assert report["state"] == "CHECKPOINTING"
+    assert report["evacuation"]["plan"] == "TAKE"
+    assert report["evacuation"]["reason"] == "aws.spot: reclaim"
+    assert report["evacuation"]["seconds_left"] == 120
+    assert {n["source"]: n["severity"] for n in report["notices"]} == {
+        "aws.rebalance": "advisory",
+        "aws.spot": "imminent",
+    }
+    story.accept(40)
+    story.answer(41)
+    assert shown(story)["state"] == "FLUSHING"
+    assert shown(story)["pending_bytes"] == 100 * MIB
+    story.flushed(after_s=4)
+    assert shown(story)["state"] == "COMMITTING"
+    story.committed()
+    report = shown(story)
+    assert (report["state"], report["verdict"]) == ("SAFE", "SAFE")
+    assert report["last_commit"] == {"generation": 2, "step": 41, "age_s": 0.0}
+    assert report["evacuation"]["seconds_left"] == 116
+    assert report["pending_bytes"] == 0
+    assert (
+        status_line(story.state, story.now) == "SAFE; 116 s left; last commit generation 2 step 41"
+    )
+    story.withdraw()
+    story.withdraw("aws.rebalance")
+    report = shown(story)
+    assert (report["state"], report["verdict"], report["notices"]) == ("IDLE", "SAFE", [])
+    assert report["last_verdict"]["step"] == 41
+
+
+def test_the_lag_is_what_a_power_cut_would_cost() -> None:
+    """Steps beyond the commit, seconds since it, and the bytes that are still to be stored."""
+    story = Story()
+    story.join(step=10)
+    story.seal(10)
+    story.store_all(after_s=1)
+    assert shown(story)["replication_lag"] == {"steps": 0, "seconds": 0.0, "bytes": 0}
+    story.progress(17)
+    story.now += 30
+    assert shown(story)["replication_lag"] == {"steps": 7, "seconds": 30.0, "bytes": 0}
+    story.seal(20)
+    flight = story.state.flight
+    assert flight is not None
+    story.tell(FlushProgress(flight.flush_id, 60 * MIB))
+    assert shown(story)["replication_lag"] == {"steps": 10, "seconds": 30.0, "bytes": 40 * MIB}
+
+
+def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
+    """After a restart the age is unknown until the manifest is read, and then grows as for our own."""
+    story = Story(newest=CommitRef(1, 500))
+    report = shown(story)
+    assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": None}
+    assert report["replication_lag"] == {"steps": 0, "seconds": None, "bytes": 0}
+    story.tell(NewestDated(CommitRef(1, 400), 9000.0))
+    assert shown(story)["last_commit"]["age_s"] is None
+    story.tell(NewestDated(CommitRef(1, 500), 60.0))
+    story.now += 5
+    report = shown(story)
+    assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": 65.0}
+    assert report["replication_lag"]["seconds"] == 65.0
+
+
+def test_the_age_is_that_of_the_commit_it_stands_beside() -> None:
+    """After a rollback the newest commit is an older one; it does not get the age of the one given up."""
+    story = Story()
+    story.join(step=10)
+    story.seal(10)
+    story.store_all(after_s=1)
+    assert shown(story)["last_commit"]["age_s"] == 0.0
+    story.tell(GenerationClaimed(3, CommitRef(2, 5), is_rollback=True))
+    assert shown(story)["last_commit"] == {"generation": 2, "step": 5, "age_s": None}
+
+
+def test_failed_saves_are_shown() -> None:
+    """How many checkpoints the trainer could not write, and why the last one failed."""
+    story = Story()
+    assert shown(story)["failed_saves"] == {"count": 0, "last": None}
+    story.join(3, rank=3, ranks=4, step=8)
+    story.tell(TrainerFailed(3, "", "disk full", 8))
+    story.now += 2
+    assert shown(story)["failed_saves"] == {
+        "count": 1,
+        "last": {"step": 8, "rank": 3, "reason": "disk full", "age_s": 2.0},
+    }
+
+
+@pytest.mark.parametrize("health", list(Health))
+def test_the_health_of_the_store_stands_beside_that_of_the_sources(health: Health) -> None:
+    story = Story()
+    for name in (STORE_HEALTH, "aws.spot"):
+        status = SourceStatus(source=name, health=health, reason="why", since_mono_s=story.now)
+        story.tell(SourceChanged(status))
+    story.now += 3
+    report = shown(story)
+    said = {"health": health.value, "reason": "why", "for_s": 3.0}
+    assert report["store"] == {"name": "store", **said}
+    assert report["sources"] == [{"name": "aws.spot", **said}]
+
+
+def test_trainers_are_shown_as_they_reported() -> None:
+    story = Story()
+    story.join(step=5, save_s=2.5)
+    story.leave(exited=False)
+    (trainer,) = shown(story)["trainers"]
+    assert trainer == {
+        "pid": 100, "rank": 0, "world_size": 1, "step": 5, "save_s": 2.5, "connected": False,
+        "loss": None, "loss_is_finite": None, "step_s": None, "stalled_s": None,
+    }  # fmt: skip
+
+
+def test_one_line_for_systemctl() -> None:
+    assert status_line(Story().state, 0.0) == "IDLE; nothing committed yet"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators copy: first-boot scripts are run for real, the Terraform examples are read."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import tomllib
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import hcl2
+import pytest
+import yaml
+from swansongd.config.config import load
+
+from testkit import REPOSITORY
+
+PACKER = REPOSITORY / "packer"
+FIRST_BOOT = PACKER / "first-boot"
+EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
+DROP_IN = (REPOSITORY / "systemd" / "trainer.service.d" / "swansong.conf").read_text()
+WORDS = {
+    "run": "llama-7b.run3",
+    "store": "s3://bucket/a/prefix",
+    "group": "swansong-llama",
+    "notice": "120",
+}
+
+
+class Vm:
+    """A root to work in, and a systemctl that remembers."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.config = root / "etc/swansong/swansong.toml"
+        self.drop_in = root / "etc/systemd/system/trainer.service.d/swansong.conf"
+        self._calls = root / "calls"
+        for path, text in {
+            self.config: EXAMPLE,
+            root / "usr/share/doc/swansong/trainer.service.d/swansong.conf": DROP_IN,
+            root / "bin/systemctl": f'#!/bin/sh\necho "$@" >>{self._calls}\n',
+        }.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (root / "bin/systemctl").chmod(0o755)
+
+    def here(self, text: str) -> str:
+        """The text with all paths below our root."""
+        return re.sub(r"(?<![\w}])/(etc|usr/share)/", rf"{self._root}/\1/", text)
+
+    def run(self, *command: str) -> None:
+        path = f"{self._root}/bin:{os.environ['PATH']}"
+        subprocess.run(command, check=True, timeout=20, env={"PATH": path})
+
+    def calls(self) -> list[str]:
+        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
+        self._calls.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Vm:
+    return Vm(tmp_path)
+
+
+def first_boot(name: str) -> str:
+    return Template((FIRST_BOOT / name).read_text()).safe_substitute(WORDS)
+
+
+def test_aws_user_data_names_run_bucket_and_group(vm: Vm) -> None:
+    """Run as cloud-init does, twice: the configuration is valid, and the trainer's unit has its drop-in."""
+    text = first_boot("aws-user-data.yaml")
+    assert text.startswith("#cloud-config\n")
+    body = yaml.safe_load(text)
+    assert set(body) == {"bootcmd", "runcmd"}
+    for _ in range(2):
+        for command in body["bootcmd"]:
+            vm.run(*map(vm.here, command))
+    config = load(vm.config)
+    assert (config.run.name, config.store.url) == (WORDS["run"], WORDS["store"])
+    assert (config.sources.asg_name, config.sources.asg_hook) == (WORDS["group"], "swansong")
+    assert config.sources.asg_grace_s == 300
+    assert vm.drop_in.read_text() == DROP_IN.replace("my-run", WORDS["run"])
+    for command in body["runcmd"]:
+        vm.run(*command)
+    assert vm.calls() == ["daemon-reload", "enable --now --no-block trainer.service"]
+
+
+def test_gcp_startup_script_names_run_and_bucket(vm: Vm) -> None:
+    """At the first boot the daemon is restarted with the names; at the next ones it is left alone."""
+    script = vm.here(first_boot("gcp-startup.sh"))
+    vm.run("bash", "-c", script)
+    config = load(vm.config)
+    assert (config.run.name, config.store.url) == (WORDS["run"], WORDS["store"])
+    assert config.sources.gcp_preemption_notice_s == 120
+    assert vm.drop_in.read_text() == DROP_IN.replace("my-run", WORDS["run"])
+    start = ["daemon-reload", "start --no-block trainer.service"]
+    assert vm.calls() == ["restart swansongd.service", *start]
+    before = vm.config.read_text()
+    vm.run("bash", "-c", script)
+    assert vm.calls() == start
+    assert vm.config.read_text() == before
+
+
+def test_first_boot_changes_only_what_it_names(vm: Vm) -> None:
+    """Every other key, and every comment, stays as it was."""
+    vm.run("bash", "-c", vm.here(first_boot("gcp-startup.sh")))
+    before, after = EXAMPLE.splitlines(), vm.config.read_text().splitlines()
+    changed = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert changed == [
+        f'name = "{WORDS["run"]}"',
+        f'url = "{WORDS["store"]}"',
+        "gcp_preemption_notice_s = 120",
+    ]
+
+
+def test_startup_script_can_be_run() -> None:
+    """It is a program, as the metadata server hands it on, and shellcheck reads it (make check)."""
+    script = FIRST_BOOT / "gcp-startup.sh"
+    assert script.read_text().startswith("#!/bin/bash\n")
+    assert script.stat().st_mode & stat.S_IXUSR
+
+
+# ---------------------------------------------------------------- Terraform
+
+
+def terraform(cloud: str) -> tuple[str, dict[str, Any]]:
+    text = (PACKER / "examples" / cloud / "main.tf").read_text()
+    return text, hcl2.loads(text)
+
+
+def names(blocks: list[dict[str, Any]]) -> set[str]:
+    return {name.strip('"') for block in blocks for name in block if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_terraform_example_holds_together(cloud: str) -> None:
+    """It parses; variables and locals are used and exist; references and files lead somewhere."""
+    text, body = terraform(cloud)
+    variables = names(body["variable"])
+    assert set(re.findall(r"\bvar\.(\w+)", text)) == variables
+    assert set(re.findall(r"\blocal\.(\w+)", text)) == names(body["locals"])
+    for block in body["variable"]:
+        for facts in block.values():
+            assert not isinstance(facts, dict) or facts["description"]
+    made = {
+        f"{prefix}{kind.strip(chr(34))}.{name.strip(chr(34))}"
+        for prefix, key in (("", "resource"), ("data.", "data"))
+        for block in body.get(key, [])
+        for kind, instances in block.items()
+        if isinstance(instances, dict)
+        for name in instances
+        if not name.startswith("__")
+    }
+    provider = {"aws": "aws", "gcp": "google"}[cloud]
+    pattern = rf"(?<![\w\"])((?:data\.)?{provider}_\w+\.\w+)\."
+    assert set(re.findall(pattern, text)) <= made
+    files = re.findall(r'"\$\{path\.module\}/([^"]+)"', text)
+    assert len(files) == 2
+    assert all((PACKER / "examples" / cloud / file).is_file() for file in files)
+
+
+@pytest.mark.parametrize(
+    ("cloud", "file"), [("aws", "aws-user-data.yaml"), ("gcp", "gcp-startup.sh")]
+)
+def test_terraform_fills_in_every_word(cloud: str, file: str) -> None:
+    """The words of the first-boot file are those that the example hands to it: Terraform refuses others."""
+    text, _ = terraform(cloud)
+    handed = re.search(rf"{re.escape(file)}\", \{{(.*?)\}}\)", text, re.DOTALL)
+    assert handed
+    needed = set(re.findall(r"[$%]\{(.*?)\}", (FIRST_BOOT / file).read_text()))
+    assert set(re.findall(r"^\s+(\w+)\s+=", handed[1], re.MULTILINE)) == needed
+
+
+def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Of all resources of a kind, what stands in them."""
+    return [
+        facts
+        for resource in body["resource"]
+        for name, instances in resource.items()
+        if name.strip('"') == kind
+        for label, facts in instances.items()
+        if not label.startswith("__")
+    ]
+
+
+def test_gcp_example_reaches_the_bucket_and_is_told_of_preemptions() -> None:
+    """A way out, subnetwork, kind of disk and notice can be chosen; runs share no account or role."""
+    _, body = terraform("gcp")
+    (template,) = blocks(body, "google_compute_instance_template")
+    (interface,) = template["network_interface"]
+    assert interface["subnetwork"] == "${var.subnetwork}"
+    assert [*interface["dynamic"][0]] == ['"access_config"']
+    (disk,) = template["disk"]
+    assert (disk["disk_type"], disk["disk_size_gb"]) == ("${var.disk_type}", "${var.disk_gb}")
+    (scheduling,) = template["scheduling"]
+    assert [*scheduling["dynamic"][0]] == ['"preemption_notice_duration"']
+    (account,) = blocks(body, "google_service_account")
+    (role,) = blocks(body, "google_project_iam_custom_role")
+    assert "${local.id}" in account["account_id"]
+    assert "${local.id}" in role["role_id"]
+
+
+def test_aws_example_has_a_way_in_and_an_encrypted_root_disk_in_every_partition() -> None:
+    """Session Manager, the size of the root disk, and no ARN of one partition."""
+    text, body = terraform("aws")
+    (session,) = blocks(body, "aws_iam_role_policy_attachment")
+    assert session["policy_arn"].strip('"').endswith(":policy/AmazonSSMManagedInstanceCore")
+    (template,) = blocks(body, "aws_launch_template")
+    (disk,) = template["block_device_mappings"]
+    assert disk["device_name"] == "${data.aws_ami.swansong.root_device_name}"
+    (facts,) = disk["ebs"]
+    assert (facts["volume_size"], facts["encrypted"]) == ("${var.disk_gb}", True)
+    fixed = re.findall(r'"[^"]*(?:arn:aws:|\.amazonaws\.com)[^"]*"', text)
+    assert fixed == ['"arn:aws:"']  # what is replaced in the policy
+    policy = (PACKER / "permissions" / "aws-vm.json").read_text()
+    assert set(re.findall(r"arn:[a-z*-]+:", policy)) == {"arn:aws:"}
+
+
+def test_lifecycle_hook_is_the_one_that_the_daemon_completes() -> None:
+    """Name and time of the hook in the group are those that the user data configures."""
+    text, _ = terraform("aws")
+    hook = re.search(r"initial_lifecycle_hook \{(.*?)\n  \}", text, re.DOTALL)
+    assert hook
+    facts = dict(re.findall(r"(\w+)\s+= \"?([^\"\n]+)", hook[1]))
+    commands = " ".join(map(str, yaml.safe_load(first_boot("aws-user-data.yaml"))["bootcmd"][0]))
+    assert f'asg_hook = "{facts["name"]}"' in commands
+    assert facts["heartbeat_timeout"] == "300"
+    assert facts["lifecycle_transition"] == "autoscaling:EC2_INSTANCE_TERMINATING"
+
+
+@pytest.mark.fault("S20")
+def test_containers_get_no_credentials_of_the_vm() -> None:
+    """The AWS example lets metadata answer over one hop and to a token only."""
+    text, _ = terraform("aws")
+    options = re.search(r"metadata_options \{(.*?)\}", text, re.DOTALL)
+    assert options
+    facts = dict(re.findall(r"(\w+)\s+= \"?(\w+)", options[1]))
+    assert facts == {
+        "http_endpoint": "enabled",
+        "http_tokens": "required",
+        "http_put_response_hop_limit": "1",
+    }
+
+
+def test_example_configuration_has_the_lines_that_are_edited() -> None:
+    """Each line that first-boot files and provision.sh replace occurs once, in the section that is meant."""
+    for line in ("name = ", "url = ", "# asg_name = ", "# asg_hook = ", "# asg_grace_s = "):
+        assert len(re.findall(rf"^{line}", EXAMPLE, re.MULTILINE)) == 1, line
+    body = tomllib.loads(EXAMPLE)
+    assert ("name" in body["run"], "url" in body["store"]) == (True, True)

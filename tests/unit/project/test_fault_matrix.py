@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault matrix and the tests say the same of what is covered."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+
+from testkit import REPOSITORY
+
+TESTS = REPOSITORY / "tests"
+MATRIX = tomllib.loads((TESTS / "faults.toml").read_text())
+
+
+def marked(source: str) -> Iterator[str]:
+    """The rows named by ``pytest.mark.fault(...)`` anywhere in a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+            yield from (ast.literal_eval(argument) for argument in node.args)
+
+
+@cache
+def covered() -> dict[str, set[str]]:
+    """Row to the files that cover it."""
+    found: dict[str, set[str]] = {}
+    for path in TESTS.rglob("*.py"):
+        for row in marked(path.read_text()):
+            found.setdefault(row, set()).add(path.name)
+    return found
+
+
+def test_every_row_says_what_where_and_who() -> None:
+    """A line of words, the layers, and nothing that nobody reads."""
+    for row, facts in MATRIX.items():
+        assert facts["fault"], row
+        assert facts["layers"], row
+        assert facts.keys() <= {"fault", "layers", "open"}, row
+
+
+def test_no_test_names_a_row_that_does_not_exist() -> None:
+    unknown = {row: files for row, files in covered().items() if row not in MATRIX}
+    assert not unknown
+
+
+def test_every_row_is_covered_or_open() -> None:
+    missing = [row for row in MATRIX if row not in covered() and "open" not in MATRIX[row]]
+    assert not missing, "cover them, or say with open = ... which issue will"
+
+
+def test_no_covered_row_is_called_open() -> None:
+    stale = {row: files for row, files in covered().items() if "open" in MATRIX.get(row, {})}
+    assert not stale, "take the word open away"
+
+
+def test_marks_are_found_wherever_they_stand() -> None:
+    """On a function, and on a parameter set."""
+    source = 'x = [pytest.param(1, marks=pytest.mark.fault("A1", "B2"))]'
+    assert list(marked(source)) == ["A1", "B2"]

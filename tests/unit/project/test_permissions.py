@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rights of a VM are those that the code needs: neither more nor fewer, and each with its reason."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from swansongd.sources import asg
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.s3 import store
+
+from testkit import REPOSITORY
+
+PERMISSIONS = REPOSITORY / "packer" / "permissions"
+
+# What the clouds' own documentation demands for each thing that the daemon does with a store.
+# Of S3 and of GCS, by the method of the contract.
+NEEDS: dict[str, tuple[set[str], set[str]]] = {
+    # A create that is refused asks whether the name is taken, and by what.
+    "put": ({"PutObject"}, {"objects.create", "objects.get", "objects.list"}),
+    "get": ({"GetObject"}, {"objects.get"}),
+    "get_range": ({"GetObject"}, {"objects.get"}),
+    # Both ask for a listing as well, to tell a missing object from a missing bucket.
+    "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
+    "list": ({"ListBucket"}, {"objects.list"}),
+    "page": ({"ListBucket"}, {"objects.list"}),
+    "put_shard": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
+    "begin": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
+    "put_part": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
+    "parts": ({"ListMultipartUploadParts"}, {"multipartUploads.listParts"}),
+    "complete": (
+        {"PutObject", "GetObject", "ListBucket"},
+        {"multipartUploads.create", "objects.create", "objects.get", "objects.list"},
+    ),
+    "uploads": ({"ListBucketMultipartUploads"}, {"multipartUploads.list"}),
+    "abort": ({"AbortMultipartUpload"}, {"multipartUploads.abort"}),
+    "check": ({"ListBucket"}, {"objects.list"}),
+    "warm": ({"ListBucket"}, {"objects.list"}),
+    # Only doctor deletes, its own rehearsal, and does without.
+    "delete": (set(), set()),
+}
+
+# The same for each operation of AWS that the code names in its calls.
+OPERATIONS: dict[str, set[str]] = {
+    "PutObject": {"s3:PutObject"},
+    "UploadPart": {"s3:PutObject"},
+    "GetObject": {"s3:GetObject"},
+    "HeadObject": {"s3:GetObject"},
+    "ListObjectsV2": {"s3:ListBucket"},
+    "ListParts": {"s3:ListMultipartUploadParts"},
+    "ListMultipartUploads": {"s3:ListBucketMultipartUploads"},
+    "CreateMultipartUpload": {"s3:PutObject"},
+    "CompleteMultipartUpload": {"s3:PutObject"},
+    "AbortMultipartUpload": {"s3:AbortMultipartUpload"},
+    "GetBucketLifecycleConfiguration": {"s3:GetLifecycleConfiguration"},
+    "DeleteObject": set(),
+    "record_lifecycle_action_heartbeat": {"autoscaling:RecordLifecycleActionHeartbeat"},
+    "complete_lifecycle_action": {"autoscaling:CompleteLifecycleAction"},
+}
+HOOK = {
+    "autoscaling:RecordLifecycleActionHeartbeat",
+    "autoscaling:CompleteLifecycleAction",
+}
+DOCTOR = {"s3:GetLifecycleConfiguration"}
+
+
+def statements() -> list[dict[str, Any]]:
+    policy = json.loads((PERMISSIONS / "aws-vm.json").read_text())
+    assert set(policy) == {"Version", "Statement"}
+    assert policy["Version"] == "2012-10-17"
+    found: list[dict[str, Any]] = policy["Statement"]
+    return found
+
+
+def actions(statement: dict[str, Any]) -> list[str]:
+    named = statement["Action"]
+    return [named] if isinstance(named, str) else named
+
+
+def aws() -> set[str]:
+    return {action for statement in statements() for action in actions(statement)}
+
+
+def gcp() -> list[str]:
+    role = yaml.safe_load((PERMISSIONS / "gcp-vm.yaml").read_text())
+    assert set(role) == {"title", "description", "stage", "includedPermissions"}
+    found: list[str] = role["includedPermissions"]
+    return found
+
+
+def operations(module: Any) -> set[str]:
+    """The operations of AWS that the module names in its calls."""
+    return {
+        node.args[0].value
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("_call", "_send")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
+
+
+def test_every_method_of_the_contract_is_accounted_for() -> None:
+    """A new kind of request to a store cannot come without the rights that it needs."""
+    methods = {
+        name
+        for name, member in vars(ObjectStore).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
+    assert methods == set(NEEDS)
+
+
+@pytest.mark.fault("S21")
+def test_aws_policy_allows_what_the_code_does_and_no_more() -> None:
+    """Methods of the contract, doctor and the lifecycle hook together; nothing twice, nothing with a star."""
+    needed = {f"s3:{action}" for on_s3, _ in NEEDS.values() for action in on_s3}
+    assert aws() == needed | HOOK | DOCTOR
+    listed = [action for statement in statements() for action in actions(statement)]
+    assert len(listed) == len(set(listed))
+    assert not [action for action in listed if "*" in action or "Delete" in action]
+
+
+def test_every_operation_of_aws_is_allowed() -> None:
+    """As the code names them; only doctor's delete goes without."""
+    named = operations(store) | operations(asg)
+    assert named == set(OPERATIONS)
+    assert aws() == {action for needed in OPERATIONS.values() for action in needed}
+
+
+@pytest.mark.fault("S21")
+def test_aws_policy_is_limited_to_prefix_and_group() -> None:
+    """Objects below the prefix, listings of it, one bucket, one group: no other resource."""
+    resources = {statement["Sid"]: statement["Resource"] for statement in statements()}
+    assert resources == {
+        "Checkpoints": "arn:aws:s3:::BUCKET/PREFIX/*",
+        "Listing": "arn:aws:s3:::BUCKET",
+        "AboutTheBucket": "arn:aws:s3:::BUCKET",
+        "LifecycleHook": "arn:aws:autoscaling:*:*:autoScalingGroup:*:autoScalingGroupName/GROUP",
+    }
+    assert {statement["Effect"] for statement in statements()} == {"Allow"}
+    (listing,) = (s for s in statements() if s["Sid"] == "Listing")
+    assert listing["Condition"] == {"StringLike": {"s3:prefix": "PREFIX/*"}}
+
+
+@pytest.mark.fault("S21")
+def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
+    """Methods of the contract together; sorted, nothing twice, no delete."""
+    needed = {f"storage.{permission}" for _, on_gcs in NEEDS.values() for permission in on_gcs}
+    assert gcp() == sorted(needed)
+    assert "storage.objects.delete" not in gcp()
+
+
+def test_each_permission_has_its_reason() -> None:
+    """The README's tables name exactly the permissions of the files, each with words beside it."""
+    readme = (PERMISSIONS / "README.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9]+[:.][A-Za-z.]+)` \| (.+) \|$", readme, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted([*aws(), *gcp()])
+    assert min(len(reason) for _, reason in rows) > 15

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many parts of a restore are under way at once, and what they wait for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from swansongd.bucket.keys import RunKeys
+from swansongd.restore import reader
+from swansongd.restore.reader import Reader
+from swansongd.restore.restore import restore
+from swansongd.util.concurrency import FIRST
+
+from testkit.committed import commit
+from testkit.flush_rig import Flush, staged_set
+from testkit.memory_store import MemoryStore
+from testkit.waiting import until
+
+FILES = 12
+
+
+@contextmanager
+def reading(tmp_path: Path) -> Iterator[list[str]]:
+    """What was asked of a store that answers nothing, until the end of the block: then all is read."""
+    flush = Flush(tmp_path)
+    contents = {f"f{number}": b"x" * (number + 1) for number in range(FILES)}
+    done = flush.flushed(staged_set(flush.run_directory, contents))
+    answers = threading.Event()
+    begun: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        begun.append(key)
+        assert answers.wait(20)
+
+    flush.store.before = before
+    problems: list[object] = []
+    reader = Reader(flush.store, FILES, None)
+    thread = threading.Thread(
+        target=lambda: problems.append(reader.read(dict(enumerate(done.shards)))[0])
+    )
+    thread.start()
+    try:
+        yield begun
+    finally:
+        answers.set()
+        thread.join(20)
+    assert problems == [{}]
+    assert len(begun) == FILES
+
+
+def test_few_parts_are_under_way_before_anybody_has_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the many threads, only as many ask the store as the width says."""
+    waiting: list[float] = []
+    wait = threading.Condition.wait
+
+    def noted(self: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout == 3600.0:
+            waiting.append(timeout)
+            return wait(self, 20)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(reader, "LOOK_S", 3600.0)
+    monkeypatch.setattr(threading.Condition, "wait", noted)
+    with reading(tmp_path) as begun:
+        until(lambda: len(waiting) == FILES - FIRST, what="the others to wait")
+        assert len(begun) == FIRST
+
+
+def test_parts_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    """When nothing moves, more are asked for, until all are under way."""
+    with reading(tmp_path) as begun:
+        until(lambda: len(begun) == FILES, what="all of them to begin")
+
+
+def test_a_disk_that_syncs_does_not_hold_up_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one file is synced, the only connection fetches the next one."""
+    store = MemoryStore()
+    commit(store, {f"f{number}": b"x" for number in range(4)})
+    fetched: list[str] = []
+    fsync = os.fsync
+
+    def before(what: str, key: str) -> None:
+        if what == "get" and "/data/" in key:
+            fetched.append(key)
+
+    def slow(fd: int) -> None:
+        until(lambda: len(fetched) > 1, timeout_s=10, what="the next file to be fetched")
+        fsync(fd)
+
+    store.before = before
+    monkeypatch.setattr(os, "fsync", slow)
+    restored = restore(store, RunKeys("r"), tmp_path / "here", connections=1)
+    assert restored.size_bytes == len(fetched) == 4

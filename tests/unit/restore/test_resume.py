@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a trainer is told to go on: real directories, a real store, real downloads."""
+
+from __future__ import annotations
+
+import os
+import queue
+import stat
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.core.events import Event, RolledBack, TrainerJoined
+from swansongd.core.state import State
+from swansongd.errors import Permanent
+from swansongd.model import CommitRef, Staged, TrainerView
+from swansongd.restore import resume as resume_module
+from swansongd.restore.resume import BUDGET_S, Resume
+from swansongd.staging.prepare import prepare
+from swansongd.stores.file.store import FileStore
+
+from testkit import committed
+from testkit.odd_store import OddStore
+from testkit.story import Story, a_set
+from testkit.waiting import until
+
+FILES = {"weights.bin": bytes(range(256)) * 20}
+
+
+class Vm:
+    """A store, the staging directory of the run, and what the decision loop knows."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bucket = directory / "bucket"
+        self.store = committed.file_store(self.bucket)
+        (directory / "staging").mkdir()
+        self.run = prepare(directory / "staging", "r")
+        self.staging = self.run.path
+        self.state: State = Story().state
+        self.keys = RunKeys("r")
+
+    def knows(
+        self, *staged: Staged, inherited: bool = False, newest: CommitRef | None = None
+    ) -> None:
+        """Sets in staging, of generation 2, or of an earlier boot."""
+        story = Story(staged=staged if inherited else (), newest=newest)
+        if not inherited:
+            story.staging = list(staged)
+            story.scan()
+        self.state = story.state
+
+    def commit(self, step: int, generation: int = 1, **options: Any) -> Path:
+        """Commit; returns the file in which the store keeps the weights."""
+        made = committed.commit(
+            self.store, FILES, step=step, generation=generation, upload_nonce=f"a{step}", **options
+        )
+        return self.bucket / made.shards[0].key
+
+    def resume(self) -> Resume:
+        return Resume(self.store, self.keys, self.run, lambda: self.state, threading.Event())
+
+    def ask(self) -> Restored:
+        """The answer of a daemon that has just started: none that it gave before stands."""
+        answers: queue.Queue[Message] = queue.Queue()
+        self.resume().ask(RestoreQuery("q1"), answers.put, lambda _: None)
+        return self.answer(answers)
+
+    def go_back(
+        self, before_step: int, resume: Resume | None = None, number: int = 1
+    ) -> tuple[Restored, list[Event]]:
+        answers: queue.Queue[Message] = queue.Queue()
+        posted: list[Event] = []
+        query = RestoreQuery("q1", rollback=number, before_step=before_step)
+        (resume or self.resume()).ask(query, answers.put, posted.append)
+        return self.answer(answers), posted
+
+    def answer(self, answers: queue.Queue[Message]) -> Restored:
+        while True:
+            answer = answers.get(timeout=20)
+            if isinstance(answer, Restored):
+                assert answer.query_id == "q1"
+                return answer
+            assert isinstance(answer, Restoring)
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Vm:
+    return Vm(tmp_path)
+
+
+def test_a_fresh_run_has_nothing_to_go_on_from(vm: Vm) -> None:
+    """Neither a path nor an error."""
+    assert vm.ask() == Restored("q1")
+
+
+def test_a_commit_is_brought_here_byte_for_byte(vm: Vm) -> None:
+    vm.commit(100)
+    answer = vm.ask()
+    assert (answer.step, answer.generation, answer.error) == (100, 1, "")
+    assert Path(answer.path).parent == vm.staging / RESTORED_DIRECTORY
+    assert committed.tree(Path(answer.path)) == FILES
+
+
+@pytest.mark.fault("G11")
+def test_what_a_download_that_was_cut_off_has_fetched_is_used(vm: Vm) -> None:
+    """The store fails after five of six parts: the next answer needs only the sixth."""
+    vm.commit(100)
+    last_offset = 5 * committed.PART_SIZE_BYTES
+
+    def fail_late(_key: str, offset: int, _window: memoryview) -> None:
+        if offset == last_offset:
+            (journal,) = vm.staging.glob(f"{RESTORED_DIRECTORY}/.*.partial-*/journal")
+            until(lambda: journal.read_bytes().count(b"\n") == 6, what="the other parts")
+            raise Permanent("access denied")
+
+    vm.store = OddStore(vm.bucket, fail_late)
+    assert "access denied" in vm.ask().error
+    vm.store = again = OddStore(vm.bucket)
+    answer = vm.ask()
+    assert (answer.step, answer.error) == (100, "")
+    assert committed.tree(Path(answer.path)) == FILES
+    assert [offset for _, offset, _ in again.given] == [last_offset]
+    assert [path.name for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [
+        Path(answer.path).name
+    ]
+
+
+@pytest.mark.parametrize("step", [100, 101])
+def test_a_set_of_our_own_as_new_as_the_commit_needs_no_download(vm: Vm, step: int) -> None:
+    """The trainer crashed and the VM lives: it goes on from its own disk."""
+    vm.commit(100, generation=2)
+    local = a_set(step)
+    vm.knows(local, newest=CommitRef(2, 100))
+    answer = vm.ask()
+    assert answer == Restored("q1", str(vm.staging / local.directory), step, 2)
+    assert not (vm.staging / RESTORED_DIRECTORY).exists()
+
+
+def test_a_newer_commit_beats_an_older_set(vm: Vm) -> None:
+    vm.commit(100, generation=2)
+    vm.knows(a_set(90), newest=CommitRef(2, 100))
+    assert vm.ask().step == 100
+
+
+@pytest.mark.parametrize("step", [60, 100])
+def test_a_set_of_the_new_line_beats_a_commit_of_the_line_that_was_left(vm: Vm, step: int) -> None:
+    """Generation 2 began at a lower step than the newest commit of generation 1: its set is the newer one."""
+    vm.commit(100, generation=1)
+    vm.knows(a_set(step), newest=CommitRef(1, 100))
+    answer = vm.ask()
+    assert (answer.step, answer.generation) == (step, 2)
+
+
+@pytest.mark.fault("D06")
+def test_a_set_that_survived_on_the_disk_is_as_good_as_a_commit(vm: Vm) -> None:
+    """The newer of the two is taken, in the order of generations first, then of steps."""
+    vm.commit(100)
+    local = a_set(200)
+    vm.knows(local, inherited=True, newest=CommitRef(1, 100))
+    assert vm.ask().path == str(vm.staging / local.directory)
+    vm.state = replace(vm.state, settings=replace(vm.state.settings, sealed_under=1))
+    assert vm.ask().path == str(vm.staging / local.directory)
+    vm.commit(150, generation=2)  # another VM went on from the commit
+    assert (vm.ask().step, vm.ask().generation) == (150, 2)
+
+
+@pytest.mark.fault("D06")
+def test_a_set_that_may_be_torn_is_not_taken(vm: Vm) -> None:
+    """An emergency set of another boot was not flushed to the disk: the older commit is taken."""
+    vm.commit(100)
+    story = Story(claimed=False)
+    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
+    story.staging = [a_set(200, request_id="r1")]
+    story.scan()
+    vm.state = story.state
+    assert vm.ask().step == 100
+
+
+def test_a_set_that_was_sealed_a_moment_ago_is_not_overlooked(vm: Vm) -> None:
+    """Staging is scanned before the choice, and the choice waits for the scan."""
+    vm.commit(100)
+    story = Story(newest=CommitRef(1, 100))
+    vm.state = story.state
+
+    def rescan() -> None:
+        def found() -> None:
+            story.staging = [a_set(110)]
+            story.now = time.monotonic() + 1
+            story.scan()
+            vm.state = story.state
+
+        threading.Timer(0.05, found).start()
+
+    answers: queue.Queue[Message] = queue.Queue()
+    resume = Resume(vm.store, vm.keys, vm.run, lambda: vm.state, threading.Event(), rescan=rescan)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 110
+
+
+def test_a_set_that_turned_out_unusable_is_not_taken(vm: Vm) -> None:
+    vm.commit(100)
+    torn = a_set(200)
+    vm.knows(torn, newest=CommitRef(1, 100))
+    vm.state = replace(vm.state, unusable=frozenset({torn.id}))
+    assert vm.ask().step == 100
+
+
+def test_a_damaged_commit_is_passed_over(vm: Vm) -> None:
+    """One bit of the newest is wrong: the one before it is restored."""
+    vm.commit(100)
+    committed.flip_bit(vm.commit(200), 77)
+    answer = vm.ask()
+    assert (answer.step, answer.error) == (100, "")
+    assert committed.tree(Path(answer.path)) == FILES
+
+
+def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
+    """Starting anew would bury what could be fixed."""
+    for step in (100, 200):
+        committed.flip_bit(vm.commit(step), 77)
+    answer = vm.ask()
+    assert answer.path == ""
+    assert answer.error != ""
+
+
+@pytest.mark.fault("S25")
+def test_only_unsigned_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
+    """With the wrong key, or a key that came later, no trainer starts from scratch."""
+    vm.commit(100)
+    vm.keys = RunKeys("r", Signer(b"k" * 32))
+    answer = vm.ask()
+    assert answer.path == ""
+    assert "not signed" in answer.error
+
+
+@pytest.mark.fault("G16")
+def test_an_unknown_object_among_the_commits_is_an_error_and_no_fresh_run(vm: Vm) -> None:
+    vm.store.put("r/commits/100000000/000000000001/00000-of-00001.json", b"{}")
+    answer = vm.ask()
+    assert answer.path == ""
+    assert "r/commits/100000000" in answer.error
+
+
+def test_a_store_that_is_not_there_is_an_error_and_no_fresh_run(vm: Vm) -> None:
+    vm.commit(100)
+    vm.bucket.rename(vm.bucket.with_name("hidden"))
+    answer = vm.ask()
+    assert answer.path == ""
+    assert "does not exist" in answer.error
+
+
+def test_what_earlier_trainers_restored_is_removed(vm: Vm) -> None:
+    """Only the newest copy stays; after a failure the old one does."""
+    damaged = vm.commit(100)
+    first, second = vm.ask(), vm.ask()
+    assert first.path != second.path
+    assert [str(path) for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [second.path]
+    committed.flip_bit(damaged, 3)
+    assert vm.ask().error
+    assert committed.tree(Path(second.path)) == FILES
+
+
+# ---------------------------------------------------------------- going back to a healthy one
+
+GOOD = {"loss_is_finite": 1.0}
+BAD = {"loss_is_finite": 0.0}
+
+
+def test_a_rollback_fetches_the_newest_healthy_commit(vm: Vm) -> None:
+    """Older than the suspect step; unhealthy, damaged and incomplete ones are passed over."""
+    for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (35, {}), (40, GOOD)):
+        vm.commit(step, health=health)
+    vm.commit(25, nodes=2, health=GOOD)
+    answer, posted = vm.go_back(40)
+    assert (answer.step, answer.generation) == (20, 1)
+    assert committed.tree(Path(answer.path)) == FILES
+    assert posted == [RolledBack(20)]
+
+
+def test_a_rollback_prefers_a_set_that_is_here(vm: Vm) -> None:
+    """The newest healthy one in staging, if it is as new as the commit, one of an earlier life included."""
+    vm.commit(20, health=GOOD)
+    sets = [replace(a_set(step), health=health) for step, health in ((30, GOOD), (40, BAD))]
+    vm.knows(*sets)
+    answer, posted = vm.go_back(45)
+    assert (answer.path, answer.step) == (str(vm.staging / sets[0].directory), 30)
+    assert posted == [RolledBack(30)]
+    assert vm.go_back(30)[0].step == 20
+    vm.knows(*sets, inherited=True)
+    assert vm.go_back(45)[0].step == 30
+
+
+def test_all_ranks_go_back_to_the_same_and_count_once(vm: Vm) -> None:
+    """Whoever asks second for the same rollback gets the same answer; the next rollback gets its own."""
+    for step in (10, 20):
+        vm.commit(step, health=GOOD)
+    resume = vm.resume()
+    first, posted = vm.go_back(21, resume)
+    assert (first.step, len(posted)) == (20, 1)
+    assert vm.go_back(15, resume) == (first, [])
+    second, posted = vm.go_back(15, resume, number=2)
+    assert (second.step, posted) == (10, [RolledBack(10)])
+
+
+def test_without_a_healthy_checkpoint_nobody_goes_back(vm: Vm) -> None:
+    """An error, and nothing is dropped."""
+    vm.commit(10, health=BAD)
+    answer, posted = vm.go_back(40)
+    assert "no healthy checkpoint before step 40" in answer.error
+    assert not posted
+
+
+def test_a_commit_that_the_store_refuses_is_passed_over_but_is_not_absent(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store returns everything but some manifests: an older commit counts, and none left is an error."""
+    vm.store.put(vm.keys.generation(1), b"{}")
+    for step in (10, 20):
+        vm.commit(step, health=GOOD)
+    refused = {vm.keys.commit(CommitRef(1, 20), 0, 1)}
+    get = FileStore.get
+
+    def getting(self: FileStore, key: str) -> bytes:
+        if key in refused:
+            raise Permanent(f"get {key}: HTTP 403")
+        return get(self, key)
+
+    monkeypatch.setattr(FileStore, "get", getting)
+    assert vm.ask().step == 10
+    assert vm.go_back(40)[0].step == 10
+    refused.add(vm.keys.commit(CommitRef(1, 10), 0, 1))
+    for answer in (vm.ask(), vm.go_back(40)[0]):
+        assert answer.path == ""
+        assert "403" in answer.error
+
+
+class SeveralVms:
+    """What the decision loop of one of two VMs knows of a job that has begun."""
+
+    def __init__(self, vm: Vm) -> None:
+        self.vm = vm
+        self.story = Story()
+        view = TrainerView(connection=1, pid=1, rank=0, world_size=2, local_world_size=1, nodes=2)
+        self.story.tell(TrainerJoined(view))
+        self.begins("session")
+
+    def begins(self, job_start_id: str) -> None:
+        self.vm.state = replace(self.story.state, job_start_id=job_start_id)
+
+
+def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(vm: Vm) -> None:
+    """One part of a newer one, or what lies here, is not enough; the ranks say themselves when they begin."""
+    vm.commit(10, health=GOOD)
+    vm.commit(20, nodes=2, health=GOOD)
+    SeveralVms(vm)
+    answer, posted = vm.go_back(40)
+    assert (answer.step, answer.generation) == (10, 1)
+    assert not posted
+    answer, posted = vm.go_back(10)
+    assert "no healthy checkpoint before step 10" in answer.error
+
+
+def test_what_was_chosen_is_given_when_the_new_job_start_has_begun(vm: Vm) -> None:
+    """Not before: all that this daemon has to say of the steps that count no more, it has said by then."""
+    vm.commit(10, health=GOOD)
+    job = SeveralVms(vm)
+    answers: queue.Queue[Message] = queue.Queue()
+    resume = vm.resume()
+    query = RestoreQuery("q1", generation=1, step=10, job_start_id="session~1")
+    resume.ask(query, answers.put, lambda _: None)
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.3)
+    job.begins("session~1")
+    assert vm.answer(answers).step == 10
+
+
+def test_an_job_start_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
+    """The job was started anew: an error, within the time in which trainers expect an answer."""
+    SeveralVms(vm)
+    now_s = [0.0]
+    resume = Resume(
+        vm.store,
+        RunKeys("r"),
+        vm.run,
+        lambda: vm.state,
+        threading.Event(),
+        monotonic=lambda: now_s[0],
+    )
+    answers: queue.Queue[Message] = queue.Queue()
+    query = RestoreQuery("q1", generation=1, step=10, job_start_id="other")
+    resume.ask(query, answers.put, lambda _: None)
+    now_s[0] = BUDGET_S + 1
+    assert "started again" in vm.answer(answers).error
+
+
+# ---------------------------------------------------------------- hostile trainers
+
+
+@pytest.mark.fault("S24")
+def test_a_link_in_the_place_of_the_restored_directory_is_moved_aside(
+    vm: Vm, tmp_path: Path
+) -> None:
+    """Nothing is written or deleted behind it; the trainer gets its checkpoint all the same."""
+    precious = tmp_path / "precious"
+    (precious / "directory").mkdir(parents=True)
+    (precious / "directory" / "file").write_text("precious")
+    partial = precious / ".0123abcd.partial-0123456789abcdef"
+    partial.mkdir()
+    (vm.staging / RESTORED_DIRECTORY).symlink_to(precious)
+    vm.commit(100)
+    answer = vm.ask()
+    assert answer.error == ""
+    assert committed.tree(Path(answer.path)) == FILES
+    assert not (vm.staging / RESTORED_DIRECTORY).is_symlink()
+    vm.ask()
+    assert sorted(path.name for path in precious.iterdir()) == [partial.name, "directory"]
+    assert (precious / "directory" / "file").read_text() == "precious"
+
+
+@pytest.mark.fault("S12", "S24")
+def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
+    """A flood of queries makes no threads; those above the limit are refused at once, by name."""
+    vm.commit(100)
+    resume = vm.resume()
+    threads = threading.active_count()
+    answers: queue.Queue[Message] = queue.Queue()
+    held = RestoreQuery("held", generation=1, step=100, job_start_id="never begins")
+    for _ in range(resume_module.QUERIES_MAX):
+        resume.ask(held, answers.put, lambda _: None)
+    resume.ask(RestoreQuery("one too many"), answers.put, lambda _: None)
+    answer = answers.get(timeout=20)
+    assert isinstance(answer, Restored)
+    assert (answer.query_id, "wait already" in answer.error) == ("one too many", True)
+    assert threading.active_count() <= threads + 1
+
+
+def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
+    """No reply to its long query fits a message: the others get theirs."""
+    vm.commit(100)
+    resume = vm.resume()
+
+    def broken(_: Message) -> None:
+        raise ValueError("the message is too large")
+
+    answers: queue.Queue[Message] = queue.Queue()
+    resume.ask(RestoreQuery("q0"), broken, lambda _: None)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 100
+
+
+def test_a_query_that_must_wait_holds_up_no_other(vm: Vm) -> None:
+    """A job start that never begins is waited for beside the queue, not in front of it."""
+    vm.commit(100)
+    resume = vm.resume()
+    answers: queue.Queue[Message] = queue.Queue()
+    waiting = RestoreQuery("q0", generation=1, step=100, job_start_id="never begins")
+    resume.ask(waiting, lambda _: None, lambda _: None)
+    resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
+    assert vm.answer(answers).step == 100
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o007, 0o077])
+def test_only_the_daemon_can_change_what_was_restored(vm: Vm, umask: int) -> None:
+    """Files 0640 and directories 0750, whatever the umask of the daemon is."""
+    committed.commit(vm.store, {"deep/er/file": b"1", "top": b"2"}, step=100)
+    before = os.umask(umask)
+    try:
+        answer = vm.ask()
+    finally:
+        os.umask(before)
+    top = Path(answer.path)
+    modes = {
+        str(path.relative_to(top.parent.parent)): oct(stat.S_IMODE(path.stat().st_mode))
+        for path in (top.parent, top, *top.rglob("*"))
+    }
+    found = {name.removeprefix(f"restored/{top.name}"): mode for name, mode in modes.items()}
+    assert found == {
+        "restored": "0o750", "": "0o750", "/top": "0o640",
+        "/deep": "0o750", "/deep/er": "0o750", "/deep/er/file": "0o640",
+    }  # fmt: skip
+
+
+@pytest.mark.fault("S12")
+def test_a_query_for_a_commit_that_is_not_there_reads_no_other(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries wait for one thread: none may read the manifests of the whole run."""
+    for step in range(100, 110):
+        vm.commit(step)
+    read: list[str] = []
+    get = vm.store.get
+    monkeypatch.setattr(vm.store, "get", lambda key: read.append(key) or get(key))
+    answers: queue.Queue[Message] = queue.Queue()
+    vm.resume().ask(RestoreQuery("q1", generation=5, step=7), answers.put, lambda _: None)
+    assert "step 7 of run r" in vm.answer(answers).error
+    assert not read

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resume with a real store: ranks that ask one after another, or at once, start from one place."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.state import Settings, State
+from swansongd.restore import resume
+from swansongd.restore.resume import Resume
+from swansongd.staging.prepare import prepare
+from swansongd.stores.base import Sink
+from swansongd.stores.file.store import FileStore
+
+from testkit.committed import commit, file_store, tree
+from testkit.waiting import until
+
+FILES = {"rank-00000/model.bin": b"a" * 5000, "rank-00001/model.bin": b"b" * 5000}
+
+
+class Held(FileStore):
+    """A real store whose reads wait for a word, and which counts them."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.go = threading.Event()
+        self.go.set()
+        self.reads = 0
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        self.reads += 1
+        assert self.go.wait(20)
+        super().get_range(key, offset, size_bytes, sink)
+
+
+class Asked:
+    """A resume on a run directory, and what it has replied."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        file_store(tmp_path / "store")
+        self.store = Held(f"file://{tmp_path / 'store'}")
+        self.now_s = 1000.0
+        (tmp_path / "staging").mkdir()
+        self.run = prepare(tmp_path / "staging", "r")
+        state = State(settings=Settings(reserve_s=1.0, signals_trainer=False))
+        self.resume = Resume(
+            self.store,
+            RunKeys("r"),
+            self.run,
+            lambda: state,
+            threading.Event(),
+            monotonic=lambda: self.now_s,
+        )
+
+    def ask(self, query_id: str) -> Callable[[], Message]:
+        """Ask, and return what brings the next reply."""
+        replies: queue.Queue[Message] = queue.Queue()
+        self.resume.ask(RestoreQuery(query_id), replies.put, lambda _: None)
+        return lambda: replies.get(timeout=20)
+
+    def answer(self, query_id: str) -> Restored:
+        reply = self.ask(query_id)
+        while not isinstance(message := reply(), Restored):
+            pass
+        assert message.query_id == query_id
+        return message
+
+
+def test_every_rank_gets_the_same_directory_and_it_stays(tmp_path: Path) -> None:
+    """What one rank was told to load still lies there, whole, when the others have been answered."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    first = asked.answer("rank-0")
+    reads = asked.store.reads
+    others = [asked.answer(f"rank-{rank}") for rank in (1, 2)]
+    assert [other.path for other in others] == [first.path] * 2
+    assert asked.store.reads == reads, "it is fetched once"
+    assert tree(Path(first.path)) == FILES
+
+
+def test_a_commit_between_two_questions_of_one_start_is_not_mixed_in(tmp_path: Path) -> None:
+    """Ranks that ask one shortly after another start from one checkpoint, though a newer one was made."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    first = asked.answer("rank-0")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    asked.now_s += resume.ONE_START_S / 2
+    assert asked.answer("rank-1").step == 100
+    assert tree(Path(first.path)) == FILES
+
+
+def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
+    """After a while, who asks belongs to another start, and what the earlier one had is deleted."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    first = asked.answer("first start")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    asked.now_s += resume.ONE_START_S * 2
+    later = asked.answer("second start")
+    assert later.step == 110
+    assert tree(Path(later.path)) == FILES
+    assert not Path(first.path).exists()
+
+
+def test_a_directory_that_is_gone_is_fetched_again(tmp_path: Path) -> None:
+    """Somebody made room: the next one who asks is not sent to a directory that is not there."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    first = asked.answer("rank-0")
+    Path(first.path).rename(tmp_path / "elsewhere")
+    assert tree(Path(asked.answer("rank-1").path)) == FILES
+
+
+def test_ranks_that_wait_for_another_ones_restore_hear_of_its_progress(tmp_path: Path) -> None:
+    """The hooks lose patience when nothing moves; a rank whose turn has not come yet sees it move."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    asked.store.go.clear()
+    first, second = asked.ask("rank-0"), asked.ask("rank-1")
+    until(lambda: asked.store.reads, what="the fetching to begin")
+    asked.now_s += 10  # progress is told now and then; now it is due
+    asked.store.go.set()
+    for query_id, reply in (("rank-0", first), ("rank-1", second)):
+        message = reply()
+        assert isinstance(message, Restoring)
+        assert message.query_id == query_id

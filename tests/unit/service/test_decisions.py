@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fault of our own costs the event or the action that caused it, never the decision loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import CapturingLogger, capture_logs
+from swansong import protocol
+from swansongd import decisions
+from swansongd.config.config import load
+from swansongd.core import machine
+from swansongd.core.events import (
+    Action,
+    AskTrainers,
+    Event,
+    Exit,
+    NoticeRaised,
+    Rescan,
+    Scanned,
+    StopRequested,
+    Tick,
+    TrainerJoined,
+    TrainerProgress,
+)
+from swansongd.core.state import Settings, State
+from swansongd.decisions import UNDECIDED_MAX, Decisions
+from swansongd.errors import StagingError
+from swansongd.model import TrainerView
+from swansongd.service import Service
+
+from testkit.story import a_notice, a_set
+from testkit.waiting import until
+
+Faulty = Callable[[Callable[[State, Event], bool]], None]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    """Makes the state machine raise where the test says so."""
+    real = machine.step
+
+    def inject(is_fault: Callable[[State, Event], bool]) -> None:
+        def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+            if is_fault(state, event):
+                raise ValueError("math domain error")
+            return real(state, event, now)
+
+        monkeypatch.setattr(machine, "step", step)
+
+    return inject
+
+
+class Loop:
+    """Decisions about a VM with one trainer."""
+
+    def __init__(self) -> None:
+        self.log = CapturingLogger()
+        state = State(settings=Settings(reserve_s=5.0, signals_trainer=False))
+        self.decisions = Decisions(state, self.log)
+        self.tell(
+            TrainerJoined(
+                TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
+            )
+        )
+
+    def tell(self, event: Event, now: float = 1000.0) -> tuple[Action, ...]:
+        return self.decisions.decide(event, now)
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        return [dict(call.kwargs) for call in self.log.calls if call.args == (event,)]
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def is_poison(_: State, event: Event) -> bool:
+    return isinstance(event, TrainerProgress) and event.step == 666
+
+
+@pytest.mark.fault("H09", "S13")
+def test_an_event_that_raises_is_dropped_and_the_state_stays(loop: Loop, faulty: Faulty) -> None:
+    """It is counted and logged with its type and trace; what comes next is decided as ever."""
+    faulty(is_poison)
+    before = loop.decisions.state
+    assert loop.tell(TrainerProgress(1, 666)) == ()
+    assert loop.decisions.state == before
+    assert loop.decisions.faults == 1
+    assert loop.decisions.last_fault == "event TrainerProgress: ValueError: math domain error"
+    (line,) = loop.lines("decision_fault")
+    assert isinstance(line["exc_info"], ValueError)
+    loop.tell(TrainerProgress(1, 8))
+    assert loop.decisions.state.trainers[0].step == 8
+    asked = loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+    assert any(isinstance(action, AskTrainers) for action in asked)
+
+
+@pytest.mark.fault("H09", "S12")
+def test_a_flood_of_events_that_raise_does_not_stop_what_is_due(loop: Loop, faulty: Faulty) -> None:
+    """In place of each a tick is decided, so deadlines pass; the log has a few lines, the status all."""
+    loop.tell(NoticeRaised(a_notice(deadline_mono_s=1050.0)))
+    faulty(is_poison)
+    for number in range(1000):
+        loop.tell(TrainerProgress(1, 666), 1000.0 + number / 10)
+    assert loop.decisions.faults == 1000
+    assert len(loop.lines("decision_fault")) == decisions._LINES_AT_ONCE
+    assert loop.decisions.state.evacuation is None, "the deadline passed, and the VM outlived it"
+
+
+@pytest.mark.fault("H09")
+def test_a_state_that_is_spoiled_is_rebuilt_and_the_notice_is_acted_on(
+    loop: Loop, faulty: Faulty
+) -> None:
+    """What a trainer has reported makes every step raise: it is forgotten, and nothing else is."""
+
+    def is_spoiled(state: State, event: Event) -> bool:
+        return any(trainer.save_s == 1e308 for trainer in state.trainers)
+
+    loop.tell(NoticeRaised(a_notice("aws.rebalance", deadline_mono_s=9000.0)))
+    loop.tell(TrainerProgress(1, 4, save_s=1e308))
+    faulty(is_spoiled)
+    actions = loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+    (asked,) = (action for action in actions if isinstance(action, AskTrainers))
+    assert asked.connections == (1,)
+    assert Rescan() in actions
+    state = loop.decisions.state
+    assert set(state.notices) == {"aws.rebalance", "aws.spot"}
+    assert [trainer.step for trainer in state.trainers] == [4]
+    (line,) = loop.lines("state_rebuilt")
+    assert "NoticeRaised" in line["cause"]
+    loop.tell(Tick())
+    assert loop.decisions.faults == 1
+
+
+@pytest.mark.fault("H09")
+def test_what_is_found_in_staging_does_not_spoil_the_evacuation(loop: Loop, faulty: Faulty) -> None:
+    """A scan that raises is dropped like a message: trainers decide what staging holds."""
+    loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+    faulty(lambda _, event: isinstance(event, Scanned))
+    evacuation = loop.decisions.state.evacuation
+    assert evacuation is not None
+    for _ in range(50):
+        loop.tell(Scanned(1000.0, (a_set(5),)))
+    assert loop.decisions.state.evacuation == evacuation
+    assert not loop.lines("state_rebuilt")
+
+
+@pytest.mark.fault("H09")
+def test_when_nothing_can_be_decided_any_more_the_process_is_restarted(
+    loop: Loop, faulty: Faulty
+) -> None:
+    """Not before several events in a row have failed with a rebuilt state as well."""
+    faulty(lambda *_: True)
+    for _ in range(UNDECIDED_MAX - 1):
+        assert loop.tell(Tick()) == ()
+    with pytest.raises(ValueError, match="math domain"):
+        loop.tell(Tick())
+
+
+# ---------------------------------------------------------------- the service
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    """A whole daemon that does not run: a test hands it the events."""
+    (tmp_path / "staging").mkdir()
+    config = tmp_path / "swansong.toml"
+    config.write_text(
+        f"""
+[run]
+name = "r"
+[staging]
+path = "{tmp_path}/staging"
+[store]
+url = "file://{tmp_path}/store"
+[sources]
+cloud = "none"
+system_bus = "unix:path={tmp_path}/no-bus"
+[trainer]
+socket = "{tmp_path}/s"
+[flush]
+connections = 1
+"""
+    )
+    return Service(load(config))
+
+
+def report(service: Service) -> dict[str, Any]:
+    told: list[protocol.Message] = []
+    service._answer(protocol.StatusQuery(), told.append)
+    (status,) = told
+    assert isinstance(status, protocol.Status)
+    found: dict[str, Any] = json.loads(json.dumps(status.report))
+    return found
+
+
+@pytest.mark.fault("H09")
+def test_the_service_survives_an_event_that_raises_and_shows_it(
+    service: Service, faulty: Faulty
+) -> None:
+    """The status has the number of faults and the last one; the next events are handled as ever."""
+    assert report(service)["decision_faults"] == {"count": 0, "last": None}
+    faulty(is_poison)
+    service._post(TrainerProgress(1, 666))
+    service._post(StopRequested("enough"))
+    service._turn()  # the events of the daemon's own parts come first
+    assert service._exit == Exit(0, "enough")
+    service._turn()
+    assert report(service)["decision_faults"] == {
+        "count": 1,
+        "last": "event TrainerProgress: ValueError: math domain error",
+    }
+
+
+@pytest.mark.fault("H09", "H08")
+def test_the_service_survives_an_action_that_raises(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other actions of the turn are carried out, and a flush that could not begin is tried again."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    staged = a_set(5)
+    state = replace(service._state, generation=2, scanned_mono_s=0.0, staged=(staged,))
+    service._decisions.state = state
+    monkeypatch.setattr(service._flush, "start", fails)
+    scans: list[int] = []
+    monkeypatch.setattr(service._observer, "rescan", lambda: scans.append(1))
+    service._post(NoticeRaised(a_notice(deadline_mono_s=1e9)))
+    service._turn()
+    assert "StartFlush: RuntimeError" in report(service)["decision_faults"]["last"]
+    assert scans
+    assert service._state.flight is not None
+    service._turn()  # the failure of the flush
+    assert service._state.flight is None
+    assert service._state.failures == 1
+
+
+@pytest.mark.fault("H07", "S12")
+def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) -> None:
+    """Neither for removals nor for signals, however many there are and however long each takes."""
+    service._pruner.start()
+    service._sigterm_judge.start()
+    before = set(threading.enumerate())
+    for number in range(500):
+        service._carry_out(machine_prune(f"step-{number:012d}.gone"), 0.0)
+        service._on_signal(15)
+        service._on_signal(2)
+    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+    until(lambda: service._inbox.get(0.0) == StopRequested("interrupted"))
+
+
+def machine_prune(directory: str) -> Action:
+    from swansongd.core.events import Prune
+
+    return Prune((directory,))
+
+
+def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
+    """A loss that is finite and not, in turns, at each message: a bounded number of lines and marks."""
+    written: list[str] = []
+
+    class Log:
+        def log(self, _: int, event: str, **__: object) -> None:
+            written.append(event)
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda event, **__: written.append(event)
+
+    from swansongd import service as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_log", Log())
+        view = TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
+        service._step(TrainerJoined(view), 1.0)
+        for number in range(2000):
+            is_finite = number % 2 == 0
+            service._step(TrainerProgress(1, number, loss_is_finite=is_finite), 1.0)
+    assert written.count("loss_not_finite") == module._LINES_AT_ONCE
+
+
+@pytest.mark.fault("S12")
+def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer write-protects its sets: the log does not get a line for each of them."""
+    from swansongd import service as module
+
+    def refuses(*_: object) -> None:
+        raise StagingError("cannot be deleted: Permission denied")
+
+    monkeypatch.setattr(module.scan, "remove_set", refuses)
+    with capture_logs() as logs:
+        service._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
+    assert [(line["event"], line["sets"]) for line in logs] == [("not_pruned", 400)]

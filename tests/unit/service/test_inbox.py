@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inbox of the decision loop: in order, bounded, and never held up by trainers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from swansongd.core.events import NoticeRaised, Tick, TrainerProgress, WokeUp
+from swansongd.inbox import Inbox
+
+from testkit.story import a_notice
+from testkit.waiting import until
+
+
+def test_events_come_out_in_the_order_in_which_they_came() -> None:
+    inbox = Inbox()
+    for number in range(10):
+        inbox.put(TrainerProgress(1, number))
+        inbox.put(WokeUp(number))
+    found = [inbox.get(0.0) for _ in range(20)]
+    assert [event for event in found if isinstance(event, WokeUp)] == [
+        WokeUp(number) for number in range(10)
+    ]
+    assert [event.step for event in found if isinstance(event, TrainerProgress)] == list(range(10))
+    assert inbox.get(0.0) is None
+
+
+@pytest.mark.fault("S12")
+def test_a_flood_of_messages_does_not_delay_a_notice() -> None:
+    """Whatever trainers have said before is read after it."""
+    inbox = Inbox()
+    for number in range(5000):
+        inbox.put(TrainerProgress(1, number))
+    notice = NoticeRaised(a_notice(deadline_mono_s=1.0))
+    inbox.put(notice)
+    assert inbox.get(0.0) == notice
+    assert inbox.get(0.0) == TrainerProgress(1, 0)
+
+
+@pytest.mark.fault("H07")
+def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
+    """Nothing is lost, and the trainers' events have no part in the room of the others."""
+    inbox = Inbox(events_max=3)
+    over = threading.Event()
+
+    def flood() -> None:
+        for number in range(100):
+            inbox.put(TrainerProgress(1, number))
+        over.set()
+
+    threading.Thread(target=flood, daemon=True).start()
+    until(lambda: len(inbox._of_trainers) == 3, what="a full inbox")
+    other = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive()
+    assert inbox.get(0.0) == Tick()
+    assert not over.is_set()
+    for number in range(100):
+        assert inbox.get(20.0) == TrainerProgress(1, number)
+        assert len(inbox._of_trainers) <= 3
+    assert over.wait(20)
+
+
+@pytest.mark.fault("H07")
+def test_the_decision_loop_never_waits_for_itself() -> None:
+    """It alone makes room, so it posts even to a full inbox."""
+    inbox = Inbox(events_max=2)
+    for number in range(10):
+        inbox.put(WokeUp(number))
+        inbox.put(TrainerProgress(1, number))
+    assert inbox.get(0.0) == WokeUp(0)
+
+
+def test_at_the_end_nobody_waits_for_room() -> None:
+    """The thread of the channel still has messages to send when the decision loop has ended."""
+    inbox = Inbox(events_max=1)
+    inbox.put(Tick())
+    waiting = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)
+    waiting.start()
+    inbox.close()
+    waiting.join(20)
+    assert not waiting.is_alive()

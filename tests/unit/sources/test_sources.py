@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sources decide without a network: reading a notice, health, delays, which cloud this is."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.core.events import SourceChanged
+from swansongd.model import DeadlineQuality, Health, SourceStatus
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.aws import AwsSpotSource, Moment, read_instance_action
+from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
+from swansongd.sources.base import is_news
+from swansongd.sources.detect import detect_cloud
+from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
+from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
+from swansongd.sources.metadata import Answer, Backoff, MetadataClient, shortened, watch
+from swansongd.sources.opening import open_sources, unknown_firmware
+
+from testkit.story import a_notice
+
+NOON = datetime(2026, 1, 5, 12, 0, tzinfo=UTC).timestamp()
+ASKED = Moment(mono_s=1000.0, wall_s=NOON)
+
+
+def body(action: str = "terminate", time: str = "2026-01-05T12:01:40Z") -> bytes:
+    return f'{{"action": "{action}", "time": "{time}"}}'.encode()
+
+
+def left_s(content: bytes, asked: Moment = ASKED) -> float:
+    return read_instance_action(content, asked, 25.0).deadline_mono_s - asked.mono_s
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "grace_s", "quality"),
+    [
+        ("terminate", "reclaim", 100, DeadlineQuality.STATED),
+        ("stop", "stop", 100, DeadlineQuality.STATED),
+        ("hibernate", "hibernate", 0, DeadlineQuality.DERIVED),
+        ("explode", "reclaim", 25, DeadlineQuality.ASSUMED),
+    ],
+)
+def test_actions_are_told_apart(
+    action: str, kind: str, grace_s: float, quality: DeadlineQuality
+) -> None:
+    """Terminate and stop keep the stated time, hibernate leaves none, an unknown one is assumed."""
+    notice = read_instance_action(body(action), ASKED, 25.0)
+    assert (notice.kind, notice.deadline_quality) == (kind, quality)
+    assert notice.deadline_mono_s - ASKED.mono_s == grace_s
+
+
+@pytest.mark.fault("N10")
+@pytest.mark.parametrize(
+    ("time", "grace_s", "quality"),
+    [
+        ("2026-01-05T12:02:00Z", 120, DeadlineQuality.STATED),
+        ("2026-01-05T11:00:00Z", 0, DeadlineQuality.DERIVED),
+        ("2031-01-01T00:00:00Z", 120, DeadlineQuality.DERIVED),
+        ("2026-01-05T14:00:30+02:00", 30, DeadlineQuality.STATED),
+        ("2026-01-05T12:00:30", 30, DeadlineQuality.STATED),
+    ],
+)
+def test_stated_time_is_clamped(time: str, grace_s: float, quality: DeadlineQuality) -> None:
+    """A time in the past means now, one far ahead two minutes; zones are heeded, UTC is assumed."""
+    notice = read_instance_action(body(time=time), ASKED, 25.0)
+    assert notice.deadline_mono_s - ASKED.mono_s == grace_s
+    assert notice.deadline_quality is quality
+
+
+@pytest.mark.fault("N08")
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "reclaim"),
+        (b'{"action": "termin', "reclaim"),
+        (b"[" * 60000, "reclaim"),
+        (b"null", "reclaim"),
+        (b'{"action": 7, "time": 7}', "reclaim"),
+        (b'{"action": "stop"}', "stop"),
+        (b'{"action": "stop", "time": "soon"}', "stop"),
+        (b"\xff\x00 nonsense", "reclaim"),
+    ],
+)
+def test_mangled_notice_is_a_notice(content: bytes, kind: str) -> None:
+    """Whatever the body, it is a notice with an assumed deadline, always the same, with a short detail."""
+    notice = read_instance_action(content, ASKED, 25.0)
+    assert (notice.kind, notice.deadline_quality) == (kind, DeadlineQuality.ASSUMED)
+    assert notice.deadline_mono_s == ASKED.mono_s + 25
+    assert len(notice.detail) <= 200
+    assert notice.detail.isprintable()
+    later = read_instance_action(content, Moment(2000.0, NOON + 1000), 25.0)
+    assert later.identity == notice.identity
+
+
+@pytest.mark.fault("N08")
+def test_unknown_action_heeds_an_early_time() -> None:
+    """What is assumed never outlasts what is stated."""
+    assert left_s(body("explode", "2026-01-05T12:00:10Z")) == 10
+
+
+@pytest.mark.fault("N09")
+def test_identity_contains_no_time() -> None:
+    """Neither that of the poll nor the stated one, which may recede with each poll."""
+    later = Moment(5000.0, NOON + 60)
+    sights = [
+        read_instance_action(body(), ASKED, 25.0),
+        read_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0),
+        read_instance_action(body("stop"), ASKED, 25.0),
+        read_instance_action(b"nonsense", ASKED, 25.0),
+    ]
+    assert {sight.identity for sight in sights} == {"aws.spot"}
+
+
+@pytest.mark.parametrize(
+    ("later_s", "quality", "expected"),
+    [
+        (0.0, DeadlineQuality.STATED, False),
+        (1.5, DeadlineQuality.STATED, False),
+        (-30.0, DeadlineQuality.STATED, True),
+        (-30.0, DeadlineQuality.ASSUMED, True),
+        (30.0, DeadlineQuality.STATED, True),
+        (30.0, DeadlineQuality.ASSUMED, False),
+        (30.0, DeadlineQuality.DERIVED, False),
+    ],
+)
+def test_what_is_news(later_s: float, quality: DeadlineQuality, expected: bool) -> None:
+    """A nearer deadline is, and a later one that is stated; what recedes by itself is not."""
+    before = a_notice(deadline_mono_s=100.0)
+    moved = replace(before, deadline_mono_s=100.0 + later_s, deadline_quality=quality)
+    assert is_news(before, moved, 10.0) is expected
+    assert not is_news(before, replace(moved, deadline_mono_s=105.0), 106.0), "has passed"
+    assert is_news(None, moved, 10.0)
+    assert is_news(replace(before, kind="stop"), moved, 10.0)
+
+
+def test_unknown_firmware_is_reported(tmp_path: Path) -> None:
+    """With sources.cloud = auto and firmware of no known cloud, the status says what is not watched."""
+    (tmp_path / "sys_vendor").write_text("Microsoft Corporation\n")
+    unknown = unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path))
+    assert unknown is not None
+    assert unknown.health is Health.DEGRADED
+    assert "Microsoft Corporation" in unknown.reason
+    assert "sources.cloud" in unknown.reason
+    absent = unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path / "absent"))
+    assert absent is not None
+    assert unknown_firmware("none", now_mono_s=1.0, dmi_directory=str(tmp_path)) is None
+    (tmp_path / "sys_vendor").write_text("Amazon EC2")
+    assert unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path)) is None
+
+
+@given(st.binary(max_size=300))
+def test_no_body_is_too_strange(content: bytes) -> None:
+    """Any bytes give a notice whose deadline lies between now and two minutes ahead."""
+    assert 0 <= left_s(content) <= 120
+
+
+@pytest.mark.fault("N11")
+@pytest.mark.parametrize(
+    ("local_ahead_s", "fixed_s"),
+    [(0.0, 0.0), (0.4, 0.4), (1200.0, 1.0), (-1200.0, 0.0)],
+)
+def test_date_of_the_answer_outweighs_the_local_clock(local_ahead_s: float, fixed_s: float) -> None:
+    """The local clock counts only within the second that the server names."""
+    answer = Answer(200, {"date": formatdate(NOON, usegmt=True)}, b"")
+    fixed = Moment(1000.0, NOON + local_ahead_s).fixed(answer)
+    assert fixed == Moment(1000.0, NOON + fixed_s)
+
+
+@pytest.mark.parametrize("headers", [{}, {"date": "yesterday"}, {"date": ""}])
+def test_without_date_the_local_clock_counts(headers: dict[str, str]) -> None:
+    """No Date, or one that cannot be read, leaves the local clock as it is."""
+    assert ASKED.fixed(Answer(200, headers, b"")) == ASKED
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_health_says_since_when_it_holds() -> None:
+    """Health changes are posted once; a new reason is posted with the old ``since``."""
+    clock, statuses = Clock(), list[SourceStatus]()
+
+    def post(event: object) -> None:
+        assert isinstance(event, SourceChanged)
+        statuses.append(event.status)
+
+    health = HealthTracker("aws.spot", blind_after_s=10, monotonic=clock, post=post)
+    for at_s, happens in (
+        (101, health.ok),
+        (102, health.ok),
+        (103, lambda: health.failed("one")),
+        (104, lambda: health.failed("two")),
+        (113, lambda: health.failed("two")),
+        (114, lambda: health.failed("one")),
+        (115, health.ok),
+    ):
+        clock.now_s = at_s
+        happens()
+    assert [(s.health, s.reason, s.since_mono_s) for s in statuses] == [
+        (Health.OK, "answers", 101),
+        (Health.DEGRADED, "one", 103),
+        (Health.DEGRADED, "two", 103),
+        (Health.BLIND, "two", 113),
+        (Health.BLIND, "one", 113),
+        (Health.OK, "answers", 115),
+    ]
+
+
+@pytest.mark.fault("N06")
+def test_backoff_doubles_to_its_cap_with_jitter() -> None:
+    """Delays double up to the cap, jitter takes at most half, success begins anew."""
+    longest = Backoff(0.25, 1.5, lambda _low, high: high)
+    assert [longest.next_s() for _ in range(5)] == [0.25, 0.5, 1.0, 1.5, 1.5]
+    longest.reset()
+    assert longest.next_s() == 0.25
+    assert Backoff(0.25, 1.5, lambda low, _high: low).next_s() == 0.125
+    assert Backoff(5.0, 1.0, lambda _low, high: high).next_s() == 1.0
+
+
+def test_watch_outlives_any_mistake() -> None:
+    """An exception that nobody foresaw degrades the source and does not end it."""
+    stop, events, looks = threading.Event(), list[object](), iter((ValueError("odd"), None))
+
+    def look() -> float:
+        error = next(looks)
+        if error is not None:
+            raise error
+        stop.set()
+        return 0.0
+
+    health = HealthTracker("x", blind_after_s=9, monotonic=lambda: 0.0, post=events.append)
+    client = MetadataClient("http://127.0.0.1:1", timeout_s=1)
+    watch(look, client=client, health=health, backoff=Backoff(0, 0), stop=stop)
+    (event,) = events
+    assert isinstance(event, SourceChanged)
+    assert event.status.health is Health.DEGRADED
+    assert "odd" in event.status.reason
+
+
+def test_details_fit_one_line() -> None:
+    """Control characters and line breaks vanish, and length is bounded."""
+    assert shortened(' {\n\t"a":\x1b[31m 1}\r\n') == '{ "a": [31m 1}'
+    assert len(shortened("x" * 1000)) == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "cloud"),
+    [
+        ({"sys_vendor": "Amazon EC2\n", "product_name": "p4d.24xlarge\n"}, "aws"),
+        ({"sys_vendor": "Xen", "product_name": "HVM domU", "bios_version": "4.11.amazon"}, "aws"),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine\n"}, "gcp"),
+        ({"sys_vendor": "Google", "product_name": "Google"}, "gcp"),
+        ({"sys_vendor": "QEMU", "product_name": "Standard PC"}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_firmware_names_the_cloud(tmp_path: Path, files: dict[str, str], cloud: str) -> None:
+    """The cloud is known from DMI alone."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert detect_cloud(str(tmp_path)) == cloud
+
+
+def test_boot_id(tmp_path: Path) -> None:
+    """The boot id is what the kernel says, and ``unknown`` where it says nothing."""
+    (tmp_path / "boot_id").write_text("0b1c\n")
+    assert read_boot_id(str(tmp_path / "boot_id")) == "0b1c"
+    assert read_boot_id(str(tmp_path / "absent")) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("cloud", "kinds"),
+    [
+        ("aws", [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]),
+        ("gcp", [GcpPreemptedSource, GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource]),
+        ("none", []),
+    ],
+)
+def test_sources_of_each_cloud(cloud: str, kinds: list[type]) -> None:
+    """Each cloud has its sources; another name is a mistake in the program."""
+    clock = Clock()
+
+    def opened(name: str) -> list[type]:
+        sources = open_sources(
+            name,
+            metadata_url=None,
+            poll_interval_s=1.0,
+            assumed_grace_s=25.0,
+            monotonic=clock,
+            wall=clock,
+        )
+        return [type(source) for source in sources]
+
+    assert opened(cloud) == kinds
+    with pytest.raises(ValueError, match="moon"):
+        opened("moon")

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends that are known beforehand, on clocks that the test sets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from swansongd.config.values import Wrong, utc_instant
+from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
+from swansongd.model import DeadlineQuality, Health, Notice, Severity
+from swansongd.sources.fixed import DeadlineSource
+from swansongd.sources.opening import open_deadline
+
+END = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+
+@dataclass
+class World:
+    """The clocks of a VM, and what the source said; ``look`` is one look of the source at them."""
+
+    wall_s: float = 0.0
+    mono_s: float = 1000.0
+    boot_s: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def watch(self, instant: datetime | None = END, run_s: float | None = None) -> None:
+        (source,) = open_deadline(
+            instant,
+            run_s,
+            lead_s=120.0,
+            boot_id="boot",
+            since_boot=lambda: self.boot_s,
+            monotonic=lambda: self.mono_s,
+            wall=lambda: self.wall_s,
+        )
+        assert source.name == "deadline"
+        self.source = source
+
+    def look(self) -> list[Event]:
+        """What is new."""
+        before = len(self.events)
+        stop = _Once()
+        self.source.run(self.events.append, stop)  # type: ignore[arg-type]
+        return [e for e in self.events[before:] if not isinstance(e, SourceChanged)]
+
+    def pass_s(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.mono_s += seconds
+        self.boot_s += seconds
+
+    @property
+    def health(self) -> Any:
+        return [e.status for e in self.events if isinstance(e, SourceChanged)][-1]
+
+
+class _Once:
+    """A stop event that is set by the first wait."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, _: float) -> bool:
+        self._is_set = True
+        return True
+
+
+def only_notice(events: list[Event]) -> Notice:
+    (event,) = events
+    assert isinstance(event, NoticeRaised)
+    return event.notice
+
+
+def before_end(seconds: float) -> World:
+    return World(wall_s=END.timestamp() - seconds)
+
+
+def test_far_ahead_it_is_scheduled_near_it_is_imminent() -> None:
+    """One identity and one deadline; said once as scheduled, and once more when the lead begins."""
+    world = before_end(3600)
+    world.watch()
+    far = only_notice(world.look())
+    assert (far.source, far.kind) == ("deadline", "capacity-end")
+    assert (far.severity, far.deadline_quality) == (Severity.SCHEDULED, DeadlineQuality.STATED)
+    assert far.deadline_mono_s == pytest.approx(1000 + 3600)
+    assert world.health.health is Health.OK
+    world.pass_s(3479)
+    assert world.look() == []
+    world.pass_s(1)
+    near = only_notice(world.look())
+    assert near.severity is Severity.IMMINENT
+    assert near.identity == far.identity
+    assert near.deadline_mono_s == pytest.approx(far.deadline_mono_s)
+    for _ in range(3):
+        world.pass_s(100)
+        assert world.look() == []
+
+
+def test_a_start_within_the_lead_is_imminent_at_once() -> None:
+    """A daemon that restarts late does not wait for anything."""
+    world = before_end(60)
+    world.watch()
+    assert only_notice(world.look()).severity is Severity.IMMINENT
+
+
+def test_an_end_in_the_past_is_a_warning_and_no_notice() -> None:
+    """A setting of an earlier VM evacuates nobody, however often it is looked at."""
+    world = before_end(-1)
+    world.watch()
+    for _ in range(3):
+        assert world.look() == []
+        world.pass_s(5)
+    assert world.health.health is Health.DEGRADED
+    assert "sources.end_at, 2026-03-01T12:00:00Z, lies in the past" in world.health.reason
+
+
+def test_an_end_that_comes_into_sight_when_the_clock_is_set_counts() -> None:
+    """A clock that was ahead at the start only hid the end."""
+    world = before_end(-1000)
+    world.watch()
+    assert world.look() == []
+    world.wall_s -= 2000
+    assert only_notice(world.look()).deadline_mono_s == pytest.approx(2000)
+    assert world.health.health is Health.OK
+
+
+def test_a_clock_set_forward_moves_the_deadline_earlier() -> None:
+    """The same notice, said again."""
+    world = before_end(3600)
+    world.watch()
+    first = only_notice(world.look())
+    world.wall_s += 600
+    moved = only_notice(world.look())
+    assert moved.identity == first.identity
+    assert moved.deadline_mono_s == pytest.approx(1000 + 3000)
+
+
+def test_a_clock_set_back_withdraws_and_says_it_anew() -> None:
+    """A deadline never recedes, so the notice that was wrong goes, and the right one comes."""
+    world = before_end(60)
+    world.watch()
+    assert only_notice(world.look()).severity is Severity.IMMINENT
+    world.wall_s -= 3600
+    withdrawn, raised = world.look()
+    assert withdrawn == NoticeWithdrawn("deadline", "the clock was set back")
+    assert isinstance(raised, NoticeRaised)
+    assert raised.notice.severity is Severity.SCHEDULED
+    assert raised.notice.deadline_mono_s == pytest.approx(1000 + 3660)
+
+
+def test_a_clock_that_is_slewed_says_nothing() -> None:
+    """Less than a second is no jump."""
+    world = before_end(3600)
+    world.watch()
+    world.look()
+    for step_s in (0.4, -0.9, 0.4):
+        world.wall_s += step_s
+        assert world.look() == []
+
+
+def test_a_vm_that_slept_past_the_end_evacuates_at_once() -> None:
+    """Asleep the monotonic clock stood still: the deadline is now."""
+    world = before_end(3600)
+    world.watch()
+    world.look()
+    world.wall_s += 3700
+    notice = only_notice(world.look())
+    assert notice.severity is Severity.IMMINENT
+    assert notice.deadline_mono_s == pytest.approx(1000)
+    world.pass_s(5)
+    assert world.look() == []
+
+
+def test_a_run_time_counts_from_the_boot_whatever_the_wall_clock_says() -> None:
+    """Its identity belongs to this boot."""
+    world = World(wall_s=5e9, boot_s=600.0)
+    world.watch(None, 3600.0)
+    notice = only_notice(world.look())
+    assert notice.deadline_mono_s == pytest.approx(1000 + 3000)
+    assert notice.identity == "deadline:boot:3600"
+    world.wall_s -= 4e9
+    assert world.look() == []
+
+
+@pytest.mark.parametrize(("run_s", "identity"), [(600.0, "boot"), (7200.0, "2026")])
+def test_of_two_ends_the_earlier_counts(run_s: float, identity: str) -> None:
+    """One source has one notice."""
+    world = before_end(3600)
+    world.watch(END, run_s)
+    notice = only_notice(world.look())
+    assert notice.identity.startswith(f"deadline:{identity}")
+    assert notice.deadline_mono_s == pytest.approx(1000 + min(run_s, 3600))
+
+
+def test_without_an_end_there_is_no_source() -> None:
+    """Nothing is configured, nothing runs."""
+    clock: Callable[[], float] = lambda: 0.0  # noqa: E731
+    assert (
+        open_deadline(
+            None, None, lead_s=1, boot_id="b", since_boot=clock, monotonic=clock, wall=clock
+        )
+        == []
+    )
+
+
+def test_it_stops_when_told() -> None:
+    """Within the second that a source has."""
+    world = before_end(3600)
+    world.watch()
+    assert isinstance(world.source, DeadlineSource)
+    stop = threading.Event()
+    thread = threading.Thread(target=world.source.run, args=(world.events.append, stop))
+    thread.start()
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2026-03-01T12:00:00Z", "2026-03-01t13:00:00.000+01:00", "2026-03-01 12:00:00+00:00", END],
+)
+def test_instants_are_read(text: object) -> None:
+    """RFC 3339 as a string, or TOML's own date-time; always in UTC."""
+    assert utc_instant(text) == END
+    assert utc_instant(text).tzinfo is UTC
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2026-03-01T12:00:00", "2026-03-01", "tomorrow", "", "2026-13-01T00:00:00Z", 5, None, True,
+     datetime(2026, 3, 1)],  # noqa: DTZ001
+)  # fmt: skip
+def test_what_is_no_instant_is_refused(value: object) -> None:
+    """A time without its zone above all: nobody knows when that is."""
+    with pytest.raises(Wrong, match=r"is no time|has no time zone"):
+        utc_instant(value)

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walking, opening and removing sets: nothing outside the set is read, and nothing is read but files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from swansongd.errors import StagingError
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansongd.staging import scan
+
+from testkit.staged import ME, write_files
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away: needs root")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_files(tmp_path / "r1" / "set", {"a": b"1", "dir/b": b"22", "dir/.metadata": b""})
+    return tmp_path / "r1"
+
+
+def listing(run: Path, directory: str = "set") -> tuple[StagedFile, ...]:
+    return scan.listing(run, directory, ME)
+
+
+def staged(run: Path, directory: str = "set") -> Staged:
+    return Staged(
+        id=CheckpointId(1, "n"),
+        directory=directory,
+        kind=CheckpointKind.PERIODIC,
+        files=listing(run, directory),
+    )
+
+
+def find(run: Path, path: str) -> StagedFile:
+    return next(file for file in listing(run) if file.path == path)
+
+
+def test_a_walk_finds_all_files(run: Path) -> None:
+    """Paths are relative to the set and sorted; sizes, times and inodes are those on disk."""
+    facts = os.stat(run / "set" / "dir" / "b")
+    assert [file.path for file in listing(run)] == ["a", "dir/.metadata", "dir/b"]
+    assert listing(run)[2] == StagedFile(
+        path="dir/b", size_bytes=2, mtime_ns=facts.st_mtime_ns, inode=facts.st_ino
+    )
+
+
+def test_a_file_alone_is_a_set(run: Path) -> None:
+    """A one-file set is named by its file, and handled like any other."""
+    (run / "step=5.ckpt").write_bytes(b"abc")
+    one = staged(run, "step=5.ckpt")
+    assert [file.path for file in one.files] == ["step=5.ckpt"]
+    fd = scan.open_file(run, one.directory, one.files[0])
+    assert os.read(fd, 10) == b"abc"
+    os.close(fd)
+    assert scan.same_listing(run, one)
+    (run / "step=5.ckpt").write_bytes(b"abcd")
+    assert not scan.same_listing(run, one)
+    scan.remove_set(run, one.directory)
+    assert visible(run) == ["set"]
+
+
+def _symlink(at: Path) -> None:
+    at.symlink_to("/etc/shadow")
+
+
+def _symlinked_directory(at: Path) -> None:
+    at.symlink_to("/etc")
+
+
+def _hard_link(at: Path) -> None:
+    secret = at.parents[1] / "secret"
+    secret.write_text("x")
+    os.link(secret, at)
+
+
+def _bind(at: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(at))
+
+
+def _device(at: Path) -> None:
+    try:
+        os.mknod(at, 0o020666, os.makedev(1, 5))  # /dev/zero never ends
+    except PermissionError:
+        pytest.skip("making a device needs root")
+
+
+@pytest.mark.fault("S1", "S3", "S4")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_symlink, "symbolic link"),
+        (_symlinked_directory, "symbolic link"),
+        (_hard_link, "hard links"),
+        (os.mkfifo, "FIFO"),
+        (_bind, "socket"),
+        (_device, "device"),
+    ],
+)
+def test_what_is_no_plain_file_voids_the_set(
+    run: Path, make: Callable[[Path], None], words: str
+) -> None:
+    """Links, FIFOs, sockets and devices are named, and nothing of them is read."""
+    make(run / "set" / "dir" / "evil")
+    with pytest.raises(StagingError, match=words):
+        listing(run)
+
+
+@as_root
+@pytest.mark.fault("S3")
+@pytest.mark.parametrize("path", ["set", "set/dir", "set/dir/b"])
+def test_what_belongs_to_others_voids_the_set(run: Path, path: str) -> None:
+    """Every directory and file of a set belongs to a user who may train."""
+    os.chown(run / path, 65534, 65534)
+    with pytest.raises(StagingError, match="user id 65534") as caught:
+        listing(run)
+    assert "trainer.users" in caught.value.hint
+    assert len(scan.listing(run, "set", frozenset({0, 65534}))) == 3
+
+
+@as_root
+@pytest.mark.fault("T14")
+def test_files_that_the_daemon_cannot_read_are_named(run: Path) -> None:
+    """A trainer's umask that shuts the daemon out is reported with the way out."""
+    (run / "set" / "a").chmod(0o600)
+    for parent in (run, *run.parents[:-1]):
+        if parent.name.startswith("pytest-") or parent == run:
+            parent.chmod(0o755)
+    directory_fd = os.open(run / "set", os.O_RDONLY)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(StagingError, match="cannot be read by the daemon") as caught:
+            scan.walk(directory_fd, frozenset({0}))
+    finally:
+        os.seteuid(0)
+        os.close(directory_fd)
+    assert "umask" in caught.value.hint
+
+
+@pytest.mark.fault("S6", "S7")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("new\nline", "not allowed"),
+        ("tab\t", "not allowed"),
+        ("a" * 201, "201 characters; the limit is 200"),
+        ("ü", "not allowed"),
+        ("back\\slash", "not allowed"),
+        ("quote'", "not allowed"),
+        ("a\n", "not allowed"),
+    ],
+)
+def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str, reason: str) -> None:
+    """A set holds only names that we would write to when restoring."""
+    (run / "set" / name).write_bytes(b"")
+    with pytest.raises(StagingError, match=reason):
+        listing(run)
+
+
+@pytest.mark.fault("S7")
+def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number, depth and size of what a trainer can make us walk or read have limits."""
+    deep = run / "deep" / "/".join("d" * 16)
+    write_files(deep.parent, {"f": b""})
+    assert len(listing(run, "deep")) == 1
+    write_files(deep, {"f": b""})
+    with pytest.raises(StagingError, match=r"17 levels; the limit is 16.*nest fewer"):
+        listing(run, "deep")
+    monkeypatch.setattr(scan, "FILES_MAX", 2)
+    with pytest.raises(StagingError, match="more than 2"):
+        listing(run)
+    with open(run / "sparse", "wb") as file:
+        file.truncate(1)
+    (run / "giant").mkdir()
+    space = os.statvfs(run)
+    try:
+        with open(run / "giant" / "f", "wb") as file:
+            file.truncate(space.f_blocks * space.f_frsize + 1)
+    except OSError:
+        pytest.skip("the file system takes no file larger than itself")
+    with pytest.raises(StagingError, match="sparse"):
+        listing(run, "giant")
+
+
+def test_another_file_system_within_a_set_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is mounted into a set is not part of it."""
+    facts = os.stat(run / "set")
+    with pytest.raises(StagingError, match="another file system"):
+        scan._check("a", facts, facts.st_dev + 1, None)
+
+
+def test_open_gives_the_bytes(run: Path) -> None:
+    """A file opens by path or by descriptor of the run directory, ready for blocking reads."""
+    run_fd = os.open(run, os.O_RDONLY)
+    for where in (run, run_fd):
+        fd = scan.open_file(where, "set", find(run, "dir/b"))
+        assert os.read(fd, 10) == b"22"
+        assert os.get_blocking(fd)
+        assert scan.unchanged(fd, find(run, "dir/b"))
+        os.close(fd)
+    os.close(run_fd)
+
+
+@pytest.mark.fault("D09", "S5")
+def test_a_file_that_changes_is_not_the_file_any_more(run: Path) -> None:
+    """Growing, shrinking, rewriting or replacing a file shows, on the open descriptor or on opening."""
+    file = find(run, "a")
+    fd = scan.open_file(run, "set", file)
+    target = run / "set" / "a"
+    os.utime(target, ns=(0, file.mtime_ns + 1))
+    assert not scan.unchanged(fd, file)
+    os.close(fd)
+    for content in (b"22", b""):
+        target.write_bytes(content)
+        os.utime(target, ns=(0, file.mtime_ns))
+        with pytest.raises(StagingError, match="changed"):
+            scan.open_file(run, "set", file)
+    target.rename(run / "set" / "old")
+    target.write_bytes(b"1")
+    os.utime(target, ns=(0, file.mtime_ns))
+    with pytest.raises(StagingError, match="changed"):
+        scan.open_file(run, "set", file)
+
+
+@pytest.mark.fault("S1", "S4", "S6")
+def test_open_leaves_no_set(run: Path) -> None:
+    """No path, link or FIFO leads out of the set or into a wait, whatever the listing says."""
+    file = find(run, "dir/b")
+    outside = write_files(run.parent / "outside", {"b": b"22"})
+    for path in ("../outside/b", "/etc/passwd", "dir/../a", "", ".", "dir//b"):
+        with pytest.raises(StagingError):
+            scan.open_file(run, "set", replace(file, path=path))
+    for directory in ("..", ".", "", "a/b", "/etc", "set/dir"):
+        with pytest.raises(StagingError):
+            scan.open_file(run, directory, file)
+        with pytest.raises(StagingError):
+            scan.remove_set(run, directory)
+    (run / "set" / "dir").rename(run / "set" / "real")
+    (run / "set" / "dir").symlink_to(outside)
+    with pytest.raises(StagingError):
+        scan.open_file(run, "set", file)
+    os.mkfifo(run / "set" / "fifo")
+    with pytest.raises(StagingError):
+        scan.open_file(run, "set", replace(file, path="fifo"))
+    fifo = os.stat(run / "set" / "fifo")
+    itself = StagedFile(path="fifo", size_bytes=0, mtime_ns=fifo.st_mtime_ns, inode=fifo.st_ino)
+    with pytest.raises(StagingError, match="FIFO"):
+        scan.open_file(run, "set", itself)
+    (run / "linked").symlink_to(run / "set")
+    with pytest.raises(StagingError, match="symbolic link"):
+        listing(run, "linked")
+
+
+@pytest.mark.fault("S2")
+def test_a_link_swapped_in_is_never_read(run: Path) -> None:
+    """While a name flips between a file and a link to a secret, only the file is ever read."""
+    secret = run.parent / "secret"
+    secret.write_bytes(b"S")
+    target, spare = run / "set" / "a", run / "set" / "next"
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            spare.symlink_to(secret)
+            spare.rename(target)
+            spare.write_bytes(b"1")
+            spare.rename(target)
+
+    swapper = threading.Thread(target=swap, daemon=True)
+    swapper.start()
+    results = {"read": 0, "refused": 0}
+    set_fd = os.open(run / "set", os.O_RDONLY)
+    try:
+        while min(results.values()) < 100:
+            try:
+                fd = scan._open_below(set_fd, "a")
+            except OSError:  # it was a link just now
+                results["refused"] += 1
+                continue
+            assert os.read(fd, 1) == b"1"
+            os.close(fd)
+            results["read"] += 1
+    finally:
+        stop.set()
+        swapper.join(10)
+        os.close(set_fd)
+
+
+@pytest.mark.fault("D09", "S5")
+def test_any_change_to_a_set_shows(run: Path) -> None:
+    """Adding, removing or changing a file makes another listing; so does the loss of the set."""
+    before = staged(run)
+    assert scan.same_listing(run, before)
+    extra = run / "set" / "extra"
+    extra.write_bytes(b"")
+    assert not scan.same_listing(run, before)
+    extra.unlink()
+    assert scan.same_listing(run, before)
+    os.utime(run / "set" / "a", ns=(0, 0))
+    assert not scan.same_listing(run, before)
+    assert not scan.same_listing(run, replace(before, directory="gone"))
+
+
+def test_removing_a_set_removes_nothing_else(run: Path) -> None:
+    """A set goes with all that is in it, odd files included; what its links point at stays."""
+    outside = write_files(run.parent / "outside", {"keep": b"1"})
+    (run / "set" / "dir" / "link").symlink_to(outside)
+    (run / "set" / "file-link").symlink_to(outside / "keep")
+    os.mkfifo(run / "set" / "fifo")
+    scan.remove_set(run, "set")
+    scan.remove_set(run, "set")
+    assert visible(run) == []
+    assert (outside / "keep").read_bytes() == b"1"
+    (run / "linked").symlink_to(outside)
+    scan.remove_set(run, "linked")
+    assert (outside / "keep").exists()
+    assert visible(run) == []
+    assert os.listdir(run / scan.OWN_DIRECTORY) == []
+
+
+def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set loses its name before its first file, and what is left goes with the next start."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", interrupted)
+        with pytest.raises(StagingError):
+            scan.remove_set(run, "set")
+    assert visible(run) == []
+    assert len(os.listdir(run / scan.OWN_DIRECTORY)) == 1
+    scan.remove_leftovers(run)
+    assert os.listdir(run / scan.OWN_DIRECTORY) == []
+
+
+@pytest.mark.fault("S7", "D12")
+def test_only_the_daemons_own_leftovers_are_removed(run: Path) -> None:
+    """A directory of a trainer that is named like a leftover stays, however deep it is."""
+    write_files(run / ".removing.x", {"a/b/c": b"1"})
+    write_files(run / "0123456789abcdef.removing", {"a/b/c": b"1"})
+    scan.remove_leftovers(run)
+    assert sorted(os.listdir(run)) == [
+        ".removing.x", ".swansongd", "0123456789abcdef.removing", "set",
+    ]  # fmt: skip
+
+
+def test_a_set_of_too_many_directories_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty directories count as well: a walk is bounded by them, not by the files alone."""
+    monkeypatch.setattr(scan, "DIRECTORIES_MAX", 50)
+    for number in range(60):
+        (run / "set" / f"d{number}").mkdir()
+    with pytest.raises(StagingError, match="more than 50 directories"):
+        listing(run)
+
+
+def visible(run: Path) -> list[str]:
+    """What lies in the staging directory of the run, besides the daemon's own."""
+    return sorted(name for name in os.listdir(run) if name != scan.OWN_DIRECTORY)
+
+
+names = st.text(alphabet="abcXYZ019_+=@,.- ", min_size=1, max_size=12).filter(
+    lambda name: name not in (".", "..")
+)
+trees = st.recursive(
+    st.binary(max_size=20), lambda inner: st.dictionaries(names, inner, max_size=4), max_leaves=12
+).filter(lambda tree: isinstance(tree, dict))
+
+
+def plant(directory: Path, tree: dict[str, object]) -> dict[str, bytes]:
+    """Write the tree; the files in it by path."""
+    directory.mkdir()
+    planted: dict[str, bytes] = {}
+    for name, content in tree.items():
+        if isinstance(content, bytes):
+            (directory / name).write_bytes(content)
+            planted[name] = content
+        else:
+            assert isinstance(content, dict)
+            inner = plant(directory / name, content)
+            planted |= {f"{name}/{path}": data for path, data in inner.items()}
+    return planted
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=trees)
+def test_any_tree_is_listed_read_and_removed_whole(
+    tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The listing is the tree, each file opens to its bytes, and removal leaves nothing."""
+    run = tmp_path_factory.mktemp("run")
+    planted = plant(run / "set", tree)
+    files = listing(run)
+    assert [file.path for file in files] == sorted(planted)
+    for file in files:
+        fd = scan.open_file(run, "set", file)
+        assert os.read(fd, 100) == planted[file.path]
+        os.close(fd)
+    scan.remove_set(run, "set")
+    assert visible(run) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
+@pytest.mark.fault("S7")
+def test_a_set_that_is_a_mount_is_refused(run: Path) -> None:
+    """Its reads may hang for ever, as those of a FUSE mount of the trainer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.fsencode(run / "set")
+    if libc.mount(b"tmpfs", place, b"tmpfs", 0, None) != 0:
+        pytest.skip("does not apply: no mounts in this sandbox")
+    try:
+        with pytest.raises(StagingError, match="another file system"):
+            scan.listing(run, "set")
+    finally:
+        libc.umount2(place, 2)

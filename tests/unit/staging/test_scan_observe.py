@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer tells of every set, with and without inotify; one daemon holds one staging directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from structlog.testing import CapturingLogger, capture_logs
+from swansong import openat
+from swansongd.core.events import Event, Scanned
+from swansongd.errors import StagingError
+from swansongd.staging import scan
+from swansongd.staging.observe import StagingObserver
+from swansongd.staging.prepare import prepare
+from swansongd.staging.seal import Scanner
+
+from testkit.staged import ME, write_files, write_set
+from testkit.waiting import until
+
+NEVER_S = 3600.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "r1").mkdir()
+    return tmp_path / "r1"
+
+
+class Observing:
+    """A running observer and what it posted."""
+
+    def __init__(self, run: Path, *, interval_s: float = NEVER_S, settle_s: float = 0.05) -> None:
+        self.events: list[Scanned] = []
+        self.log = CapturingLogger()
+        self.scanner = Scanner(run, allowed_uids=ME, settle_s=settle_s, monotonic=time.monotonic)
+        self.observer = StagingObserver(self.scanner, self._post, self.log, interval_s=interval_s)
+
+    def _post(self, event: Event) -> None:
+        assert isinstance(event, Scanned)
+        self.events.append(event)
+
+    def until_staged(self, count: int) -> None:
+        until(lambda: self.events and len(self.events[-1].staged) == count, what=f"{count} sets")
+
+    @property
+    def complaints(self) -> list[str]:
+        return [str(call.args[0]) for call in self.log.calls]
+
+
+@pytest.fixture
+def observing(run: Path) -> Iterator[Callable[..., Observing]]:
+    started: list[Observing] = []
+
+    def start(**arguments: float) -> Observing:
+        started.append(Observing(run, **arguments))
+        started[-1].observer.start()
+        until(lambda: started[-1].events, what="the first scan")
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.observer.close()
+
+
+def test_sealing_wakes_the_scan(run: Path, observing: Callable[..., Observing]) -> None:
+    """A set is told when it gets its sealed name, long before the next periodic scan."""
+    seen = observing()
+    directory = write_set(run.parent / "elsewhere" / "r1")
+    directory.rename(run / f"{directory.name}.partial")
+    until(lambda: seen.events[-1].pending == (f"{directory.name}.partial",), what="the partial set")
+    (run / f"{directory.name}.partial").rename(run / directory.name)
+    seen.until_staged(1)
+
+
+def test_an_adopted_set_is_told_when_it_has_settled(
+    run: Path, observing: Callable[..., Observing]
+) -> None:
+    """While something settles, scans come by themselves."""
+    seen = observing()
+    (run / "step=5.ckpt").write_bytes(b"1")
+    seen.until_staged(1)
+
+
+@pytest.mark.fault("D11")
+def test_the_periodic_scan_finds_what_inotify_lost(
+    run: Path, observing: Callable[..., Observing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With not a single event delivered, sets are found all the same."""
+    monkeypatch.setattr(StagingObserver, "_watch", lambda _: None)
+    seen = observing(interval_s=0.02)
+    write_set(run)
+    seen.until_staged(1)
+
+
+def test_only_news_is_posted_unless_asked(run: Path, observing: Callable[..., Observing]) -> None:
+    """Scans without news are silent; one that was asked for began after the asking, and is posted."""
+    seen = observing(interval_s=0.01)
+    scans = count_scans(seen.scanner)
+    until(lambda: len(scans) > 5)
+    assert len(seen.events) == 1
+    asked_mono_s = time.monotonic()
+    seen.observer.rescan()
+    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+    assert seen.events[1].started_mono_s >= asked_mono_s
+    assert seen.events[1].staged == seen.events[0].staged
+
+
+def test_asking_during_a_scan_gets_the_next_one(
+    run: Path, observing: Callable[..., Observing]
+) -> None:
+    """A scan that was under way already does not count as the answer."""
+    seen = observing()
+    inside, go_on = threading.Event(), threading.Event()
+    scan = seen.scanner.scan
+
+    def held() -> Scanned:
+        result = scan()
+        inside.set()
+        assert go_on.wait(20)
+        return result
+
+    seen.scanner.scan = held  # type: ignore[method-assign]
+    seen.observer.rescan()
+    assert inside.wait(20)
+    asked_mono_s = time.monotonic()
+    seen.observer.rescan()
+    go_on.set()
+    until(lambda: len(seen.events) >= 3, what="both answers")
+    assert seen.events[1].started_mono_s < asked_mono_s <= seen.events[2].started_mono_s
+
+
+def test_our_own_reading_does_not_wake_us(run: Path, observing: Callable[..., Observing]) -> None:
+    """A scan opens directories and files in the watched place, and is no reason for another scan."""
+    write_set(run)
+    (run / "step=5.ckpt").write_bytes(b"1")
+    seen = observing(interval_s=NEVER_S, settle_s=0.0)
+    seen.until_staged(2)
+    scans = count_scans(seen.scanner)
+    seen.observer.rescan()
+    until(lambda: scans)
+    threading.Event().wait(0.3)  # time in which a circle would show
+    assert len(scans) == 1
+
+
+def test_errors_never_end_it(run: Path, observing: Callable[..., Observing]) -> None:
+    """While the directory is away one line says so; when it is back, so are the scans."""
+    seen = observing(interval_s=0.01)
+    run.rename(run.parent / "away")
+    until(lambda: seen.complaints, what="a complaint")
+    scans = count_scans(seen.scanner)
+    until(lambda: len(scans) > 3)
+    assert seen.complaints == ["staging_scan_failed"]
+    seen.observer.rescan()
+    (run.parent / "away").rename(run)
+    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+
+
+def count_scans(scanner: Scanner) -> list[None]:
+    scans: list[None] = []
+    scan = scanner.scan
+
+    def counting() -> Scanned:
+        scans.append(None)
+        return scan()
+
+    scanner.scan = counting  # type: ignore[method-assign]
+    return scans
+
+
+EXHAUSTED = """
+import ctypes, json, os, sys, time
+from pathlib import Path
+from structlog.testing import CapturingLogger, capture_logs
+from swansong import openat
+from swansongd.staging import scan
+from swansongd.staging.observe import StagingObserver
+from swansongd.staging.seal import Scanner
+os.setgroups([]); os.setgid({uid}); os.setuid({uid})
+libc = ctypes.CDLL(None, use_errno=True)
+while libc.inotify_init1(0) >= 0:
+    pass
+assert ctypes.get_errno() == 24
+log, events = CapturingLogger(), []
+scanner = Scanner(Path({run!r}), allowed_uids=frozenset([{uid}]), settle_s=0, monotonic=time.monotonic)
+observer = StagingObserver(scanner, events.append, log, interval_s=0.01)
+observer.start()
+give_up = time.monotonic() + 20
+def until(predicate):
+    while not predicate():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+until(lambda: events)
+Path({run!r}, "step=5.ckpt").write_bytes(b"1")
+until(lambda: events[-1].staged)
+print(json.dumps([call.args[0] for call in log.calls]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="uses up another user's inotify instances: needs root"
+)
+@pytest.mark.fault("D11")
+def test_without_inotify_there_is_polling() -> None:
+    """When the user's inotify instances are used up, one line says so, and sets are found by polling."""
+    uid = 61000 + os.getpid() % 4000
+    run = Path(tempfile.mkdtemp(prefix="swansong-"))
+    os.chown(run, uid, uid)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", EXHAUSTED.format(uid=uid, run=str(run))],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == ["staging_watch_failed"]
+    finally:
+        shutil.rmtree(run)
+
+
+# ---------------------------------------------------------------- prepare
+
+
+@contextmanager
+def umask(value: int) -> Iterator[None]:
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_the_directory_of_a_run_lets_the_group_in(tmp_path: Path, mask: int) -> None:
+    """Trainers write there and cannot take away what is not theirs; the daemon's own place is shut."""
+    with umask(mask):
+        held = prepare(tmp_path, "r1")
+    assert held.path == tmp_path / "r1"
+    assert stat.S_IMODE(held.path.stat().st_mode) == 0o1770
+    assert stat.S_IMODE(held.own.stat().st_mode) == 0o700
+    assert sorted(os.listdir(held.path)) == [".swansongd"]
+    held.release()
+
+
+@pytest.mark.fault("H10")
+def test_one_daemon_holds_a_run(tmp_path: Path) -> None:
+    """A second daemon on the same run is told so; another run is free, and so is this one afterwards."""
+    held = prepare(tmp_path, "r1")
+    with pytest.raises(StagingError, match="another swansongd") as caught:
+        prepare(tmp_path, "r1")
+    assert caught.value.hint
+    prepare(tmp_path, "r2").release()
+    held.release()
+    prepare(tmp_path, "r1").release()
+
+
+def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
+    """A child of the daemon does not hold the run when the daemon has ended."""
+    held = prepare(tmp_path, "r1")
+    assert fcntl.fcntl(held.own_fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    held.release()
+
+
+@pytest.mark.fault("D08")
+def test_staging_itself_is_never_made(tmp_path: Path) -> None:
+    """Where the mount is missing the daemon says so instead of filling the root disk."""
+    with pytest.raises(StagingError, match="cannot be used: No such file") as caught:
+        prepare(tmp_path / "missing", "r1")
+    assert "mount" in caught.value.hint
+    assert os.listdir(tmp_path) == []
+
+
+def test_staging_itself_may_be_a_link(tmp_path: Path) -> None:
+    """The operator names it, for example as a link to the disk that the VM has."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "staging").symlink_to(tmp_path / "disk")
+    held = prepare(tmp_path / "staging", "r1")
+    assert (tmp_path / "disk" / "r1").is_dir()
+    held.release()
+
+
+@pytest.mark.fault("S1", "S6")
+def test_the_directory_of_a_run_is_no_link(tmp_path: Path) -> None:
+    """Neither the run nor the daemon's own directory may be a way to elsewhere.
+
+    The former ends the start; a link in the place of the latter is moved aside, for trainers can make it.
+    """
+    outside = write_files(tmp_path / "outside", {"a": b"1"})
+    (tmp_path / "r1").symlink_to(outside)
+    with pytest.raises(StagingError):
+        prepare(tmp_path, "r1")
+    (tmp_path / "r2").mkdir()
+    (tmp_path / "r2" / ".swansongd").symlink_to(outside)
+    held = prepare(tmp_path, "r2")
+    assert not held.own.is_symlink()
+    held.release()
+    for run in ("..", ".", "", "a/b", "/etc", ".hidden"):
+        with pytest.raises(StagingError, match="name of a directory"):
+            prepare(tmp_path, run)
+    assert os.listdir(outside) == ["a"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away: needs root")
+def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+    """A trainer that was there first could do with it what it likes."""
+    (tmp_path / "r1").mkdir()
+    os.chown(tmp_path / "r1", 65534, 65534)
+    with pytest.raises(StagingError, match="user id 65534"):
+        prepare(tmp_path, "r1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A staging directory without write permission ends the start with one line and the way out."""
+    for directory in (tmp_path, *tmp_path.parents):
+        if not directory.stat().st_mode & stat.S_IXOTH:
+            directory.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(StagingError, match="Permission denied") as caught:
+            prepare(tmp_path, "r1")
+    finally:
+        os.seteuid(0)
+    assert "write" in caught.value.hint
+
+
+@pytest.mark.fault("D12")
+def test_half_removed_sets_go_at_the_start(tmp_path: Path) -> None:
+    """What an interrupted removal left behind is gone after the next start; sets stay."""
+    write_files(tmp_path / "r1" / ".swansongd" / "0123456789abcdef.removing", {"a/b": b"1"})
+    write_set(tmp_path / "r1")
+    held = prepare(tmp_path, "r1")
+    scan.remove_leftovers(held.fd)
+    assert sorted(os.listdir(tmp_path / "r1")) == [".swansongd", "step-000000000005.abc"]
+    assert os.listdir(held.own) == []
+    held.release()
+
+
+def test_a_deep_tree_does_not_keep_the_daemon_from_starting(tmp_path: Path) -> None:
+    """1,500 levels: the start passes them by, and their removal needs no stack."""
+    prepare(tmp_path, "r1").release()
+    for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
+        fd = openat.open_directory(parent)
+        for name in ["0123456789abcdef.removing", *["x"] * 1500]:
+            below = openat.make_directory(name, dir_fd=fd, mode=0o700)
+            os.close(fd)
+            fd = below
+        os.close(fd)
+    held = prepare(tmp_path, "r1")
+    scan.remove_leftovers(held.fd)
+    assert os.listdir(held.own) == []
+    assert (tmp_path / "r1" / "0123456789abcdef.removing").exists()
+    openat.remove_tree("0123456789abcdef.removing", dir_fd=held.fd)  # too deep for pytest
+    held.release()
+
+
+@pytest.mark.fault("D02")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_does_not_keep_the_daemon_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No space and no inodes: the daemon starts, and says so."""
+    prepare(tmp_path, "r1").release()
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(openat, "create_file", full)
+    with capture_logs() as lines:
+        prepare(tmp_path, "r1").release()
+    assert [line["event"] for line in lines] == ["staging_full"]
+
+
+def test_a_foreign_entry_is_moved_aside_and_reported(tmp_path: Path) -> None:
+    """A file in the place of the daemon's own directory is neither used nor lost."""
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / ".swansongd").write_text("planted")
+    with capture_logs() as lines:
+        held = prepare(tmp_path, "r1")
+    (line,) = lines
+    assert line["event"] == "staging_entry_displaced"
+    assert (held.path / line["to"]).read_text() == "planted"
+    assert stat.S_IMODE(held.own.stat().st_mode) == 0o700
+    held.release()

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the retry wrapper repeats, how long, and what it says about it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.base import Body, Page, PartReceipt, Sink, Upload
+from swansongd.stores.checksums import crc32c
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.wrappers.retry import Retrying
+
+from testkit.bodies import BytesBody, BytesSink
+
+
+class Moody(FileStore):
+    """A real store, whose calls first go through a list of moods: an error, or None for a good one.
+
+    ``after`` says that the error comes after the call has taken effect.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory.as_uri())
+        self.moods: list[StoreError | None] = []
+        self.after = False
+        self.attempts = 0
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self.attempts += 1
+        mood = self.moods.pop(0) if self.moods else None
+        if mood is None or self.after:
+            super().put(key, data, if_absent=if_absent)
+        if mood is not None:
+            raise mood
+
+    def put_shard(self, key: str, body: Body) -> int:
+        value = super().put_shard(key, body)
+        self._be_moody()
+        return value
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
+        receipt = super().put_part(upload, number, body)
+        self._be_moody()
+        return receipt
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        super().get_range(key, offset, size_bytes, sink)
+        self._be_moody()
+
+    def _be_moody(self) -> None:
+        mood = self.moods.pop(0) if self.moods else None
+        if mood is not None:
+            raise mood
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        """Two keys a page, in the reverse of their order, each page but the first with one of the last."""
+        self.attempts += 1
+        mood = self.moods.pop(0) if self.moods else None
+        if mood is not None:
+            raise mood
+        infos = sorted(super().page(prefix, None).infos, key=lambda info: info.key, reverse=True)
+        start = int(token or 0)
+        end = start + 2
+        return Page(infos[max(0, start - 1) : end], str(end) if end < len(infos) else None)
+
+
+class Clock:
+    """Stands where it is put; each look at it lets ``step_s`` pass."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.now_s = 1000.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+class Waits(threading.Event):
+    """A stop event that writes down for how long it was waited on, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        return False
+
+
+@pytest.fixture
+def moody(tmp_path: Path) -> Moody:
+    return Moody(tmp_path)
+
+
+def retrying(
+    store: Moody,
+    *,
+    give_up: Callable[[], float | None] = lambda: None,
+    stop: threading.Event | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Retrying:
+    return Retrying(
+        store, give_up_mono_s=give_up, stop=stop or threading.Event(), monotonic=monotonic
+    )
+
+
+def test_transient_is_repeated_until_it_works(moody: Moody) -> None:
+    """Some Transient errors in a row do not reach the caller."""
+    moody.moods = [Transient("503"), Transient("reset"), None]
+    retrying(moody).put("key", b"content")
+    assert moody.attempts == 3
+    assert moody.get("key") == b"content"
+
+
+@pytest.mark.parametrize("error", [Permanent("403"), NotFound("404"), Exists("412")])
+def test_nothing_else_is_repeated(moody: Moody, error: StoreError) -> None:
+    """What trying again does not fix is raised as it is, at once."""
+    moody.moods = [error]
+    with pytest.raises(type(error)) as caught:
+        retrying(moody).put("key", b"content")
+    assert caught.value is error
+    assert moody.attempts == 1
+
+
+def test_exists_after_an_ambiguous_attempt_is_handed_on(moody: Moody) -> None:
+    """The name may be taken by our own first attempt: only the caller can tell, and is told."""
+    moody.moods, moody.after = [Transient("no reply")], True
+    with pytest.raises(Exists):
+        retrying(moody).put("key", b"mine", if_absent=True)
+    assert moody.get("key") == b"mine"
+
+
+def test_no_attempt_begins_after_the_deadline(moody: Moody) -> None:
+    """Not even the first; and without any limit there is none."""
+    for give_up_mono_s in (1000.0, 995.0):
+        late = retrying(moody, give_up=[give_up_mono_s].pop, monotonic=Clock())
+        with pytest.raises(Transient):
+            late.put("key", b"")
+    assert moody.attempts == 0
+    retrying(moody, monotonic=Clock()).put("k", b"")
+    assert moody.attempts == 1
+
+
+def test_the_last_error_is_raised_when_the_time_is_up(moody: Moody) -> None:
+    """A store that stays down uses the time left for attempts, and then says what was wrong."""
+    moody.moods = [Transient(f"attempt {n}") for n in range(1, 1000)]
+    clock = Clock(step_s=0.05)
+    with pytest.raises(Transient) as caught:
+        retrying(moody, give_up=lambda: 1001.0, stop=Waits(), monotonic=clock).put("key", b"")
+    assert str(caught.value) == f"attempt {moody.attempts}"
+    assert moody.attempts >= 2
+    assert clock.now_s >= 1000.8
+
+
+def test_a_deadline_that_moves_is_obeyed(moody: Moody) -> None:
+    """It is asked for before every attempt, not once per call."""
+    moody.moods = [Transient("down")] * 1000
+
+    def give_up() -> float | None:
+        return 0.0 if moody.attempts >= 3 else None
+
+    with pytest.raises(Transient):
+        retrying(moody, give_up=give_up).put("key", b"")
+    assert moody.attempts == 3
+
+
+def test_a_deadline_that_comes_during_a_wait(moody: Moody) -> None:
+    """An emergency that begins while a call waits is obeyed when the wait is over."""
+    moody.moods = [Transient("down")] * 1000
+    stop = Waits()
+
+    def give_up() -> float | None:
+        return 0.0 if stop.seconds else None
+
+    with pytest.raises(Transient, match="down"):
+        retrying(moody, give_up=give_up, stop=stop).put("key", b"")
+    assert moody.attempts == 1
+
+
+def test_stop_ends_the_waiting(moody: Moody) -> None:
+    """With stop set there is one attempt and no wait; its error is raised."""
+    stop = threading.Event()
+    stop.set()
+    moody.moods = [Transient("down")] * 1000
+    with pytest.raises(Transient, match="down"):
+        retrying(moody, stop=stop).put("key", b"")
+    assert moody.attempts == 1
+
+
+def test_backoff_is_bounded_and_jittered(moody: Moody) -> None:
+    """Waits stay below 0.1 s doubled each time, below 2 s for ever, and are not all alike."""
+    stop = Waits()
+    moody.moods = [Transient("down")] * 60
+    retrying(moody, stop=stop).put("key", b"")
+    assert len(stop.seconds) == 60
+    for number, wait_s in enumerate(stop.seconds):
+        assert 0 <= wait_s <= min(0.1 * 2**number, 2.0)
+    assert max(stop.seconds) > 1.0
+    assert min(stop.seconds[10:]) < 1.0
+
+
+def test_the_time_left_is_not_waited_away(moody: Moody) -> None:
+    """However long the backoff has become, the next attempt comes while there is time."""
+    stop = Waits()
+    moody.moods = [Transient("down")] * 60
+    retrying(moody, give_up=lambda: 1000.5, stop=stop, monotonic=Clock()).put("key", b"")
+    assert max(stop.seconds) <= 0.5
+
+
+@pytest.mark.fault("O04")
+def test_the_store_is_left_alone_as_long_as_it_wants(moody: Moody) -> None:
+    """What the store asks for comes on top of the jitter, so that callers told the same do not meet."""
+    stop = Waits()
+    moody.moods = [Transient("503", retry_after_s=7.0), Transient("503", retry_after_s=0.3), None]
+    retrying(moody, stop=stop).put("key", b"")
+    assert 7.3 <= sum(stop.seconds) <= 7.3 + 0.1 + 0.2
+
+
+@pytest.mark.fault("O04")
+def test_no_store_is_left_alone_for_ever(moody: Moody) -> None:
+    """Whatever it asks for, a minute is the most."""
+    stop = Waits()
+    moody.moods = [Transient("503", retry_after_s=86400.0), None]
+    retrying(moody, stop=stop).put("key", b"")
+    assert 60 <= sum(stop.seconds) <= 60.1
+
+
+@pytest.mark.fault("O04")
+def test_what_the_store_wants_leaves_time_for_an_attempt(moody: Moody) -> None:
+    """Asked to wait for longer than there is time, it waits for no more than half and tries again."""
+    for wanted_s in (11.0, 3600.0):
+        stop = Waits()
+        clock = Clock()
+
+        def wait(timeout: float, clock: Clock = clock, stop: Waits = stop) -> bool:
+            stop.seconds.append(timeout)
+            clock.now_s += timeout
+            return False
+
+        stop.wait = wait  # type: ignore[method-assign,assignment]
+        moody.attempts, moody.moods = 0, [Transient("503", retry_after_s=wanted_s), None]
+        retrying(moody, give_up=lambda: 1020.0, stop=stop, monotonic=clock).put("key", b"")
+        assert moody.attempts == 2
+        assert 9.9 <= clock.now_s - 1000.0 <= 10.6
+
+
+@pytest.mark.fault("O04")
+def test_a_deadline_cuts_short_what_the_store_wants(moody: Moody) -> None:
+    """A notice that comes while a call leaves the store alone is obeyed within half a second."""
+    stop = Waits()
+
+    def give_up() -> float | None:
+        return 1002.0 if len(stop.seconds) >= 10 else None
+
+    moody.moods = [Transient("503", retry_after_s=60.0), None]
+    retrying(moody, give_up=give_up, stop=stop, monotonic=Clock()).put("key", b"")
+    assert len(stop.seconds) == 11
+    assert max(stop.seconds) <= 0.5
+
+
+def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
+    """A shard, a part and a range that failed once come through whole, in a second pass."""
+    content = b"content" * 1000
+    down = Transient("reset")
+    store = retrying(moody)
+    body = BytesBody(content)
+    moody.moods = [down]
+    assert store.put_shard("shard", body) == crc32c(content)
+    assert (body.passes, moody.get("shard")) == (2, content)
+    body = BytesBody(content)
+    upload = store.begin("large", len(content), len(content))
+    moody.moods = [down]
+    receipt = store.put_part(upload, 1, body)
+    assert body.passes == 2
+    assert store.parts(upload) == [receipt]
+    assert [found.upload_id for found in store.uploads("la")] == [upload.upload_id]
+    store.complete(upload, [receipt])
+    sink = BytesSink()
+    moody.moods = [down]
+    store.get_range("large", 1, len(content) - 1, sink)
+    assert (sink.passes, sink.data) == (2, content[1:])
+
+
+def test_an_abort_by_its_id(moody: Moody) -> None:
+    """What was begun elsewhere can be forgotten by whoever knows key and id."""
+    store = retrying(moody)
+    upload = store.begin("large", 1, 1)
+    store.abort(upload.key, upload.upload_id)
+    assert list(store.uploads("")) == []
+
+
+def test_a_listing_resumes_with_the_page_that_failed(moody: Moody) -> None:
+    """Every key comes once, in whatever order, though pages fail before and between others."""
+    keys = [f"key-{n}" for n in range(6)]
+    for key in keys:
+        moody.put(key, b"")
+    moody.attempts = 0
+    down = Transient("down")
+    moody.moods = [down, None, down, down, None]
+    assert [info.key for info in retrying(moody).list("key-")] == keys[::-1]
+    assert moody.attempts == 6
+
+
+def test_a_listing_that_is_refused(moody: Moody) -> None:
+    """An error that is not Transient ends the listing."""
+    moody.put("key", b"")
+    moody.moods = [Permanent("403")]
+    with pytest.raises(Permanent):
+        list(retrying(moody).list(""))
+
+
+def test_one_log_line_at_the_first_retry_and_one_at_recovery(moody: Moody) -> None:
+    """Not one per attempt, and none when all is well."""
+    moody.moods = [Transient("503 SlowDown"), Transient("again"), Transient("again"), None]
+    with capture_logs() as lines:
+        store = retrying(moody)
+        store.put("good/key", b"")
+        store.put("key", b"")
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("store_retry", "warning"),
+        ("store_recovered", "info"),
+    ]
+    assert lines[0]["call"] == lines[1]["call"] == "put good/key"
+    assert lines[0]["error"] == "503 SlowDown"
+    assert lines[1]["attempts"] == 4
+
+
+def test_it_shows_the_store_that_it_wraps(moody: Moody) -> None:
+    """URL and smallest part are those of the store within."""
+    store = retrying(moody)
+    assert (store.url, store.part_size_bytes_min) == (moody.url, moody.part_size_bytes_min)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the throttle lets through, and when it lets go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from swansongd.stores.base import WINDOW_BYTES, Body
+from swansongd.stores.file.store import FileStore
+from swansongd.stores.wrappers.throttle import Throttled
+
+from testkit.bodies import BytesBody, BytesSink
+from testkit.waiting import until
+
+RATE = 8.0 * WINDOW_BYTES
+
+
+class Limit:
+    """A rate that can be changed."""
+
+    def __init__(self, rate_bytes_per_s: float | None) -> None:
+        self.rate_bytes_per_s = rate_bytes_per_s
+
+    def __call__(self) -> float | None:
+        return self.rate_bytes_per_s
+
+
+class Watched(FileStore):
+    """A real store that knows how many bodies are under way."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory.as_uri())
+        self._lock = threading.Lock()
+        self.under_way = 0
+        self.most_under_way = 0
+
+    def put_shard(self, key: str, body: Body) -> int:
+        with self._lock:
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            return super().put_shard(key, body)
+        finally:
+            with self._lock:
+                self.under_way -= 1
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def started(count: int, work: Callable[[int], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def joined(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
+    """Shards and parts of several threads share one limit; the first window only is free."""
+    store = Throttled(files, Limit(RATE))
+    upload = store.begin("large", 4 * WINDOW_BYTES, WINDOW_BYTES)
+    began_s = time.monotonic()
+
+    def send(number: int) -> None:
+        store.put_shard(f"shard-{number}", BytesBody(bytes(WINDOW_BYTES)))
+        store.put_part(upload, number + 1, BytesBody(bytes(WINDOW_BYTES)))
+
+    joined(started(4, send))
+    took_s = time.monotonic() - began_s
+    assert took_s >= 7 * WINDOW_BYTES / RATE * 0.9
+    assert len(store.parts(upload)) == 4
+
+
+def test_no_credit_for_idle_times(files: Watched) -> None:
+    """However long nothing was sent, what comes then goes no faster."""
+    now_s = [0.0]
+    store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
+    store.put_shard("first", BytesBody(bytes(WINDOW_BYTES)))
+    now_s[0] += 3600
+    store.put_shard("second", BytesBody(bytes(WINDOW_BYTES)))
+    (third,) = started(1, lambda _: store.put_shard("third", BytesBody(bytes(WINDOW_BYTES))))
+    until(lambda: files.under_way == 1, what="the third to begin")
+    third.join(timeout=0.2)
+    assert third.is_alive()
+    now_s[0] += 1
+    joined([third])
+
+
+def test_lifting_frees_who_waits(files: Watched) -> None:
+    """Those in the middle of a body and those that wait for their turn go on at once."""
+    limit = Limit(1000.0)  # a quarter of an hour for a window
+    store = Throttled(files, limit)
+    windows: list[int] = []
+
+    class Body(BytesBody):
+        def read_into(self, window: memoryview) -> None:
+            super().read_into(window)
+            windows.append(window.nbytes)
+
+    threads = started(4, lambda n: store.put_shard(f"shard-{n}", Body(bytes(3 * WINDOW_BYTES))))
+    until(lambda: len(windows) == 2, what="a second window, which is one too many")
+    assert files.under_way == 1
+    assert all(thread.is_alive() for thread in threads)
+    assert list(files.list("")) == []
+    limit.rate_bytes_per_s = None
+    joined(threads)
+    assert [info.size_bytes for info in files.list("")] == [3 * WINDOW_BYTES] * 4
+
+
+@pytest.mark.parametrize(("rate", "most"), [(WINDOW_BYTES / 2, 1), (3.5 * WINDOW_BYTES, 3)])
+def test_few_bodies_at_once(files: Watched, rate: float, most: int) -> None:
+    """No more are under way than can each move a window in about a second."""
+    limit = Limit(rate)
+    store = Throttled(files, limit)
+    threads = started(8, lambda n: store.put_shard(f"shard-{n}", BytesBody(bytes(WINDOW_BYTES))))
+    until(lambda: files.under_way == most, what=f"{most} under way")
+    most_under_way = files.most_under_way
+    limit.rate_bytes_per_s = None
+    joined(threads)
+    assert most_under_way == most
+
+
+def test_a_body_that_is_not_wanted_any_more(files: Watched) -> None:
+    """Its refusal comes through, and its turn goes to the next one."""
+
+    class Unwanted(BytesBody):
+        def read_into(self, window: memoryview) -> None:
+            raise InterruptedError("unwanted")
+
+    store = Throttled(files, Limit(WINDOW_BYTES / 2))
+    for _ in range(3):
+        with pytest.raises(InterruptedError, match="unwanted"):
+            store.put_shard("shard", Unwanted(b"x"))
+    store.put_shard("shard", BytesBody(b"x"))
+    assert files.get("shard") == b"x"
+
+
+def test_all_else_passes(files: Watched) -> None:
+    """Small objects and reads are not held up by a limit that lets next to nothing through."""
+    store = Throttled(files, Limit(1e-3))
+    assert (store.url, store.part_size_bytes_min) == (files.url, files.part_size_bytes_min)
+    store.check()
+    store.warm()
+    content = bytes(2 * WINDOW_BYTES)
+    store.put("key", content, if_absent=True)
+    assert store.get("key") == content
+    sink = BytesSink()
+    store.get_range("key", 1, WINDOW_BYTES, sink)
+    assert sink.data == content[1 : WINDOW_BYTES + 1]
+    assert store.head("key") == next(store.list("k"))
+    upload = store.begin("large", 1, 1)
+    receipt = store.put_part(upload, 1, BytesBody(b"1"))
+    assert store.parts(upload) == [receipt]
+    store.complete(upload, [receipt])
+    left = store.begin("left", 1, 1)
+    assert [found.upload_id for found in store.uploads("")] == [left.upload_id]
+    store.abort(left.key, left.upload_id)
+    assert list(store.uploads("")) == []
+    store.delete("key")

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running tasks in parallel: all of them once, or the first error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from structlog.testing import CapturingLogger
+from swansongd.errors import Stopped
+from swansongd.util import threads as module
+from swansongd.util.threads import Worker, parallel
+
+from testkit.waiting import until
+
+
+def test_every_task_is_done_once() -> None:
+    """No task is lost or done twice, with more threads than tasks and with fewer."""
+    for threads in (1, 3, 50):
+        done: list[int] = []
+        parallel(range(20), done.append, threads=threads)
+        assert sorted(done) == list(range(20))
+
+
+def test_tasks_run_at_the_same_time_and_no_more_than_told() -> None:
+    """Three threads meet at a barrier; a fourth would be counted."""
+    barrier = threading.Barrier(3)
+    lock = threading.Lock()
+    running = 0
+    most = 0
+
+    def meet(_task: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        barrier.wait(10)
+        with lock:
+            running -= 1
+        barrier.wait(10)
+
+    parallel(range(6), meet, threads=3)
+    assert most == 3
+
+
+def test_the_first_error_ends_it_and_no_thread_is_left() -> None:
+    """Tasks not begun are dropped, the one under way is waited for, and the error is raised."""
+    begun: list[int] = []
+    both_begun = threading.Barrier(2)
+    failed = threading.Event()
+
+    def work(task: int) -> None:
+        begun.append(task)
+        both_begun.wait(10)
+        if task == 0:
+            failed.set()
+            raise ValueError("task 0")
+        failed.wait(10)
+
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="task 0"):
+        parallel(range(100), work, threads=2)
+    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+    assert set(begun) >= {0, 1}
+    assert len(begun) <= 4
+
+
+def test_stop_is_an_error_of_its_own() -> None:
+    """Whoever stops it learns that it is not done."""
+    stop = threading.Event()
+    done: list[int] = []
+
+    def work(task: int) -> None:
+        done.append(task)
+        stop.set()
+
+    with pytest.raises(Stopped):
+        parallel(range(10), work, threads=1, stop=stop)
+    assert done == [0]
+
+
+def test_a_stop_after_the_last_task_is_none() -> None:
+    """What is done is done."""
+    stop = threading.Event()
+    parallel([1], lambda _task: stop.set(), threads=1, stop=threading.Event())
+    assert stop.is_set()
+
+
+@pytest.mark.fault("H07")
+def test_a_worker_does_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and whatever one of them raises; each fault is logged."""
+    log = CapturingLogger()
+    monkeypatch.setattr(module, "_log", log)
+    worker = Worker("test", tasks_max=1000)
+    done: list[tuple[int, int]] = []
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    for number in range(500):
+        assert worker.submit(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]
+        assert worker.submit(fail)
+    before = set(threading.enumerate())
+    worker.start()
+    until(lambda: len(done) == 500, what="all tasks")
+    assert [number for number, _ in done] == list(range(500))
+    assert len({thread for _, thread in done}) == 1
+    assert len(set(threading.enumerate()) - before) == 1
+    until(lambda: len(log.calls) == 500, what="all faults")
+
+
+@pytest.mark.fault("H07")
+def test_a_worker_with_a_full_queue_refuses_at_once() -> None:
+    """Who submits never waits, and nothing grows without bound."""
+    worker = Worker("test", tasks_max=2)
+    held = threading.Event()
+    assert [worker.submit(held.wait) for _ in range(4)] == [True, True, False, False]
+    worker.start()
+    held.set()
+    until(lambda: worker.submit(held.wait), what="room")

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes one checkpoint into staging: partial directory, files, rank manifest, rename.
+
+A set has its sealed name only when every rank of this node has put its manifest there, and a rank puts
+its manifest there only when all its files are written.  A process may die between any two system calls.
+
+A rank writes below ``rank-00000.writing/``, and a file moves to ``rank-00000/`` once it is complete: at
+the end of the save, or when :func:`finish` says so before.  What lies there is final, and the daemon
+may store it while the rest is still being written.
+
+Other members of the group may write to the staging directory of the run.  So each name is opened relative to
+the descriptor of its directory, no link is followed, and nothing of another user is touched.  A set
+is writable for its own user, and through the default ACL of the staging directory for the daemon, which
+removes it later.  With that ACL the group has no access to a set; without ACLs it may read one.  Therefore
+all ranks of one VM must run as one user, and the paths that a save function gets are safe: no other user can
+create anything below the partial directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swansong import bounds, openat, protocol
+from swansong.openat import UnsafeFileError
+from swansong.protocol import FileEntry, RankManifest, rank_directory
+
+__all__ = [
+    "Written",
+    "finish",
+    "health_of",
+    "rank_directory",
+    "remove_leftovers",
+    "write_checkpoint",
+]
+
+_FILE_MODE = 0o640
+_DIRECTORY_MODE = stat.S_ISGID | 0o750
+_WRITING_MODE = stat.S_ISGID | 0o700
+"""Files that a save function creates there keep the mode of its umask until they are finished."""
+_MODE_WITH_ACL = stat.S_ISGID | 0o770
+"""With an ACL the group bits are its mask: the daemon has ``rwx`` by its own entry, and the group nothing."""
+
+log = logging.getLogger("swansong")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of one rank's part of a checkpoint."""
+
+    directory: str
+    """The sealed name, relative to the staging directory of the run."""
+    size_bytes: int
+    """Of this rank's files."""
+    is_sealed: bool
+    """Whether the set has its sealed name; else other ranks of this node are still writing."""
+
+
+def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite ones among loss and metrics, and whether the loss is (``loss_is_finite``, 0 or 1)."""
+    health: dict[str, float] = {}
+    for name, value in {**metrics, "loss": loss}.items():
+        try:
+            # A loss that still has its graph would be warned of, and the warning may be an error.
+            number = float(value.detach() if hasattr(value, "detach") else value)
+        except Exception:  # noqa: S112 - no metric must cost a checkpoint
+            continue
+        if math.isfinite(number):
+            health[name] = number
+        if name == "loss":
+            health["loss_is_finite"] = float(math.isfinite(number))
+    return health
+
+
+def write_checkpoint(
+    staging: str,
+    nonce: str,
+    manifest: RankManifest,
+    save: Callable[[Path], object],
+    *,
+    durable: bool,
+) -> Written:
+    """Write this rank's part of a checkpoint, and seal the set if it is the last one.
+
+    Args:
+        staging: staging directory of the run; must exist.
+        nonce: the same for all ranks of this node that save this set.
+        manifest: all but ``files``, which are found.
+        save: writes the rank's files into the directory that it is given, and may :func:`finish` them
+            one by one.
+        durable: whether the set must outlive a crash of the operating system (fsync).
+
+    Raises:
+        OSError: the file system refused.
+        Exception: whatever ``save`` raised.  In either case the partial directory is gone.
+    """
+    name = protocol.sealed_name(manifest.step, nonce)
+    partial = name + protocol.PARTIAL_SUFFIX
+    with _held(openat.open_directory(staging)) as run_fd:
+        size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
+        if size_bytes is not None:
+            return Written(name, size_bytes, is_sealed=True)
+        try:
+            with _held(_partial_directory(partial, run_fd)) as partial_fd:
+                place = Path(staging, partial)
+                files = _write_part(partial_fd, place, manifest, save, durable=durable)
+                sealed = _seal(run_fd, partial_fd, name, manifest.local_world_size, durable=durable)
+        except BaseException:
+            # Without this rank's files the set can never be whole: make room, even while other ranks write.
+            _remove_own(partial, run_fd)
+            raise
+    size_bytes = sum(file.size_bytes for file in files)
+    return Written(sealed or name, size_bytes, is_sealed=sealed is not None)
+
+
+def remove_leftovers(staging: str, rank: int) -> None:
+    """Remove what this rank left in partial directories when it last died.
+
+    To be called by a new process before its first save: a manifest that an earlier job start put into
+    a set of the same name must not help to seal that set.  Directories of other users are left alone.
+
+    Raises:
+        OSError: the staging directory cannot be read.
+    """
+    own = rank_directory(rank)
+    manifest = protocol.rank_manifest_name(rank)
+    ours = (manifest, own + protocol.BEGUN_SUFFIX, own, own + protocol.WRITING_SUFFIX)
+    temporary = (f".{manifest}.", f".{own}{protocol.BEGUN_SUFFIX}.")
+    with _held(openat.open_directory(staging)) as run_fd:
+        for partial in os.listdir(run_fd):
+            name = partial.removesuffix(protocol.PARTIAL_SUFFIX)
+            if partial == name or protocol.parse_sealed_name(name) is None:
+                continue
+            with contextlib.suppress(OSError):  # of another user, or gone
+                with _held(_open_own(partial, run_fd)) as partial_fd:
+                    temporaries = [
+                        each for each in os.listdir(partial_fd) if each.startswith(temporary)
+                    ]
+                    for each in (*ours, *temporaries):
+                        with contextlib.suppress(OSError):
+                            openat.remove_tree(each, dir_fd=partial_fd)
+                os.rmdir(partial, dir_fd=run_fd)  # refused while other ranks' files are there
+
+
+def finish(path: str | os.PathLike[str]) -> None:
+    """Declare a file complete that a save function has written; from here on nobody may touch it.
+
+    It leaves its place, so a save function must not look for it again.  Outside of a save, where the
+    files are nobody else's business, this does nothing.
+
+    Raises:
+        ValueError: it is not a regular file with a single name, or the name is not allowed.
+        OSError: the file system refused.
+    """
+    parts = Path(path).absolute().parts
+    for place in range(1, len(parts) - 1):
+        partial, writing = parts[place - 1 : place + 1]
+        own = writing.removesuffix(protocol.WRITING_SUFFIX)
+        if partial.endswith(protocol.PARTIAL_SUFFIX) and own != writing:
+            with _held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
+                _finish(partial_fd, (own, *parts[place + 1 :]))
+            return
+
+
+# ---------------------------------------------------------------- files
+
+
+def _write_part(
+    partial_fd: int,
+    partial: Path,
+    manifest: RankManifest,
+    save: Callable[[Path], object],
+    *,
+    durable: bool,
+) -> list[FileEntry]:
+    """Write a rank's files and, last, its manifest."""
+    own = rank_directory(manifest.rank)
+    writing, begun = own + protocol.WRITING_SUFFIX, own + protocol.BEGUN_SUFFIX
+    for name, mode in ((own, _DIRECTORY_MODE), (writing, _WRITING_MODE)):
+        os.close(_own_directory(name, partial_fd, mode, is_new=True))
+    _put(begun, manifest, partial_fd, durable=False)
+    save(partial / writing)
+    with _held(_open_own(writing, partial_fd)) as writing_fd:
+        unfinished = list(_files_below(writing_fd, (own,)))
+    for path in unfinished:
+        _finish(partial_fd, path)
+    openat.remove_tree(writing, dir_fd=partial_fd)
+    with _held(_open_own(own, partial_fd)) as own_fd:
+        files = sorted(_entries(own_fd, own, durable=durable), key=lambda file: file.path)
+    os.unlink(begun, dir_fd=partial_fd)
+    manifest = dataclasses.replace(manifest, files=files)
+    _put(protocol.rank_manifest_name(manifest.rank), manifest, partial_fd, durable=durable)
+    return files
+
+
+def _put(name: str, manifest: RankManifest, partial_fd: int, *, durable: bool) -> None:
+    data = manifest.encode()
+    openat.replace_file(name, data, dir_fd=partial_fd, mode=_FILE_MODE, durable=durable)
+
+
+def _finish(partial_fd: int, path: Sequence[str]) -> None:
+    """Move a complete file to its final place.
+
+    Args:
+        path: of the final place, below the partial directory.
+    """
+    own, *parents, name = path
+    relative = bounds.path("/".join(path), "the file name")
+    with _below(partial_fd, (own + protocol.WRITING_SUFFIX, *parents)) as source_fd:
+        try:
+            fd = openat.open_file(name, dir_fd=source_fd, owners=_us())
+        except OSError as error:
+            if isinstance(error, UnsafeFileError) or error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ValueError(
+                    f"{relative} is not a regular file of this user with a single name; links and others"
+                    " are not uploaded"
+                ) from error
+            raise
+        with _held(fd):
+            _give_to_group(fd, partial_fd)
+            os.fchmod(fd, _FILE_MODE)
+        with _below(partial_fd, (own, *parents), make=True) as target_fd:
+            os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+
+def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Paths of everything that is not a directory; ``prefix`` goes before them.
+
+    Raises:
+        ValueError: a name is not allowed, or the tree is too deep.
+    """
+    for name in os.listdir(directory_fd):
+        path = (*prefix, name)
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
+            bounds.path("/".join(path), "the file name")  # limits the depth too
+            with _held(_open_own(name, directory_fd)) as inner_fd:
+                yield from _files_below(inner_fd, path)
+        else:
+            yield path
+
+
+def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileEntry]:
+    """The files below a directory; with ``durable`` they and their directories are fsynced."""
+    for name in os.listdir(directory_fd):
+        path = f"{prefix}/{name}"
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
+            with _held(_open_own(name, directory_fd)) as inner_fd:
+                yield from _entries(inner_fd, path, durable=durable)
+        else:
+            with _held(openat.open_file(name, dir_fd=directory_fd, owners=_us())) as fd:
+                if durable:
+                    os.fsync(fd)
+                yield FileEntry(path=path, size_bytes=os.fstat(fd).st_size)
+    if durable:
+        os.fsync(directory_fd)
+
+
+def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
+    """Size of one rank's files in a sealed set, 0 when it has no such rank; None without such a set.
+
+    A directory of another user under that name is not such a set.
+    """
+    manifest = protocol.rank_manifest_name(rank)
+    limit = protocol.RANK_MANIFEST_MAX_BYTES
+    try:
+        sealed_fd = _open_own(name, run_fd)
+    except OSError:
+        return None
+    with _held(sealed_fd):
+        try:
+            data = openat.read_file(manifest, dir_fd=sealed_fd, max_bytes=limit, owners=_us())
+            files = RankManifest.decode(data).files
+        except (OSError, ValueError):
+            return 0
+    return sum(entry.size_bytes for entry in files)
+
+
+# ---------------------------------------------------------------- sealing
+
+
+def _seal(
+    run_fd: int, partial_fd: int, name: str, local_world_size: int, *, durable: bool
+) -> str | None:
+    """Give the set its sealed name if all ranks of this node have put their manifests there.
+
+    Returns:
+        The name; None while other ranks are still writing.
+    """
+    names = os.listdir(partial_fd)
+    if (
+        sum(each.startswith("rank-") and each.endswith(".json") for each in names)
+        < local_world_size
+    ):
+        return None
+    try:
+        sealed = _rename(run_fd, name)
+    except FileNotFoundError:  # another rank found all manifests too, and was faster
+        found = _name_of(partial_fd, run_fd)
+        if found is None:
+            raise
+        return found
+    if durable:
+        os.fsync(run_fd)
+    return sealed
+
+
+def _rename(run_fd: int, name: str) -> str:
+    """Rename the partial directory of a set; the name that it got.
+
+    The partial directory shows the name to all members of the group, and one of them can take it.
+    """
+    partial = name + protocol.PARTIAL_SUFFIX
+    try:
+        os.rename(partial, name, src_dir_fd=run_fd, dst_dir_fd=run_fd)
+        return name
+    except FileNotFoundError:
+        raise
+    except OSError:
+        try:
+            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            owner = None
+        if owner is None:
+            raise
+    other = f"{name}{secrets.token_hex(8)}"
+    log.warning("%s is taken by user id %s; the set is sealed as %s", name, owner, other)
+    os.rename(partial, other, src_dir_fd=run_fd, dst_dir_fd=run_fd)
+    return other
+
+
+def _name_of(set_fd: int, run_fd: int) -> str | None:
+    """The sealed name that another rank gave to an open set."""
+    inode = os.fstat(set_fd).st_ino
+    with os.scandir(run_fd) as entries:
+        for entry in entries:
+            if entry.inode() == inode and protocol.parse_sealed_name(entry.name) is not None:
+                return entry.name
+    return None
+
+
+# ---------------------------------------------------------------- directories
+
+
+def _us() -> frozenset[int]:
+    return frozenset({os.geteuid()})
+
+
+@contextlib.contextmanager
+def _held(fd: int) -> Iterator[int]:
+    """The descriptor, which is closed at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_own(name: str, directory_fd: int) -> int:
+    return openat.open_directory(name, dir_fd=directory_fd, owners=_us())
+
+
+@contextlib.contextmanager
+def _below(directory_fd: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+    """Descriptor of a directory below, opened one component at a time; ``make`` creates what is missing."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            inner_fd = _own_directory(part, directory_fd) if make else _open_own(part, directory_fd)
+            directory_fd = stack.enter_context(_held(inner_fd))
+        yield directory_fd
+
+
+def _partial_directory(name: str, run_fd: int) -> int:
+    try:
+        return _own_directory(name, run_fd)
+    except OSError as error:
+        try:
+            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            owner = os.geteuid()
+        if owner == os.geteuid():
+            raise
+        raise PermissionError(
+            f"the partial set {name} belongs to user id {owner}; run all ranks of this VM as one user"
+        ) from error
+
+
+def _own_directory(
+    name: str, directory_fd: int, mode: int = _DIRECTORY_MODE, *, is_new: bool = False
+) -> int:
+    """Open a directory of this user, and create it first unless another rank or thread has done so.
+
+    Args:
+        name: of the directory.
+        directory_fd: the one that holds it.
+        mode: its mode where no ACL is inherited.
+        is_new: whether no other rank may have created it.
+    """
+    try:
+        # For this user alone: whatever the umask, the group must not put anything into it before it has
+        # its mode.
+        os.mkdir(name, 0o700, dir_fd=directory_fd)
+    except FileExistsError:
+        if is_new:
+            raise
+    fd = _open_own(name, directory_fd)
+    try:
+        _give_to_group(fd, directory_fd)
+        os.fchmod(fd, _MODE_WITH_ACL if openat.has_acl(fd) else mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _give_to_group(fd: int, parent_fd: int) -> None:
+    """Give a file or directory to the group of the directory above: without ACLs the daemon reads by it."""
+    group = os.fstat(parent_fd).st_gid
+    if os.fstat(fd).st_gid != group:
+        with contextlib.suppress(PermissionError):  # this user is not in that group
+            os.fchown(fd, -1, group)
+
+
+def _remove_own(name: str, directory_fd: int) -> None:
+    """Remove a directory of this user, as far as possible."""
+    with contextlib.suppress(OSError):
+        os.close(_open_own(name, directory_fd))
+        openat.remove_tree(name, dir_fd=directory_fd)
