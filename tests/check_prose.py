@@ -38,16 +38,18 @@ TERMS = {
     r"conversations?|dialogues?": "'session' or 'client'",
     r"held (?:upload|shard)s?": "'upload record' or 'shard record'",
     r"hurr(?:y|ies|ied)": "'expedite'",
-    r"untold|advance wire|flush set|shard sender": "the word of docs/concepts.md",
+    r"untold|advance wire": "the word of docs/concepts.md",
 }
-CLASSES = {"Ask|Assembly|Kept|Periodic|Turn|Width": "the word of docs/concepts.md"}
+CLASSES = {
+    "Ask|Assembly|FlushSet|Kept|Periodic|ShardSender|Turn|Width": "the word of docs/concepts.md"
+}
 OPENING = re.compile(r"\W*((?:What|Who|Whoever|Where)|Of the)\s(?!.*\?\W*\Z)", re.DOTALL)
 SENTENCE = re.compile(r"\S.*?(?:[.!?]['\")*_]*(?=\s+[^a-z\s])|\Z)", re.DOTALL)
 CODE = re.compile(r":\w+:(?=`)|(`+)(?:(?!\1).)+\1|<!--.*?-->|\]\([^)]*\)", re.DOTALL)
 BLOCK = re.compile(r"^( *)```.*?^\1```|(?<=\n\n)(?: {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
 MOST_LINES, MOST_WORDS = 150, 40
 SUFFIXES = {".c", ".conf", ".hcl", ".md", ".py", ".service", ".sh", ".tf", ".toml", ".yaml"}
-EXEMPT = {"CHANGELOG.md", "tests/check_prose.py", "tests/unit/test_check_prose.py"}
+EXEMPT = {"CHANGELOG.md", "tests/check_prose.py", "tests/unit/project/test_check_prose.py"}
 
 Pieces = Iterator[tuple[str, int, str]]
 """Kind (doc, row, docstring, comment, string, name or class), first line and text of a passage."""

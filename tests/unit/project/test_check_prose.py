@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[1] / "check_prose.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "check_prose.py"
 FINDINGS = runpy.run_path(str(PROGRAM))["findings"]
 
 
