@@ -111,7 +111,8 @@ def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: P
     flushed: list[Flushed] = []
     timed(f"{name} flush", lambda: flushed.append(flush(store, run, staged)), files)
     made = manifest_of(flushed[0])
-    timed(f"{name} commit", lambda: commit.commit(store, keys, made, reads_back=True), files)
+    claim = commit.claim_generation(store, keys, identity={}, nonce="n").content
+    timed(f"{name} commit", lambda: commit.commit(store, keys, made, claim, reads_back=True), files)
     timed(f"{name} verify", lambda: verify(store, keys, connections=CONNECTIONS), files)
     timed(f"{name} restore", lambda: restore(store, keys, to, connections=CONNECTIONS), files)
     assert sum(path.is_file() for path in to.rglob("*")) == files

@@ -304,7 +304,7 @@ def table(
         lines.append(f"| {count} {word} | {of(seconds, '.2f')} | {len(seconds)} |")
     device = "GPU" if torch.cuda.is_available() else "CPU"
     facts = (
-        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns a call; an empty method call:"
+        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns per call; an empty method call:"
         f" {step['empty_ns']:.0f} ns. torch {torch.__version__}, {device}, {os.cpu_count()} cores,"
         " files on tmpfs."
     )
