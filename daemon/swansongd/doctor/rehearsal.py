@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from swansong import protocol
+
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
@@ -46,8 +48,8 @@ _BUDGET_S = 3.0
 _CONNECTIONS = 2
 _STEP = 1
 # Names as the hooks write them.  Stores differ in the order in which they list these two.
-_SMALL, _LARGE = "rank-00000.json", "rank-00000/shard.bin"
-_SET = "step-000000000001.doctor"
+_SMALL, _LARGE = protocol.rank_manifest_name(0), f"{protocol.rank_directory(0)}/shard.bin"
+_SET = protocol.sealed_name(_STEP, "doctor")
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import Config
+from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
 from swansongd.flush.claim_record import expect_recorded_store
@@ -27,9 +28,9 @@ from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.configured import open_configured
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
+from swansongd.stores.opening import open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -67,23 +68,27 @@ class Storage:
         boot_id: str,
         stop: threading.Event,
     ) -> None:
-        self._config = config
-        self._state = state
+        def is_urgent() -> bool:
+            return limits.is_urgent(state())
+
         self._post = post
         self._stop = stop
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name, _signer(config.store.signing_key_file))
-        self.backend = open_configured(
+        self.backend = open_store(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
         self._health = StoreHealth(post)
         data_store = self._retrying(
-            Throttled(self.backend, self._rate_bytes_per_s), self._data_give_up
+            Throttled(self.backend, lambda: limits.rate_bytes_per_s(state())),
+            lambda: limits.data_give_up_mono_s(state(), time.monotonic()),
         )
-        small_store = self._retrying(self.backend, self._commit_give_up)
+        small_store = self._retrying(
+            self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
+        )
         journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
         self.flush = FlushEngine(
             data_store,
@@ -93,7 +98,7 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=self._is_urgent,
+            is_urgent=is_urgent,
         )
         claimant = Claimant(
             small_store,
@@ -118,7 +123,7 @@ class Storage:
             small_store,
             self.keys,
             holds=journal.holds_upload,
-            is_urgent=self._is_urgent,
+            is_urgent=is_urgent,
             after_s=config.store.abort_uploads_after_s,
             stop=stop,
         )
@@ -145,29 +150,6 @@ class Storage:
 
     def _store_id(self) -> str:
         return self.backend.store_id if isinstance(self.backend, FileStore) else ""
-
-    def _is_urgent(self) -> bool:
-        return self._state().evacuation is not None
-
-    def _rate_bytes_per_s(self) -> float | None:
-        # The ranks of another start of the job wait for the flush: nothing trains that it could disturb.
-        finishing = self._state().finishing
-        is_awaited = finishing is not None and not finishing.is_done
-        return (
-            None if self._is_urgent() or is_awaited else self._config.flush.background_bytes_per_s
-        )
-
-    def _data_give_up(self) -> float | None:
-        evacuation = self._state().evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None
-        return evacuation.deadline_mono_s - self._config.deadline.reserve_s
-
-    def _commit_give_up(self) -> float | None:
-        evacuation = self._state().evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None  # outlived, so far: whatever still gets through is won
-        return evacuation.deadline_mono_s
 
     def _post_flush(self, event: Event) -> None:
         if isinstance(event, FlushFailed) and not event.void:

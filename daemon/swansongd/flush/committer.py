@@ -9,14 +9,16 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
 from swansong.bounds import BoundsError
 
 from swansongd.bucket import catalog, commit
+from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.cadence import History
@@ -26,6 +28,7 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     CommitManifest,
+    Conclude,
     Event,
     FenceFound,
     GenerationClaimed,
@@ -108,8 +111,29 @@ class Committer:
         """Create the manifest; posts CommitDone, CommitFailed or FenceFound."""
         self._jobs.put(lambda: self._commit(request))
 
-    def farewell(self, generation: int, data: bytes) -> None:
-        """Write the farewell of an evacuation."""
+    def farewell(
+        self,
+        generation: int,
+        conclusion: Conclude,
+        timeline: Sequence[Mapping[str, object]],
+        *,
+        left_out: int = 0,
+    ) -> None:
+        """Create the farewell of an evacuation.
+
+        Args:
+            timeline: its entries, oldest first; read before this returns.
+            left_out: entries that were removed from it.
+        """
+        farewell = Farewell(
+            run=self._keys.run,
+            generation=generation,
+            conclusion=conclusion,
+            timeline=timeline,
+            left_out=left_out,
+            written=self._wall(),
+        )
+        data = farewells.encode(farewell)
         self._jobs.put(lambda: self._farewell(generation, data))
 
     def check_fence(self) -> None:
