@@ -165,7 +165,7 @@ class Service:
             stall_min_s=config.trainer.stall_min_s,
             several_vms=config.run.several_vms,
             vm=_short_digest(f"{boot_id}{self._staging.path}"),
-            goes_on_with=self._committer.job_start_id,
+            resumed_job_start_id=self._committer.job_start_id,
             sealed_under=self._committer.sealed_under,
             booted_wall_ns=scan.booted_wall_ns(),
         )
