@@ -5,7 +5,6 @@ that concerns the store."""
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -22,15 +21,15 @@ from swansongd.core.state import State
 from swansongd.errors import StoreError, Transient
 from swansongd.flush.committer import Committer, expect_recorded_store
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.staging.prepare import RunDirectory
-from swansongd.stores.configured import open_configured
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
+from swansongd.stores.opening import open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -78,7 +77,7 @@ class Storage:
         owners = {0, os.geteuid()}
         signer = None if key_file is None else signing.load(key_file, owners=owners)
         self.keys = RunKeys(config.run.name, signer)
-        self.backend = open_configured(
+        self.backend = open_store(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
@@ -103,14 +102,13 @@ class Storage:
                 (self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())),
             )
         )
-        journal = Journal(staging.own, run=config.run.name, store_url=config.store.url)
+        journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
         self.flush = FlushEngine(
             data_store,
             self.keys,
             staging.fd,
             self._post_flush,
             journal=journal,
-            nonce=lambda: secrets.token_hex(4),
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
             is_urgent=self._is_urgent,

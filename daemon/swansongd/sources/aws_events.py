@@ -105,7 +105,7 @@ class AwsAsgSource(AwsSource):
             kind=_ASG_ENDS[state],
             identity=f"{self.name}:{state}",
             severity=Severity.IMMINENT,
-            deadline_mono_s=asked.mono_s + self._assumed_grace_s,
+            deadline_mono_s=asked.mono_s + self._options.assumed_grace_s,
             deadline_quality=DeadlineQuality.ASSUMED,
             detail=f"target lifecycle state {state}",
         )
@@ -126,7 +126,7 @@ class AwsScheduledSource(AwsSource):
         if live or self._live is not None:
             over = self._read_history(imds)
         notices = [
-            (read_event(event, asked.fixed(answer), self._assumed_grace_s), event)
+            (read_event(event, asked.fixed(answer), self._options.assumed_grace_s), event)
             for event in live
             if _text(event, "EventId") not in over
         ]
