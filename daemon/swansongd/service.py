@@ -442,7 +442,7 @@ def _first_state(
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,
         vm=vm,
-        goes_on_with=committer.job_start_id,
+        resumed_job_start_id=committer.job_start_id,
         sealed_under=committer.sealed_under,
         booted_wall_ns=scan.booted_wall_ns(),
     )
