@@ -9,7 +9,6 @@ restore around it: where ours come close to them, the store is the limit, and pa
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import queue
 import tempfile
@@ -23,7 +22,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.restore.restore import restore, verify
 from swansongd.staging import scan
@@ -64,17 +63,14 @@ def stage(run: Path, files: int, size_bytes: int) -> Staged:
 def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
     events: queue.Queue[Event] = queue.Queue()
     (run / ".swansongd").mkdir(mode=0o700)
-    attempts = itertools.count()
     engine = FlushEngine(
         store,
         RunKeys("r"),
         run,
         events.put,
-        journal=Journal(run / ".swansongd", run="r", store_url=store.url),
-        nonce=lambda: f"n{next(attempts)}",
+        journal=UploadJournal(run / ".swansongd", run="r", store_url=store.url),
         connections=CONNECTIONS,
         part_size_bytes=16 * 2**20,
-        is_urgent=lambda: False,
     )
     engine.start("flush", staged, 1)
     while not isinstance(event := events.get(), Flushed | FlushFailed):

@@ -302,7 +302,7 @@ class Stage:
         disk.mkdir()
         self.metadata_url = self._emulator(self._cloud.emulator)
         settings: dict[str, dict[str, Any]] = {
-            "flush": {"part_size": "5MiB"},  # with larger ones there would be little to see
+            "flush": {"part_size_bytes": "5MiB"},  # with larger ones there would be little to see
             "deadline": {"assumed_grace_s": 25},
         }
         if self._by_signal:

@@ -23,7 +23,8 @@ import swansongd
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
 from swansongd.bucket.keys import RunKeys
-from swansongd.cli.main import EXIT_CODES
+from swansongd.cli.completion import SHELLS
+from swansongd.cli.main import COMMANDS, EXIT_CODES
 from swansongd.cli.notify import EXIT_BY_VERDICT
 from swansongd.model import CommitRef
 from swansongd.stores.file.store import FileStore
@@ -637,7 +638,55 @@ def test_version_and_help(place: Place) -> None:
         *EXIT_BY_VERDICT.values(),
     } == set(EXIT_CODES)
     for code, text in EXIT_CODES.items():
-        assert f"  {code}  {text}" in shown
+        assert f"  {code:<3} {text}" in shown
+
+
+COMPLETE = """
+source <("$@" completion bash)
+read -r -a COMP_WORDS <<<"$LINE"
+[[ $LINE == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_shtab_swansong
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("swansong re", {"restore"}),
+        ("swansong restore --f", {"--fresh-ok"}),
+        ("swansong notify --w", {"--wait", "--withdraw"}),
+        ("swansong completion ", set(SHELLS)),
+        ("swansong --config swansong.t", {"swansong.toml"}),
+    ],
+)
+def test_bash_completes_commands_options_and_files(
+    place: Place, line: str, expected: set[str]
+) -> None:
+    """A real bash reads the script; the words that it offers are those of the parser."""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", COMPLETE, "bash", *SWANSONG],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=place.tmp_path,
+        env={**os.environ, "LINE": line},
+    )
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_a_script_that_names_every_command(place: Place, shell: str) -> None:
+    """No configuration is needed; where the shell is installed, the shell accepts the script."""
+    place.config.unlink()
+    done = place.run("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in COMMANDS:
+        assert command in done.stdout
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.stdout, text=True, check=True, timeout=60)
 
 
 def test_a_command_loads_no_other_command() -> None:
@@ -653,7 +702,12 @@ def test_a_command_loads_no_other_command() -> None:
     )
     loaded = set(done.stderr.split())
     assert "swansongd.cli.status" in loaded
-    assert not loaded & {"swansongd.doctor", "swansongd.cli.restore", "swansongd.core.machine"}
+    assert not loaded & {
+        "swansongd.doctor",
+        "swansongd.cli.restore",
+        "swansongd.core.machine",
+        "shtab",
+    }
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])

@@ -34,7 +34,7 @@ from swansong import bounds
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
-from swansongd.config.values import Wrong, run_name
+from swansongd.config.values import InvalidValue, run_name
 from swansongd.flush.committer import expect_recorded_store
 from swansongd.observe.log import printable
 from swansongd.restore.restore import CONNECTIONS
@@ -102,12 +102,14 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="another run than the configured one"
+        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
     )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step, metavar="N", help="only commits of this step")
+    parser.add_argument(
+        "--step", type=_step, metavar="N", help="consider only commits of this step"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +119,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def _run(text: str) -> str:
     try:
         return str(run_name(text))
-    except Wrong as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None
 
 
 def generation(text: str) -> int:

@@ -28,20 +28,29 @@ from swansongd.model import CommitRef, is_healthy
 from swansongd.observe.log import printable
 from swansongd.restore.restore import health_of
 
+EXAMPLES = {
+    "List all commits of the configured run.": "swansong ls",
+    "List the five newest commits.": "swansong ls --newest 5",
+    "Mark the commit with the highest accuracy.": "swansong ls --best accuracy --highest",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "--best", metavar="METRIC", default="loss", help="name the commit with the least of this"
+        "--best",
+        metavar="METRIC",
+        default="loss",
+        help="metric whose lowest value marks the best commit (default loss)",
     )
     parser.add_argument(
-        "--highest", action="store_true", help="with --best: the greatest value is the best"
+        "--highest", action="store_true", help="mark the highest value of the metric instead"
     )
     parser.add_argument(
         "--newest",
         type=_count,
         metavar="N",
-        help="only the N newest commits; protected ones are chosen among these",
+        help="list only the N newest commits; the protected ones are chosen among these",
     )
     add_json(parser)
 

@@ -44,7 +44,7 @@ from swansongd.core.events import (
     PartsCounted,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
 from swansongd.stores.base import ObjectStore
@@ -210,7 +210,7 @@ class Committer:
         own_directory: Path,
         post: Callable[[Event], None],
         *,
-        journal: Journal,
+        journal: UploadJournal,
         boot_id: str,
         wall: Callable[[], str],
         health: StoreHealth,

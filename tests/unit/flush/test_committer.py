@@ -37,7 +37,7 @@ from swansongd.core.events import (
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
 from swansongd.flush.committer import ClaimRecord, Committer
-from swansongd.flush.journal import Journal, ShardRecord
+from swansongd.flush.journal import ShardRecord, UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
 from swansongd.observe.health import HealthTracker
@@ -62,7 +62,7 @@ class Desk:
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
         self.events: queue.Queue[Event] = queue.Queue()
-        self.journal = Journal(self.own, run="r", store_url=self.store.url)
+        self.journal = UploadJournal(self.own, run="r", store_url=self.store.url)
         self.health: list[Health] = []
         self.reason = ""
         self.now = NOW
