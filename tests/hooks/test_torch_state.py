@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import swansong
 import torch
+from swansong._checkpoint.health import health_of
 from swansong._checkpoint.restore import RestoreError
-from swansong._checkpoint.staging import health_of
 from swansong._torch import safetensors
 from swansong._torch.arena import Arena
 from swansong._torch.checkpoint_set import CheckpointSet
