@@ -24,6 +24,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config
+from swansongd.core import lifecycle
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -60,32 +61,30 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
-from swansongd.flush.assembly import Storage, utc_now
+from swansongd.flush.assembly import Storage
+from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import Severity, Verdict
+from swansongd.model import Severity
 from swansongd.observe import log as logs
 from swansongd.observe.report import status_line, status_report
 from swansongd.observe.timeline import Timeline
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
-from swansongd.sources.asg import LifecycleHook
-from swansongd.sources.aws_events import AwsAsgSource
-from swansongd.sources.metadata import DEFAULT_URL
 from swansongd.sources.opening import (
-    open_deadline,
+    open_lifecycle_hook,
     open_sources,
     shortest_grace_s,
     unknown_firmware,
 )
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
-from swansongd.staging.prepare import open_restored, prepare
+from swansongd.staging.prepare import RunDirectory, open_restored, prepare
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
-from swansongd.trainers.signals import SignalSender
+from swansongd.trainers.signals import open_sender
 from swansongd.util.rates import LogLimit
 from swansongd.util.threads import Worker
 
@@ -134,14 +133,11 @@ class Service:
         self._stop = threading.Event()
         self._exit: Exit | None = None
         self._timeline: Timeline | None = None
-        self._notifier = SystemdNotifier(os.environ)
         boot_id = _BOOT_ID.read_text().strip()
-        self._kept = FdStore(self._notifier, os.environ, boot_id=boot_id)
-        run = config.run.name
-        trainers = users.uids_of(config.trainer.users)
-        speakers = users.may_speak(trainers)
-        self._staging = prepare(config.staging.path, run)
-        self._kept.use_directory(self._staging.own_fd)
+        self._notifier = SystemdNotifier(os.environ)
+        self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
+        self._staging = prepare(config.staging.path, config.run.name)
+        self._fdstore.use_directory(self._staging.own_fd)
         # Before a trainer can take the name: a FUSE mount there could not be moved aside.
         with suppress(OSError):
             os.close(open_restored(self._staging.fd))
@@ -154,37 +150,21 @@ class Service:
             stop=self._stop,
         )
         self._flush, self._committer = self._storage.flush, self._storage.committer
-        settings = Settings(
-            reserve_s=config.deadline.reserve_s,
-            signals_trainer=config.trainer.signal != "none",
-            background_limit_bytes_per_s=config.flush.background_bytes_per_s,
-            checkpoint_interval_s=config.run.checkpoint_interval_s,
-            mtbf_s=config.run.mtbf_s,
-            assumed_grace_s=config.deadline.assumed_grace_s,
-            stall_steps=config.trainer.stall_steps,
-            stall_min_s=config.trainer.stall_min_s,
-            several_vms=config.run.several_vms,
-            vm=_short_digest(f"{boot_id}{self._staging.path}"),
-            goes_on_with=self._committer.job_start_id,
-            sealed_under=self._committer.sealed_under,
-            booted_wall_ns=scan.booted_wall_ns(),
+        self._decisions = Decisions(
+            _first_state(config, self._staging, self._committer, boot_id), _log
         )
-        abandoned = self._committer.abandoned
-        state = State(
-            settings=settings,
-            job_start_id=self._committer.job_start_id,
-            abandoned=abandoned,
-            unusable=abandoned,
+        uids = users.uids_of(config.trainer.users)
+        self._observer = StagingObserver(
+            Scanner(
+                self._staging.path,
+                run_fd=self._staging.fd,
+                allowed_uids=users.may_speak(uids),
+                settle_s=config.trainer.settle_s,
+                monotonic=time.monotonic,
+            ),
+            self._post,
+            _log,
         )
-        self._decisions = Decisions(state, _log)
-        scanner = Scanner(
-            self._staging.path,
-            run_fd=self._staging.fd,
-            allowed_uids=speakers,
-            settle_s=config.trainer.settle_s,
-            monotonic=time.monotonic,
-        )
-        self._observer = StagingObserver(scanner, self._post, _log)
         self._resume = Resume(
             self._storage.backend,
             self._storage.keys,
@@ -195,71 +175,40 @@ class Service:
         )
         self._channel = TrainerChannel(
             config.trainer.socket,
-            run=run,
+            run=config.run.name,
             staging=self._staging.path,
-            allowed_uids=speakers,
+            allowed_uids=users.may_speak(uids),
             post=self._post,
             answer=self._answer,
             log=_log,
             several_vms=config.run.several_vms,
             naming_secret=self._staging.naming_secret,
-            listener_fd=self._kept.listener_fd(config.trainer.socket),
+            listener_fd=self._fdstore.listener_fd(config.trainer.socket),
         )
-        self._signal_sender = None
-        if config.trainer.signal != "none":
-            self._signal_sender = SignalSender(
-                signal_name=config.trainer.signal,
-                pid_file=config.trainer.pid_file,
-                unit=config.trainer.unit,
-                allowed_uids=users.may_be_signalled(trainers, os.geteuid()),
-                post=self._post,
-            )
+        self._signal_sender = open_sender(config.trainer, uids, self._post)
         self._logind = logind.LogindSource(
             bus=config.sources.system_bus or logind.SYSTEM_BUS,
             wanted_delay_s=config.deadline.shutdown_delay_s,
             stop_grace_s=config.deadline.sigterm_grace_s,
             boot_id=boot_id,
             monotonic=time.monotonic,
-            lock_fd=self._kept.lock_fd(),
-            keep_lock=self._kept.keep_lock,
+            lock_fd=self._fdstore.lock_fd(),
+            store_lock=self._fdstore.store_lock,
         )
-        cloud_sources = open_sources(
-            config.sources.cloud,
-            metadata_url=config.sources.metadata_url,
-            poll_interval_s=config.sources.poll_interval_s,
-            assumed_grace_s=config.deadline.assumed_grace_s,
-            monotonic=time.monotonic,
-            wall=time.time,
-            gcp_preemption_notice_s=config.sources.gcp_preemption_notice_s,
-            asg_grace_s=config.sources.asg_grace_s,
-        )
-        deadline_sources = open_deadline(
-            config.sources.end_at,
-            config.sources.max_run_duration_s,
-            lead_s=config.sources.end_lead_s,
-            boot_id=boot_id,
-            since_boot=lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
-            monotonic=time.monotonic,
-            wall=time.time,
-        )
-        self._asg_hook = None
-        if config.sources.asg_hook is not None and config.sources.asg_name is not None:
-            self._asg_hook = LifecycleHook(
-                hook=config.sources.asg_hook,
-                group=config.sources.asg_name,
-                metadata_url=config.sources.metadata_url or DEFAULT_URL,
-            )
-        self._sources = [*cloud_sources, *deadline_sources, self._logind]
+        self._asg_hook = open_lifecycle_hook(config.sources)
+        self._sources = [
+            *open_sources(config.sources, config.deadline, boot_id=boot_id),
+            self._logind,
+        ]
         self._channel.grace_s = shortest_grace_s(
-            {source.name for source in cloud_sources},
-            assumed_grace_s=config.deadline.assumed_grace_s,
+            self._sources, assumed_grace_s=config.deadline.assumed_grace_s
         )
 
     def run(self) -> int:
         """Work until told to stop; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _frame: self._signals.append(number))
-        for notice in self._kept.notices(time.monotonic()):
+        for notice in self._fdstore.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
         self._pruner.start()
         self._sigterm_judge.start()
@@ -267,7 +216,7 @@ class Service:
             self._signal_sender.start()
         self._channel.start()
         if self._notifier.has_systemd:
-            self._kept.keep_listener(self._channel.share_listener())
+            self._fdstore.store_listener(self._channel.share_listener())
         self._observer.start()
         self._storage.start()
         if self._asg_hook is not None:
@@ -324,8 +273,8 @@ class Service:
             "status line", lambda: self._notifier.status(status_line(self._state, now))
         )
 
-    def _keep_notices(self) -> None:
-        self._kept.keep_notices(self._state.notices.values())
+    def _store_notices(self) -> None:
+        self._fdstore.store_notices(self._state.notices.values())
 
     def _hold_or_release(self) -> None:
         """Ask for time while there is work, and let go of the VM once there is a verdict."""
@@ -335,7 +284,7 @@ class Service:
         if evacuation.verdict is not None:
             self._logind.release()
             return
-        if self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
+        if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
         if host.NAME in self._state.notices:
             # Beyond TimeoutStopSec= each such word is good for so long only; it comes from this loop, so a
@@ -345,7 +294,7 @@ class Service:
     def _step(self, event: Event, now: float) -> None:
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after a request was sent must know its id at the next start.
-        self._decisions.guarded("notices", self._keep_notices)
+        self._decisions.guarded("notices", self._store_notices)
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
@@ -463,11 +412,10 @@ class Service:
         if conclusion.is_final:
             self._announce(conclusion)
         generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
         if generation is not None:
-            self._committer.farewell(generation, farewell)
+            self._committer.farewell(
+                generation, conclusion, self._timeline.entries, left_out=self._timeline.left_out
+            )
 
     def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
@@ -479,8 +427,8 @@ class Service:
             step=commit.step if commit else None,
             slack_s=conclusion.slack_s,
         )
-        is_awaited = AwsAsgSource.name in self._state.notices
-        if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
+        is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
+        if self._asg_hook is not None and is_complete:
             self._asg_hook.complete()
 
     def _remove(self, action: SetAside | Prune) -> None:
@@ -557,8 +505,33 @@ class Service:
         return order.code
 
 
-def _short_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _first_state(
+    config: Config, staging: RunDirectory, committer: Committer, boot_id: str
+) -> State:
+    """The state that the decision loop begins with: the settings, and the committer's record."""
+    vm = hashlib.sha256(f"{boot_id}{staging.path}".encode()).hexdigest()[:16]
+    settings = Settings(
+        reserve_s=config.deadline.reserve_s,
+        signals_trainer=config.trainer.signal != "none",
+        background_limit_bytes_per_s=config.flush.background_bytes_per_s,
+        checkpoint_interval_s=config.run.checkpoint_interval_s,
+        mtbf_s=config.run.mtbf_s,
+        assumed_grace_s=config.deadline.assumed_grace_s,
+        stall_steps=config.trainer.stall_steps,
+        stall_min_s=config.trainer.stall_min_s,
+        several_vms=config.run.several_vms,
+        vm=vm,
+        goes_on_with=committer.job_start_id,
+        sealed_under=committer.sealed_under,
+        booted_wall_ns=scan.booted_wall_ns(),
+    )
+    abandoned = committer.abandoned
+    return State(
+        settings=settings,
+        job_start_id=committer.job_start_id,
+        abandoned=abandoned,
+        unusable=abandoned,
+    )
 
 
 def _asleep_s() -> float:

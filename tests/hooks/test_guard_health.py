@@ -72,7 +72,7 @@ def test_a_bad_loss_is_noticed_at_its_step(
     step_to(guard, counter, 9, bad)
     assert not guard.healthy
     warnings = [message for message in caplog.messages if "not finite" in message]
-    assert warnings == ["the loss of step 7 is not finite; checkpoints go on, marked as such"]
+    assert warnings == ["the loss of step 7 is not finite; checkpoints continue, marked unhealthy"]
     step_to(guard, counter, 10)
     assert guard.healthy
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swansong._checkpoint.health import HealthTracker
+from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.restore import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._daemon.progress import PauseWatch, Reporter
@@ -111,7 +111,7 @@ class Guard:
         self._saver = Saver(state.snapshot, in_background=state.in_background)
         self._every_s = every_s
         self._stop_after_save = stop_after_save
-        self._health = HealthTracker()
+        self._health = LossMonitor()
         self._critical_depth = 0
         self._owes_save = False
         self._should_stop = False

@@ -351,7 +351,7 @@ class StatusQuery(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """The daemon's state; docs/operations.md describes ``report``."""
+    """The daemon's state; docs/operations/status.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
     report: Report

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +31,7 @@ from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
 from swansongd.restore.restore import restore
 from swansongd.staging import scan
@@ -228,11 +227,9 @@ class Rehearsal:
             self.keys,
             self._directory(),
             self._events.put,
-            journal=Journal(own, run=self.keys.run, store_url=self._store.url),
-            nonce=partial(secrets.token_hex, 4),
+            journal=UploadJournal(own, run=self.keys.run, store_url=self._store.url),
             connections=_CONNECTIONS,
             part_size_bytes=self.part_bytes,
-            is_urgent=lambda: False,
         )
 
     def _write(self, path: str, size_bytes: int) -> None:

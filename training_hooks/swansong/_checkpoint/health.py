@@ -11,14 +11,14 @@ from typing import Any
 log = logging.getLogger("swansong")
 
 
-class HealthTracker:
+class LossMonitor:
     """Loss and metrics of the last step.  Only the thread of the training loop judges them."""
 
     def __init__(self) -> None:
         self.loss: Any = None
         self.metrics: Mapping[str, Any] = {}
         self.unhealthy_since: int | None = None
-        """First step of the current row of steps whose loss is not finite; None if the last loss is finite."""
+        """First of the latest steps whose loss is not finite; None if the last loss is finite."""
         self._has_warned = False
 
     def judge(self, step: int, *, is_finite: bool) -> None:
