@@ -39,8 +39,17 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CheckpointId, CommitRef, Staged
-from swansongd.restore.restore import Wanted, health_of, healthy, restore, whole
-from swansongd.restore.target import Access, interrupted
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import (
+    RestoreResult,
+    Selection,
+    Wanted,
+    health_of,
+    healthy,
+    restore,
+    whole,
+)
+from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -342,44 +351,41 @@ class Resume:
     def _fetched(
         self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
     ) -> Restored:
-        parent = self._run.path / RESTORED_DIRECTORY
+        """Download the newest commit that is wanted; the answer has no path if the run is fresh."""
+        selection = Selection(
+            # Only the manifests of that step are read: there may be thousands of commits.
+            step=None if wanted is None or newest is None else newest.step,
+            wanted=wanted,
+            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
+        )
         parent_fd = _opened_restored(self._run)
         try:
             before = os.listdir(parent_fd)
-            # A download that was interrupted is continued under its own name.
-            destination = parent / (interrupted(parent_fd) or secrets.token_hex(4))
             try:
-                restored = restore(
-                    store,
-                    self._keys,
-                    destination,
-                    parent_fd=parent_fd,
-                    access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
-                    # Only the manifests of that step are read: there may be thousands of commits.
-                    step=None if wanted is None or newest is None else newest.step,
-                    wanted=wanted,
-                    progress=self._progress(),
-                    skipped=lambda ref, why: _log.error(
-                        "commit_skipped", commit=str(ref), reason=why
-                    ),
-                    stop=self._stop,
-                )
+                restored = self._download(store, parent_fd, selection)
             except NothingToRestore as error:
                 if newest is None and error.is_fresh:
-                    return Restored("")  # a fresh run
+                    return Restored("")
                 raise
-            _remove(before, parent_fd)  # of earlier trainers on this VM
+            _remove(before, parent_fd)  # downloads for earlier trainers on this VM
         finally:
             os.close(parent_fd)
-        return Restored(
-            "",
-            path=str(destination),
-            step=restored.ref.step,
-            generation=restored.ref.generation,
+        ref = restored.ref
+        return Restored("", path=str(restored.path), step=ref.step, generation=ref.generation)
+
+    def _download(self, store: ObjectStore, parent_fd: int, selection: Selection) -> RestoreResult:
+        """Restore into a directory below the open one; continues an interrupted download."""
+        name = interrupted(parent_fd) or secrets.token_hex(4)
+        target = RestoreTarget(
+            self._run.path / RESTORED_DIRECTORY / name,
+            parent_fd=parent_fd,
+            access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
         )
+        options = ReadOptions(progress=self._progress(), stop=self._stop)
+        return restore(store, self._keys, target, selection, options)
 
     def _progress(self) -> Callable[[int, int], None]:
-        """Reports to all waiting queries, those later in the queue included."""
+        """Reports to all queries in the queue."""
         last_mono_s = self._monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
