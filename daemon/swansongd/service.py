@@ -24,6 +24,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config
+from swansongd.core import lifecycle
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -60,18 +61,17 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
-from swansongd.flush.assembly import Storage, utc_now
+from swansongd.flush.assembly import Storage
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import Severity, Verdict
+from swansongd.model import Severity
 from swansongd.observe import log as logs
 from swansongd.observe.report import status_line, status_report
 from swansongd.observe.timeline import Timeline
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
-from swansongd.sources.aws_events import AwsAsgSource
 from swansongd.sources.opening import (
     open_lifecycle_hook,
     open_sources,
@@ -284,7 +284,7 @@ class Service:
         if evacuation.verdict is not None:
             self._logind.release()
             return
-        if self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
+        if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
         if host.NAME in self._state.notices:
             # Beyond TimeoutStopSec= each such word is good for so long only; it comes from this loop, so a
@@ -412,11 +412,10 @@ class Service:
         if conclusion.is_final:
             self._announce(conclusion)
         generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
         if generation is not None:
-            self._committer.farewell(generation, farewell)
+            self._committer.farewell(
+                generation, conclusion, self._timeline.entries, left_out=self._timeline.left_out
+            )
 
     def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
@@ -428,8 +427,8 @@ class Service:
             step=commit.step if commit else None,
             slack_s=conclusion.slack_s,
         )
-        is_awaited = AwsAsgSource.name in self._state.notices
-        if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
+        is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
+        if self._asg_hook is not None and is_complete:
             self._asg_hook.complete()
 
     def _remove(self, action: SetAside | Prune) -> None:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
-from swansongd.core.events import Conclude, Mark
+from swansongd.core.events import Mark
 
 ENTRIES_MAX = 500
 """Entries of a timeline: a flood of messages from a trainer must not make the farewell grow without limit."""
@@ -31,32 +30,3 @@ class Timeline:
             del self.entries[ENTRIES_MAX // 2]
             self.left_out += 1
         return entry
-
-    def farewell(
-        self, conclusion: Conclude, *, run: str, generation: int | None, written: str
-    ) -> bytes:
-        """The farewell object.
-
-        Args:
-            written: wall-clock time in UTC; informational.
-        """
-        commit, part = conclusion.commit, conclusion.part
-        body = {
-            "format": "swansong-farewell",
-            "version": 1,
-            "run": run,
-            "generation": generation,
-            "evacuation": self.evacuation_id,
-            "verdict": conclusion.verdict.value,
-            "reason": conclusion.reason,
-            "commit": None
-            if commit is None
-            else {"generation": commit.generation, "step": commit.step},
-            "complete": part is None,
-            **({} if part is None else {"part": part.facts()}),
-            "slack_s": conclusion.slack_s,
-            "timeline": self.entries,
-            **({"left_out": self.left_out} if self.left_out else {}),
-            "written": written,
-        }
-        return json.dumps(body, indent=1, sort_keys=True).encode()

@@ -222,7 +222,7 @@ class _Transfer:
             return  # process_time() costs more than reading a small file
         self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
         before = self._limit.now
-        self._limit.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
+        self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
         if self._limit.now > before:
             self._changed.notify_all()
 

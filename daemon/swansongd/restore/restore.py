@@ -79,7 +79,7 @@ class RestoreResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class Defect:
     """One defect that ``verify`` found."""
 
     ref: CommitRef
@@ -169,7 +169,7 @@ def verify(
     options: ReadOptions = _DEFAULT,
     manifests: Callable[[int, int], None] | None = None,
     sharing: Callable[[int, int], None] | None = None,
-) -> list[Damage]:
+) -> list[Defect]:
     """Re-read all stored bytes of the run's commits (or those of ``step``); empty if all are intact.
 
     Each stored object is read once, even if several commits name it.  A commit that some nodes have not
@@ -188,13 +188,13 @@ def verify(
     commits = _commits(store, keys, step)
     if not commits:
         raise _nothing(keys, step, [])
-    damages: list[Damage] = []
+    defects: list[Defect] = []
     is_shared: dict[StoredShard, bool] = {}
 
     def take(_commit: Commit, shards: Sequence[StoredShard]) -> None:
         is_shared.update({shard: shard in is_shared for shard in shards})
 
-    _merged_each(store, keys, commits, take, damages, progress=manifests, stop=options.stop)
+    _merged_each(store, keys, commits, take, defects, progress=manifests, stop=options.stop)
     if sharing is not None:
         sharing(len(is_shared), sum(is_shared.values()))
     reader = Reader(store, options, _refused(store, keys, commits[0]))
@@ -205,12 +205,12 @@ def verify(
         # The manifests are read a second time: which commits name each shard is too much for memory.
         def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
             named = [shard for shard in shards if shard in bad]
-            damages.extend(Damage(ref=commit.ref, problem=bad[shard]) for shard in named)
+            defects.extend(Defect(ref=commit.ref, problem=bad[shard]) for shard in named)
 
-        unread = {damage.ref for damage in damages}
+        unread = {defect.ref for defect in defects}
         readable = [commit for commit in commits if commit.ref not in unread]
-        _merged_each(store, keys, readable, blame, damages, progress=None, stop=options.stop)
-    return sorted(damages, key=lambda damage: (damage.ref, damage.problem), reverse=True)
+        _merged_each(store, keys, readable, blame, defects, progress=None, stop=options.stop)
+    return sorted(defects, key=lambda defect: (defect.ref, defect.problem), reverse=True)
 
 
 def _merged_each(
@@ -218,12 +218,12 @@ def _merged_each(
     keys: RunKeys,
     commits: Sequence[Commit],
     take: Callable[[Commit, Sequence[StoredShard]], None],
-    damages: list[Damage],
+    defects: list[Defect],
     *,
     progress: Callable[[int, int], None] | None,
     stop: threading.Event | None,
 ) -> None:
-    """Pass the shards of each commit to ``take``; append the defect of an unreadable one to ``damages``."""
+    """Pass the shards of each commit to ``take``; append the defect of an unreadable one to ``defects``."""
 
     def merge(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
         try:
@@ -231,7 +231,7 @@ def _merged_each(
                 raise loaded
             take(commit, _merged(loaded))
         except CorruptError as error:
-            damages.append(Damage(ref=commit.ref, problem=error.line()))
+            defects.append(Defect(ref=commit.ref, problem=error.line()))
 
     catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
 

@@ -73,11 +73,11 @@ class NoLogind(LogindError):
     """This VM has no bus, or no logind on it."""
 
 
-class Refused(LogindError):
-    """The answer is no.  The connection is still good."""
+class CallRefused(LogindError):
+    """logind refused a call; the connection is still usable."""
 
 
-class UnderWay(Refused):
+class UnderWay(CallRefused):
     """A shutdown has begun; no lock is given any more."""
 
 
@@ -97,7 +97,7 @@ class Logind:
         bus: D-Bus address.
 
     Raises:
-        LogindError: from all methods; the connection is then of no more use, but after Refused.
+        LogindError: from all methods; the connection is then of no more use, but after CallRefused.
     """
 
     def __init__(self, bus: str = SYSTEM_BUS) -> None:
@@ -210,8 +210,8 @@ def _in_words() -> Iterator[None]:
         if error.name in _ABSENT:
             raise NoLogind("no systemd-logind on the system bus") from error
         if error.name in _DENIED:
-            raise Refused(f"{words}; {_FIX_DENIED}") from error
-        raise (UnderWay if error.name == _UNDER_WAY else Refused)(words) from error
+            raise CallRefused(f"{words}; {_FIX_DENIED}") from error
+        raise (UnderWay if error.name == _UNDER_WAY else CallRefused)(words) from error
     except FileNotFoundError as error:
         raise NoLogind("no system bus: D-Bus is not installed, or not running") from error
     except TimeoutError as error:
@@ -349,7 +349,7 @@ class LogindSource:
             taken_fd = logind.take_delay_lock()
         except UnderWay:
             return ""  # an older lock, if there is one, still counts
-        except Refused as error:
+        except CallRefused as error:
             return str(error)
         with self._guard:
             self._close_lock()
