@@ -294,6 +294,7 @@ def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer write-protects its sets: the log does not get a line for each of them."""
+
     def refuses(*_: object) -> None:
         raise StagingError("cannot be deleted: Permission denied")
 
