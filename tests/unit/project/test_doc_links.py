@@ -11,7 +11,11 @@ import pytest
 
 from testkit import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "packer").rglob("*.md")),
+]
 LINES_MAX = 150
 
 

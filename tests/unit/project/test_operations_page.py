@@ -486,30 +486,6 @@ def test_every_name_in_the_pages_exists() -> None:
         assert {word for word in named if re.fullmatch(r"[a-z]+(_[a-z]+)+", word)} <= known, page
 
 
-def anchors(text: str) -> set[str]:
-    """The anchors of the headings, as GitHub and most renderers make them."""
-    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-LINKED = [
-    *(f"docs/operations/{page}.md" for page in sorted(PAGES)),
-    "packer/README.md",
-    "packer/permissions/README.md",
-]
-
-
-@pytest.mark.parametrize("page", LINKED)
-def test_every_link_leads_somewhere(page: str) -> None:
-    """The file exists, and has the heading."""
-    path = REPOSITORY / page
-    for name, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", path.read_text()):
-        target = path.parent / name if name else path
-        assert target.is_file(), name
-        assert not anchor or anchor in anchors(target.read_text()), (name, anchor)
-
-
 def test_every_make_target_exists() -> None:
     """A command of the pages is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
