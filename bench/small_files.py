@@ -9,7 +9,6 @@ reaches nearly the same rate, the store is the limit.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import queue
 import tempfile
@@ -23,12 +22,13 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.restore.restore import restore, verify
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.threads import parallel
 
@@ -63,17 +63,14 @@ def stage(run: Path, files: int, size_bytes: int) -> Staged:
 def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
     events: queue.Queue[Event] = queue.Queue()
     (run / ".swansongd").mkdir(mode=0o700)
-    attempts = itertools.count()
     engine = FlushEngine(
         store,
         RunKeys("r"),
         run,
         events.put,
-        journal=Journal(run / ".swansongd", run="r", store_url=store.url),
-        nonce=lambda: f"n{next(attempts)}",
+        journal=UploadJournal(run / ".swansongd", run="r", store_url=store.url),
         connections=CONNECTIONS,
         part_size_bytes=16 * 2**20,
-        is_urgent=lambda: False,
     )
     engine.start("flush", staged, 1)
     while not isinstance(event := events.get(), Flushed | FlushFailed):
@@ -148,7 +145,10 @@ def main() -> None:
                     "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
                 )
                 url = stack.enter_context(server).url
-                store = S3Store("s3://ckpt/p", url, "us-east-1", CONNECTIONS)
+                store = S3Store(
+                    "s3://ckpt/p",
+                    S3Options(endpoint=url, region="us-east-1", connections=CONNECTIONS),
+                )
             else:
                 store = MemoryStore()
                 store.before = lambda _what, _key: time.sleep(ANSWER_S)

@@ -306,7 +306,7 @@ class Stage:
         disk.mkdir()
         self.metadata_url = self._emulator(self._cloud.emulator)
         settings: dict[str, dict[str, Any]] = {
-            "flush": {"part_size": "5MiB"},  # larger parts would show no progress
+            "flush": {"part_size_bytes": "5MiB"},  # larger parts would show no progress
             "deadline": {"assumed_grace_s": 25},
         }
         if self._by_signal:

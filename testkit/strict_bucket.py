@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.rig import control
@@ -36,7 +37,7 @@ class Strict:
 
     @property
     def store(self) -> S3Store:
-        return S3Store(self.table()["url"], self.url, "us-east-1")
+        return S3Store(self.table()["url"], S3Options(endpoint=self.url, region="us-east-1"))
 
     def order(self, name: str, **query: object) -> None:
         control(self.url, f"{name}?{urlencode(query)}")

@@ -24,6 +24,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config
+from swansongd.core import lifecycle
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -60,18 +61,17 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.errors import StagingError
-from swansongd.flush.assembly import Storage, utc_now
+from swansongd.flush.assembly import Storage
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import Severity, Verdict
+from swansongd.model import Severity
 from swansongd.observe import log as logs
 from swansongd.observe.report import status_line, status_report
 from swansongd.observe.timeline import Timeline
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
-from swansongd.sources.aws_events import AwsAsgSource
 from swansongd.sources.opening import (
     open_lifecycle_hook,
     open_sources,
@@ -193,7 +193,7 @@ class Service:
             boot_id=boot_id,
             monotonic=time.monotonic,
             lock_fd=self._fdstore.lock_fd(),
-            keep_lock=self._fdstore.keep_lock,
+            store_lock=self._fdstore.store_lock,
         )
         self._asg_hook = open_lifecycle_hook(config.sources)
         self._sources = [
@@ -216,7 +216,7 @@ class Service:
             self._signal_sender.start()
         self._channel.start()
         if self._notifier.has_systemd:
-            self._fdstore.keep_listener(self._channel.share_listener())
+            self._fdstore.store_listener(self._channel.share_listener())
         self._observer.start()
         self._storage.start()
         if self._asg_hook is not None:
@@ -273,8 +273,8 @@ class Service:
             "status line", lambda: self._notifier.status(status_line(self._state, now))
         )
 
-    def _keep_notices(self) -> None:
-        self._fdstore.keep_notices(self._state.notices.values())
+    def _store_notices(self) -> None:
+        self._fdstore.store_notices(self._state.notices.values())
 
     def _hold_or_release(self) -> None:
         """Ask for time while there is work, and let go of the VM once there is a verdict."""
@@ -284,7 +284,7 @@ class Service:
         if evacuation.verdict is not None:
             self._logind.release()
             return
-        if self._asg_hook is not None and AwsAsgSource.name in self._state.notices:
+        if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
         if host.NAME in self._state.notices:
             # Beyond TimeoutStopSec= each such word is good for so long only; it comes from this loop, so a
@@ -294,7 +294,7 @@ class Service:
     def _step(self, event: Event, now: float) -> None:
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after a request was sent must know its id at the next start.
-        self._decisions.guarded("notices", self._keep_notices)
+        self._decisions.guarded("notices", self._store_notices)
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
@@ -412,11 +412,10 @@ class Service:
         if conclusion.is_final:
             self._announce(conclusion)
         generation = self._state.generation
-        farewell = self._timeline.farewell(
-            conclusion, run=self._config.run.name, generation=generation, written=utc_now()
-        )
         if generation is not None:
-            self._committer.farewell(generation, farewell)
+            self._committer.farewell(
+                generation, conclusion, self._timeline.entries, left_out=self._timeline.left_out
+            )
 
     def _announce(self, conclusion: Conclude) -> None:
         commit = conclusion.commit
@@ -428,8 +427,8 @@ class Service:
             step=commit.step if commit else None,
             slack_s=conclusion.slack_s,
         )
-        is_awaited = AwsAsgSource.name in self._state.notices
-        if self._asg_hook is not None and is_awaited and conclusion.verdict is not Verdict.LOST:
+        is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
+        if self._asg_hook is not None and is_complete:
             self._asg_hook.complete()
 
     def _remove(self, action: SetAside | Prune) -> None:

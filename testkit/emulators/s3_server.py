@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 in memory: moto, made stricter: ``python -m emulators.s3_server --port 0 --bucket NAME``.
+"""S3 in memory: moto, made stricter: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
 
 What moto leaves out and real S3 does is done in front of it: a request takes effect at one instant, the
 CRC32C that comes with a body is verified, and the completion of an upload that was begun with
 checksums must name them, and the size if it names one must be right.  Signatures are not checked.
-Control: see :mod:`emulators.store_control`.
+Control: see :mod:`testkit.emulators.store_control`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strict S3 in memory: ``python -m emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
+"""A strict S3 in memory: ``python -m testkit.emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
 
 It verifies what real S3 verifies and other emulators let pass: signatures, clocks, payload hashes,
 checksums in headers and trailers, preconditions, the rules of parts.  What it does not know it refuses
-with 501 instead of guessing.  Control: see :mod:`emulators.store_control`, and of its own::
+with 501 instead of guessing.  Control: see :mod:`testkit.emulators.store_control`, and of its own::
 
     credentials?access_key=test&secret_key=test&session_token=
                                 the only ones that are valid; those before them have expired, or do not

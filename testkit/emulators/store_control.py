@@ -27,7 +27,7 @@ Control, all by POST with a query but the last, below ``/_control/``::
     clear                       all this ends, and the record is empty again
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
 
-and, where :mod:`emulators.store_server` serves::
+and, where :mod:`testkit.emulators.store_server` serves::
 
     break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
                                 ``reset`` hangs up with a TCP reset, ``stall`` goes on to the next

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server of the strict store emulators: plain or TLS, one thread a connection, breakable anywhere.
 
-It reads requests piece by piece itself, so that :mod:`emulators.store_control` can order a reset or a
+It reads requests piece by piece itself, so that :mod:`testkit.emulators.store_control` can order a reset or a
 stall at a point of the request, and pace what passes.
 """
 

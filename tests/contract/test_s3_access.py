@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import credentials
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.bodies import BytesBody, BytesSink
@@ -471,7 +472,7 @@ def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
 
         server = RawServer(script).__enter__()
         servers.append(server)
-        return S3Store("s3://bucket", server.url, "us-east-1")
+        return S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
 
     yield start
     for server in servers:

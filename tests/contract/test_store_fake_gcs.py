@@ -14,6 +14,7 @@ from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions
 
 from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
@@ -38,7 +39,7 @@ def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Gcs
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
         with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
             pass
-    return GcsStore(f"gs://{BUCKET}/{prefix}", server.url)
+    return GcsStore(f"gs://{BUCKET}/{prefix}", GcsOptions(endpoint=server.url))
 
 
 def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
@@ -60,7 +61,7 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
     with pytest.raises(NotFound):
         store.get("empty")
     with pytest.raises(NotFound):
-        GcsStore("gs://no-such-bucket/read", server.url).head(KEY)
+        GcsStore("gs://no-such-bucket/read", GcsOptions(endpoint=server.url)).head(KEY)
 
 
 def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from swansongd.stores import credentials
 from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions
 
 from testkit.bodies import BytesBody, BytesSink
 from testkit.emulators.process import EmulatorProcess
@@ -390,7 +391,7 @@ def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
     """What is too large to be hashed beforehand is not entrusted to a store that tells no checksum."""
     server = _Server(lambda to: answer(to, ETag='"1"'))
     try:
-        store = GcsStore(f"gs://{BUCKET}/prefix", server.url)
+        store = GcsStore(f"gs://{BUCKET}/prefix", GcsOptions(endpoint=server.url))
         with pytest.raises(Permanent) as caught:
             store.put_shard("shard", BytesBody(bytes(LARGE)))
         assert "CRC32C" in caught.value.hint
@@ -457,19 +458,19 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
     server = gcs.server.url
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
-        store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}")
+        store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
         store.put_shard(shard, BytesBody(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert GcsStore(f"gs://{BUCKET}/{gcs.prefix}", server).get("small") == b"1"
+    assert GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions(endpoint=server)).get("small") == b"1"
 
 
 @pytest.mark.parametrize("endpoint", ["storage", "ftp://storage", "https://", "http://s/path?x"])
 def test_an_endpoint_that_is_none(endpoint: str) -> None:
     """The key of the configuration that is wrong is named at once."""
     with pytest.raises(ConfigError, match=r"store\.endpoint"):
-        GcsStore("gs://bucket/prefix", endpoint)
+        GcsStore("gs://bucket/prefix", GcsOptions(endpoint=endpoint))
 
 
 def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,10 +483,10 @@ def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.Monke
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
     for call in (lambda s: s.put_shard("shard", BytesBody(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
-            call(GcsStore(where, gcs_tls.server.url))
+            call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
         assert "not trusted" in caught.value.hint
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(gcs_tls.ca))
-    use(GcsStore(where, gcs_tls.server.url))
+    use(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "nowhere"))
     use(gcs_tls.open())
 
@@ -533,6 +534,10 @@ def test_what_a_body_or_sink_raises_passes_unchanged(gcs: Cloud) -> None:
 RULES = {"rule": [{"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 3}}]}
 
 
+def opened(server: _Server) -> GcsStore:
+    return GcsStore("gs://bucket/prefix", GcsOptions(endpoint=server.url))
+
+
 @pytest.mark.parametrize(
     ("lifecycle", "aborts"),
     [(RULES, True), (None, False), ({"rule": [{"action": {"type": "Delete"}}]}, False)],
@@ -545,7 +550,7 @@ def test_a_rule_that_aborts_uploads_is_found(lifecycle: Any, aborts: bool) -> No
         body["lifecycle"] = lifecycle
     server = _Server(lambda to: answer(to, json.dumps(body).encode()))
     try:
-        assert GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads() is aborts
+        assert opened(server).aborts_incomplete_uploads() is aborts
     finally:
         server.shutdown()
         server.server_close()
@@ -572,7 +577,7 @@ def test_settings_of_the_bucket_are_read_without_redirects() -> None:
     server = _Server(redirect)
     try:
         with pytest.raises(Permanent, match="redirects"):
-            GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads()
+            opened(server).aborts_incomplete_uploads()
         assert asked == []
     finally:
         for each in (server, other):
@@ -587,7 +592,7 @@ def test_settings_that_make_no_sense_are_an_error(body: bytes) -> None:
     server = _Server(lambda to: answer(to, body))
     try:
         with pytest.raises(Permanent):
-            GcsStore("gs://bucket/prefix", server.url).aborts_incomplete_uploads()
+            opened(server).aborts_incomplete_uploads()
     finally:
         server.shutdown()
         server.server_close()

@@ -19,7 +19,7 @@ from crc32c import crc32c
 from swansongd.errors import Permanent, Transient
 from swansongd.stores.base import WINDOW_BYTES
 from swansongd.stores.http import pool
-from swansongd.stores.http.client import Answer, Wire
+from swansongd.stores.http.client import Response, Wire
 
 from testkit.raw_server import Peer, RawServer, Request, Script, certificate
 from testkit.waiting import until
@@ -141,11 +141,11 @@ def saying(raw: bytes) -> Script:
     return script
 
 
-def put(wire: Wire, content: bytes = CONTENT, **options: Any) -> Answer:
+def put(wire: Wire, content: bytes = CONTENT, **options: Any) -> Response:
     return wire.request("PUT", "/bucket/key", {}, body=Bytes(content), **options)
 
 
-def get(wire: Wire, sink: Any = None, **headers: str) -> Answer:
+def get(wire: Wire, sink: Any = None, **headers: str) -> Response:
     return wire.request("GET", "/bucket/key", headers, sink=sink)
 
 
@@ -426,7 +426,7 @@ def test_many_share_few_connections(plain: Place) -> None:
     assert server.accepted == 2
 
     gate.clear()
-    short = plain.wire(server, connections=1, reply_s=0.3, stall_s=0.3)
+    short = plain.wire(server, connections=1, first_byte_s=0.3, stall_s=0.3)
     first = Running(lambda: get(short))
     until(lambda: server.accepted == 3, what="the only connection")
     with Fails:
@@ -664,7 +664,7 @@ def _stops_within_the_body(peer: Peer, gate: threading.Event) -> None:
 def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> None:
     """Wherever the other side stops, the worker gets out, with the reason, and goes on elsewhere."""
     gate = threading.Event()
-    server, wire = place.both(lambda peer: hang(peer, gate), stall_s=0.4, reply_s=0.4)
+    server, wire = place.both(lambda peer: hang(peer, gate), stall_s=0.4, first_byte_s=0.4)
     body = Endless() if hang is _reads_no_more else Bytes(CONTENT)
     with pytest.raises(Transient, match="nothing moved"):
         wire.request("PUT", "/", {}, body=body)
@@ -685,7 +685,7 @@ def test_an_answer_may_take_longer_than_a_stall(place: Place) -> None:
         paused.wait(1.0)
         peer.answer(200, b"fine")
 
-    _, wire = place.both(script, stall_s=0.2, reply_s=15)
+    _, wire = place.both(script, stall_s=0.2, first_byte_s=15)
     assert put(wire).body == b"fine"
     assert wire.counters().cuts == 0
 
@@ -718,7 +718,7 @@ def test_slow_is_not_stalled(plain: Place) -> None:
             peer.send(raw[at : at + 4])
             pause.wait(0.1)
 
-    _, wire = plain.both(script, stall_s=0.4, reply_s=0.4)
+    _, wire = plain.both(script, stall_s=0.4, first_byte_s=0.4)
     slow = Slow()
     wire.request("PUT", "/", {}, body=slow, sink=slow)
     assert slow.content == b"x" * 20

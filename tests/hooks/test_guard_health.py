@@ -193,7 +193,7 @@ def test_a_step_that_is_done_anew_is_a_set_of_its_own(
     monkeypatch.setenv("RANK", "1")
     other = Counter()
     second = attach({"counter": other}, every_steps=10)
-    until(lambda: first._talk.staging and second._talk.staging, what="the welcome")
+    until(lambda: first._session.staging and second._session.staging, what="the welcome")
 
     def both(last: int) -> None:
         for guard, state in ((first, counter), (second, other)):

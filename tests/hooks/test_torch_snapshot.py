@@ -17,7 +17,7 @@ import swansong
 import torch
 from swansong import bounds, protocol
 from swansong._torch import safetensors
-from swansong._torch.safetensors import Arena, Piece
+from swansong._torch.arena import Arena, Piece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
 from torch import nn
@@ -98,7 +98,7 @@ KILLED = """
 import os, signal, sys
 import swansong, torch
 from torch import nn
-from swansong._torch.safetensors import Arena
+from swansong._torch.arena import Arena
 from swansong.torch import TrainingState
 
 model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))

@@ -19,8 +19,11 @@ import torch
 from swansong._checkpoint.restore import RestoreError
 from swansong._checkpoint.staging import health_of
 from swansong._torch import safetensors
-from swansong._torch.index import FORMAT, INDEX, CheckpointSet, Collector, encode_index
-from swansong._torch.safetensors import Arena, checksum
+from swansong._torch.arena import Arena
+from swansong._torch.checkpoint_set import CheckpointSet
+from swansong._torch.collector import Collector
+from swansong._torch.index import FORMAT, INDEX, encode_index
+from swansong._torch.memory import checksum
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn

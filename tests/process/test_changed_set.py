@@ -16,7 +16,7 @@ from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 
 

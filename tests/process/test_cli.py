@@ -23,7 +23,8 @@ import swansongd
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
 from swansongd import errors
 from swansongd.bucket.keys import RunKeys
-from swansongd.cli.main import EXIT_CODES
+from swansongd.cli.completion import SHELLS
+from swansongd.cli.main import COMMANDS, EXIT_CODES
 from swansongd.cli.notify import EXIT_BY_VERDICT
 from swansongd.model import CommitRef
 from swansongd.stores.file.store import FileStore
@@ -359,7 +360,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "loss": 1.25,
         "health": {"loss": 1.25},
         "healthy": None,
-        "pins": ["best loss"],
+        "protected": ["best loss"],
         "problem": None,
     }
     done = place.run("ls")
@@ -375,7 +376,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "CREATED",
         "LOSS",
         "HEALTHY",
-        "PINNED",
+        "PROTECTED",
     ]
     assert first.split()[:3] == ["2", "50", "?"]
     assert second.split()[:5] == ["1", "200", "periodic", "1/2", "no"]
@@ -401,16 +402,16 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
     commit(place.store, {"a": b"x"}, step=4, nodes=2, health={"loss": 0.1, "loss_is_finite": 1.0})
     incomplete, bad, healthy, best = place.run_json("ls")
     assert [row["healthy"] for row in (incomplete, bad, healthy, best)] == [True, False, True, True]
-    assert [row["pins"] for row in (incomplete, bad, healthy, best)] == [
+    assert [row["protected"] for row in (incomplete, bad, healthy, best)] == [
         [],
         [],
         ["healthy"],
         ["best loss"],
     ]
     rows = place.run_json("ls", "--best", "accuracy", "--highest")
-    assert rows[2]["pins"] == ["healthy", "best accuracy"]
+    assert rows[2]["protected"] == ["healthy", "best accuracy"]
     header, *lines = place.run("ls", "--best", "accuracy").stdout.splitlines()
-    assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PINNED"]
+    assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PROTECTED"]
     assert lines[1].split()[-4:] == ["-", "0.5", "no", "-"]
 
 
@@ -637,7 +638,55 @@ def test_version_and_help(place: Place) -> None:
         *EXIT_BY_VERDICT.values(),
     } == set(EXIT_CODES)
     for code, text in EXIT_CODES.items():
-        assert f"  {code}  {text}" in shown
+        assert f"  {code:<3} {text}" in shown
+
+
+COMPLETE = """
+source <("$@" completion bash)
+read -r -a COMP_WORDS <<<"$LINE"
+[[ $LINE == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_shtab_swansong
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("swansong re", {"restore"}),
+        ("swansong restore --f", {"--fresh-ok"}),
+        ("swansong notify --w", {"--wait", "--withdraw"}),
+        ("swansong completion ", set(SHELLS)),
+        ("swansong --config swansong.t", {"swansong.toml"}),
+    ],
+)
+def test_bash_completes_commands_options_and_files(
+    place: Place, line: str, expected: set[str]
+) -> None:
+    """A real bash reads the script; the words that it offers are those of the parser."""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", COMPLETE, "bash", *SWANSONG],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=place.tmp_path,
+        env={**os.environ, "LINE": line},
+    )
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_a_script_that_names_every_command(place: Place, shell: str) -> None:
+    """No configuration is needed; where the shell is installed, the shell accepts the script."""
+    place.config.unlink()
+    done = place.run("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in COMMANDS:
+        assert command in done.stdout
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.stdout, text=True, check=True, timeout=60)
 
 
 def test_a_command_loads_no_other_command() -> None:
@@ -653,7 +702,12 @@ def test_a_command_loads_no_other_command() -> None:
     )
     loaded = set(done.stderr.split())
     assert "swansongd.cli.status" in loaded
-    assert not loaded & {"swansongd.doctor", "swansongd.cli.restore", "swansongd.core.machine"}
+    assert not loaded & {
+        "swansongd.doctor",
+        "swansongd.cli.restore",
+        "swansongd.core.machine",
+        "shtab",
+    }
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(110)
 
 MIB = 2**20
 PART = 5 * MIB
-FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(4 * PART + 4321)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.clouds import Aws, Bucket
@@ -86,7 +87,9 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
         monkeypatch.setenv(name, value)
     with StoreTap(bucket.endpoint) as tap:
         vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
-        store = S3Store(bucket.store["url"], bucket.endpoint, "us-east-1")
+        store = S3Store(
+            bucket.store["url"], S3Options(endpoint=bucket.endpoint, region="us-east-1")
+        )
         daemon = vm.start_daemon()
         old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
         daemon.lines.wait(event="committed", step=7)

@@ -19,7 +19,7 @@ from testkit.waiting import until
 pytestmark = pytest.mark.timeout(110)
 
 SCRIPT = TRAINERS / "slow_save.py"
-SETTINGS = {"flush": {"part_size": "5MiB", "connections": 4}}
+SETTINGS = {"flush": {"part_size_bytes": "5MiB", "connections": 4}}
 
 
 @dataclass

@@ -53,7 +53,7 @@ def test_what_a_foreign_store_has_is_restored(
             "region": "us-east-1",
             **({"ca_bundle": str(ca)} if is_tls else {}),
         }
-        flush = {"flush": {"part_size": "5MiB", "connections": 2}}
+        flush = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
         vm = new_vm("vm", store, metadata=aws.metadata, settings=flush)
         daemon = vm.start_daemon(**ACCOUNT)
         daemon.lines.wait(event="health", source="store", health="ok")

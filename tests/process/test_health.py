@@ -50,7 +50,7 @@ def test_a_run_goes_back_from_a_nan_and_on_under_a_new_generation(
     assert {row["generation"] for row in unhealthy} == {1}
     newest = commits[0]
     assert (newest["generation"], newest["healthy"]) == (2, True)
-    assert "healthy" in newest["pins"]
+    assert "healthy" in newest["protected"]
     assert newest["kind"] == "periodic"
     restored = vm.swansong("restore", "--to", str(tmp_path / "here"), "--json")
     assert restored.returncode == 0

@@ -19,7 +19,7 @@ from testkit.waiting import until
 pytestmark = pytest.mark.timeout(110)
 
 MIB = 2**20
-FLUSH = {"flush": {"part_size": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)
 """More than a part: its upload has to be completed."""
 FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}

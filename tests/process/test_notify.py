@@ -52,13 +52,13 @@ def test_a_notice_by_hand_is_evacuated(vm: Vm, bucket: Bucket) -> None:
 def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
     """The source says that it was a rehearsal; the second one is evacuated as well."""
     for count in (1, 2):
-        done = vm.swansong("notify", "--in", "30", "--drill", "--wait")
+        done = vm.swansong("drill", "--in", "30", "--wait")
         assert (done.returncode, done.stdout[:5]) == (0, "SAFE:"), done.stderr
         assert vm.daemon is not None
         assert len(vm.daemon.lines.all(event="notice", source="drill", kind="drill")) == count
         if count == 1:
             assert vm.swansong("notify", "--withdraw").returncode == 0
-    assert vm.swansong("notify", "--in", "60", "--drill").returncode == 0
+    assert vm.swansong("drill", "--in", "60").returncode == 0
     vm.daemon.lines.wait(event="notice", source="drill")
     until(lambda: len(vm.daemon.lines.all(event="notice", source="drill")) == 3)
 
@@ -203,7 +203,7 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
 def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """Scheduled from the start, imminent with the lead: the last checkpoint is taken in time."""
     end = datetime.now(UTC) + timedelta(seconds=24)
-    settings = {"sources": {"end_at": end.isoformat(), "end_lead": "20s"}}
+    settings = {"sources": {"end_at": end.isoformat(), "end_lead_s": "20s"}}
     vm = new_vm("vm", bucket.store, settings=settings)
     daemon = vm.start_daemon()
     notice = daemon.lines.wait(event="notice", source="deadline")

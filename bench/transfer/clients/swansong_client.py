@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import tempfile
 import threading
 import time
@@ -19,10 +18,10 @@ from queue import SimpleQueue
 
 from job import Job, run
 from swansongd.bucket.keys import RunKeys
-from swansongd.config.config import FlushConfig
+from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
 from swansongd.stores.opening import open_store
@@ -53,10 +52,12 @@ def prepare(job: Job) -> Callable[[], object]:
     scheme = "gs" if "gcs" in job.options else "s3"
     connections = job.option("connections", flush.connections)
     store = open_store(
-        f"{scheme}://{job.bucket}",
-        endpoint=job.endpoint,
-        region="us-east-1",
-        ca_bundle=job.ca,
+        StoreConfig(
+            url=f"{scheme}://{job.bucket}",
+            endpoint=job.endpoint,
+            region="us-east-1",
+            ca_bundle=Path(job.ca),
+        ),
         connections=connections + 4,
     )
     store.warm()
@@ -76,9 +77,7 @@ def prepare(job: Job) -> Callable[[], object]:
         keys,
         job.directory.parent,
         events.put,
-        journal=Journal(Path(own), run=job.prefix, store_url=store.url),
-        is_urgent=lambda: False,
-        nonce=lambda: secrets.token_hex(4),
+        journal=UploadJournal(Path(own), run=job.prefix, store_url=store.url),
         connections=connections,
         part_size_bytes=flush.part_size_bytes,
     )

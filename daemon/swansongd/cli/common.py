@@ -34,13 +34,13 @@ from swansong import bounds
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
-from swansongd.config.values import Wrong, run_name
+from swansongd.config.values import InvalidValue, run_name
 from swansongd.flush.committer import expect_recorded_store
 from swansongd.observe.log import printable
 from swansongd.restore.restore import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.configured import open_configured
+from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 
 _SILENT_S = 5.0
@@ -71,7 +71,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """
     config = load(args.config)
     connections = max(CONNECTIONS, config.flush.connections)
-    store = open_configured(config.store, connections=connections)
+    store = open_store(config.store, connections=connections)
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file
@@ -102,12 +102,14 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="another run than the configured one"
+        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
     )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=_step, metavar="N", help="only commits of this step")
+    parser.add_argument(
+        "--step", type=_step, metavar="N", help="consider only commits of this step"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +119,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def _run(text: str) -> str:
     try:
         return str(run_name(text))
-    except Wrong as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None
 
 
 def generation(text: str) -> int:

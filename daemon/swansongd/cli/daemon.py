@@ -17,21 +17,37 @@ from swansongd.errors import ConfigError, SwansongError
 from swansongd.observe import log
 from swansongd.service import Service
 
+_EPILOG = """\
+examples:
+  # Start the daemon as a service.
+  sudo systemctl start swansongd
+  # Run it in a terminal with another configuration.
+  swansongd --config swansong.toml
+
+exit codes:
+  0   stopped by a signal
+  1   unexpected error, a bug in swansongd
+  2   invalid configuration or command line
+  14  another VM has taken the run over
+  15  the staging directory cannot be used
+  16  the object store cannot be used
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until stopped, then leave at once: no thread that hangs in a request holds up the end."""
     parser = argparse.ArgumentParser(
         prog="swansongd",
-        description="Gets a training run's checkpoints off this VM before it is taken away.",
-        epilog="exit codes: 0 stopped, 1 a fault of swansongd, 2 wrong configuration, "
-        "14 another VM has taken the run over, 15 staging cannot be used, 16 the store cannot be used",
+        description="Upload the checkpoints of a training run before this VM is terminated.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--config",
         type=Path,
         default=DEFAULT_PATH,
         metavar="FILE",
-        help=f"the configuration (default {DEFAULT_PATH})",
+        help=f"configuration file (default {DEFAULT_PATH})",
     )
     parser.add_argument("--version", action="version", version=swansongd.__version__)
     args = parser.parse_args(argv)

@@ -27,22 +27,29 @@ _STYLES = {
 }
 
 
+EXAMPLES = {
+    "Check a VM before its first training run.": "sudo swansong doctor",
+    "Check it and measure the bandwidth to the store.": "sudo swansong doctor --speed",
+    "Check an image while it is built.": "swansong doctor --image",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument(
         "--image",
         action="store_true",
-        help="only what can be checked while an image is baked: no metadata, no bucket, no daemon",
+        help="check an image during its build: skip the metadata service, the store and the daemon",
     )
     parser.add_argument(
         "--speed",
         action="store_true",
-        help="measure the bandwidth to the store too: sends 32 MiB for each of flush.connections",
+        help="also measure the bandwidth to the store: uploads 32 MiB per connection",
     )
     parser.add_argument(
         "--trial",
         action="store_true",
-        help="accept a file:// store that dies with this VM: nothing is saved then, it only shows how",
+        help="accept a file:// store on this VM's own disk, for a trial: checkpoints are lost with the VM",
     )
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.protected import Best, pins
+from swansongd.bucket.protected import Ranking, protected_commits
 from swansongd.cli.common import (
     Opened,
     ShownCount,
@@ -28,17 +28,29 @@ from swansongd.model import CommitRef, is_healthy
 from swansongd.observe.log import printable
 from swansongd.restore.restore import health_of
 
+EXAMPLES = {
+    "List all commits of the configured run.": "swansong ls",
+    "List the five newest commits.": "swansong ls --newest 5",
+    "Mark the commit with the highest accuracy.": "swansong ls --best accuracy --highest",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "--best", metavar="METRIC", default="loss", help="name the commit with the least of this"
+        "--best",
+        metavar="METRIC",
+        default="loss",
+        help="metric whose lowest value marks the best commit (default loss)",
     )
     parser.add_argument(
-        "--highest", action="store_true", help="with --best: the greatest value is the best"
+        "--highest", action="store_true", help="mark the highest value of the metric instead"
     )
     parser.add_argument(
-        "--newest", type=_count, metavar="N", help="only the N newest commits; pins are among these"
+        "--newest",
+        type=_count,
+        metavar="N",
+        help="list only the N newest commits; the protected ones are chosen among these",
     )
     add_json(parser)
 
@@ -52,14 +64,14 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         rows = rows_of(here, args.newest, is_quiet=args.json)
-        best = Best(args.best, is_highest=args.highest)
-        _pin(rows, best)
+        ranking = Ranking(args.best, is_highest=args.highest)
+        _protect(rows, ranking)
         if args.json:
             print_json(rows)
         elif not rows:
             note(f"run {here.keys.run} has no commit")
         else:
-            console().print(_table(rows, best.metric))
+            console().print(_table(rows, ranking.metric))
     return 0
 
 
@@ -89,7 +101,7 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
         "loss": None,
         "health": {},
         "healthy": None,
-        "pins": [],
+        "protected": [],
         "problem": None,
     }
     if isinstance(loaded, CorruptError):
@@ -105,21 +117,22 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     }
 
 
-def _pin(rows: list[dict[str, Any]], best: Best) -> None:
+def _protect(rows: list[dict[str, Any]], ranking: Ranking) -> None:
     def ref(row: dict[str, Any]) -> CommitRef:
         return CommitRef(row["generation"], row["step"])
 
-    named = pins(((ref(row), row["health"]) for row in rows if row["complete"]), best)
+    complete = [(ref(row), row["health"]) for row in rows if row["complete"]]
+    reasons = protected_commits(complete, ranking)
     for row in rows:
         if row["complete"]:
-            row["pins"] = named.get(ref(row), [])
+            row["protected"] = reasons.get(ref(row), [])
 
 
 def _table(rows: list[dict[str, Any]], metric: str) -> Table:
     table = Table(box=None, pad_edge=False)
     head = ["GENERATION", "STEP", "KIND", "NODES", "COMPLETE", "SIZE", "CREATED"]
     numbers = ["LOSS"] if metric == "loss" else ["LOSS", str(printable(metric)).upper()]
-    for name in (*head, *numbers, "HEALTHY", "PINNED"):
+    for name in (*head, *numbers, "HEALTHY", "PROTECTED"):
         right = name in ("GENERATION", "STEP", "SIZE", *numbers)
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for row in rows:
@@ -134,7 +147,7 @@ def _table(rows: list[dict[str, Any]], metric: str) -> Table:
             str(printable(row["created"] or "?")),
             *(_number(row["health"].get(name)) for name in dict.fromkeys(("loss", metric))),
             {True: "yes", False: "no", None: "-"}[row["healthy"]],
-            ", ".join(str(printable(pin)) for pin in row["pins"]) or "-",
+            ", ".join(str(printable(reason)) for reason in row["protected"]) or "-",
             style="dim" if damaged or not row["complete"] else None,
         )
     return table

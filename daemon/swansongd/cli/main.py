@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``swansong`` command: reads the command line, runs one command, turns errors into exit codes."""
+"""The ``swansong`` command: parse the command line, run one command, turn errors into exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,42 +16,50 @@ from swansongd.config.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
 from swansongd.observe import log
 
-_COMMANDS = {
-    "status": "show what the daemon on this VM is doing",
-    "notify": "give notice by hand: the daemon evacuates as if the cloud had said it",
+COMMANDS = {
+    "status": "show the state of the daemon on this VM",
+    "notify": "give the daemon notice that this VM will be terminated",
+    "drill": "rehearse an evacuation on this VM",
     "ls": "list the commits of a run, newest first",
-    "restore": "bring the newest whole commit of a run to a directory",
-    "verify": "re-read the stored bytes of all commits, and compare them with the manifests",
-    "doctor": "check the whole installation, and print the fix of each problem",
+    "restore": "fetch the newest whole commit of a run",
+    "verify": "compare all stored bytes of a run with its manifests",
+    "doctor": "check the installation and print a fix for each problem",
+    "completion": "print a completion script for bash, zsh or fish",
     "version": "print the version",
 }
-"""Each command has a module of its name, which is imported only if the command line names it: a command that
-an operator repeats every second must not load the code of all others."""
+"""Each command is the module of the same name, imported only if the command line names it.  A command that an
+operator repeats every second must not load the code of all others."""
+
+EXAMPLES = {
+    "Show what the daemon is doing.": "swansong status",
+    "Check this VM before the first training run.": "sudo swansong doctor",
+    "Fetch the newest checkpoint.": "swansong restore --to /mnt/resume",
+}
 
 EXIT_CODES = {
-    0: "done",
-    1: "a fault of swansong itself",
-    2: "the configuration or the command line is wrong",
+    0: "success",
+    1: "unexpected error, a bug in swansong",
+    2: "invalid configuration or command line",
     8: "stored bytes or a manifest do not match their digest",
-    9: "stopped before it was done",
-    10: "notify --wait: PARTIAL, an older commit stands",
-    11: "notify --wait: LOST, nothing of the run is committed",
+    9: "interrupted by a signal, or the notice was withdrawn",
+    10: "notify --wait, drill --wait: PARTIAL, only an older commit exists",
+    11: "notify --wait, drill --wait: LOST, the run has no commit",
     12: "doctor found a failure",
     13: "the daemon does not answer on its socket",
     14: "a newer generation of this run exists",
     15: "the staging directory or the restore target cannot be used",
-    16: "the object store refused or failed",
-    17: "nothing to restore: the run has no commit that is whole",
+    16: "the object store failed or refused a request",
+    17: "nothing to restore: the run has no whole commit",
 }
 
 
-def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def parser(argv: Iterable[str]) -> argparse.ArgumentParser:
     """The command line, with the options of each command that ``argv`` names."""
-    epilog = "exit codes:\n" + "\n".join(f"  {code}  {text}" for code, text in EXIT_CODES.items())
+    codes = "\n".join(f"  {code:<3} {text}" for code, text in EXIT_CODES.items())
     top = argparse.ArgumentParser(
         prog="swansong",
-        description="Checkpoints of training runs on spot VMs: what there is, and how to get it back.",
-        epilog=epilog,
+        description="List, restore and verify the checkpoints of training runs on spot VMs.",
+        epilog=f"{_examples(EXAMPLES)}\n\nexit codes:\n{codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument(
@@ -59,19 +67,32 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         type=Path,
         default=DEFAULT_PATH,
         metavar="FILE",
-        help=f"the configuration (default {DEFAULT_PATH})",
+        help=f"configuration file (default {DEFAULT_PATH})",
     )
     top.add_argument("--version", action="version", version=f"swansong {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in _COMMANDS.items():
-        below = commands.add_parser(name, help=text, description=text)
+    commands = top.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if name in argv:
-            _module(name).add_arguments(below)
+            module = _module(name)
+            module.add_arguments(command)
+            command.epilog = _examples(module.EXAMPLES)
     return top
 
 
+def _examples(examples: Mapping[str, str]) -> str:
+    return "examples:\n" + "\n".join(f"  # {why}\n  {line}" for why, line in examples.items())
+
+
 def _note(line: str) -> None:
-    from swansongd.cli.common import note  # noqa: PLC0415 - most commands have nothing to note
+    from swansongd.cli.common import note  # noqa: PLC0415 - most commands print no error
 
     note(line)
 
@@ -81,7 +102,7 @@ def _module(command: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)
     log.configure("console", "warning")
@@ -99,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note(error.line())
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from complaining at exit.
+        # The reader closed the pipe.  Without this the interpreter prints an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong notify``: tell the daemon that this VM will go away, for whoever knows it otherwise."""
+"""``swansong notify``: give the daemon notice that this VM will be terminated."""
 
 from __future__ import annotations
 
@@ -17,46 +17,77 @@ from swansongd.cli.common import add_json, print_json
 from swansongd.cli.status import newer_generation, part_of
 from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config.config import load
-from swansongd.config.values import Wrong, duration
+from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
 from swansongd.sources.manual import identity_of
 
 EXIT_BY_VERDICT = {Verdict.SAFE: 0, Verdict.PARTIAL: 10, Verdict.LOST: 11}
 
+EXAMPLES = {
+    "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (
+        "sudo swansong notify --in 90s --wait"
+    ),
+    "An announced maintenance: take a checkpoint now and evacuate before the deadline.": (
+        "sudo swansong notify --in 1h --reason 'maintenance window'"
+    ),
+    "The VM will not be terminated after all: continue training.": (
+        "sudo swansong notify --withdraw --reason 'false alarm'"
+    ),
+}
+
 _SOURCES = ("manual", "drill")
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    add_notice(parser).add_argument(
+        "--withdraw", action="store_true", help="withdraw all manual notices, drills included"
+    )
+
+
+def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the options of a notice; returns the group of ``--in`` and its alternatives."""
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument(
         "--in",
         dest="in_s",
         type=_duration,
         metavar="TIME",
         help="time until the VM is terminated, such as 90s or 1h",
     )
-    what.add_argument("--withdraw", action="store_true", help="withdraw all notices given by hand")
-    parser.add_argument("--reason", default="", metavar="TEXT", help="for logs and the farewell")
-    parser.add_argument("--drill", action="store_true", help="this is a rehearsal")
     parser.add_argument(
-        "--wait", action="store_true", help="wait for this notice's verdict, which is the exit code"
+        "--reason", default="", metavar="TEXT", help="reason, for the log and the farewell"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for the verdict; the exit code shows it"
     )
     add_json(parser)
+    return kind
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.withdraw:
+        return give_notice(args, drill=False)
     with Daemon(load(args.config).trainer.socket) as daemon:
-        if args.withdraw:
-            daemon.ask(NotifyWithdrawn(reason=args.reason), Noted)
-            return _show(args, _until(daemon, lambda report: not _given_by_hand(report)))
+        daemon.ask(NotifyWithdrawn(reason=args.reason), Noted)
+        return _show(args, _until(daemon, lambda report: not _has_manual_notice(report)))
+
+
+def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
+    """Give the daemon a notice; with ``--wait`` return the exit code of its verdict.
+
+    Raises:
+        Unreachable: the daemon does not answer.
+        Stopped: the notice was withdrawn before the verdict.
+    """
+    with Daemon(load(args.config).trainer.socket) as daemon:
         notify = Notify(
             nonce=secrets.token_hex(8),
-            # From when the command was started: calls at once then have the same end.
+            # Counted from the start of this process, so that simultaneous calls state the same deadline.
             seconds_left=max(0.0, args.in_s - _running_s()),
             reason=args.reason,
-            drill=args.drill,
+            drill=drill,
         )
         identity = identity_of(notify.nonce, drill=notify.drill)
         daemon.ask(notify, Noted)
@@ -67,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
             return _show(args, report)
         while not _is_answered(report, identity):
             if not _is_in_force(report, identity):
-                raise Stopped("the notice was withdrawn before there was a verdict")
-            time.sleep(_LOOK_S)
+                raise Stopped("waiting for the verdict failed: the notice was withdrawn")
+            time.sleep(_POLL_S)
             report = daemon.report()
         verdict = report["last_verdict"]["verdict"]
         _show(args, {**report, "verdict": verdict})
@@ -76,20 +107,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _until(daemon: Daemon, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The daemon's state once the decision loop has seen our message."""
-    give_up_mono_s = time.monotonic() + TIMEOUT_S
+    """The daemon's state once the decision loop has recorded our message."""
+    deadline_mono_s = time.monotonic() + TIMEOUT_S
     while not is_seen(report := daemon.report()):
-        if time.monotonic() > give_up_mono_s:
+        if time.monotonic() > deadline_mono_s:
             raise Unreachable(
-                f"the daemon took the message and did not act on it within {TIMEOUT_S:g} s",
-                hint="See what it does: swansong status",
+                f"notifying the daemon failed: it accepted the message but did not act on it within "
+                f"{TIMEOUT_S:g} s",
+                hint="Check its state with: swansong status",
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return report
 
 
 def _running_s() -> float:
-    """How long this process has been running; 0 where /proc does not tell."""
+    """Age of this process in seconds; 0 if /proc cannot be read."""
     try:
         stat = Path("/proc/self/stat").read_text()
         started_ticks = int(stat.rpartition(")")[2].split()[19])
@@ -99,7 +131,7 @@ def _running_s() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
-def _given_by_hand(report: dict[str, Any]) -> bool:
+def _has_manual_notice(report: dict[str, Any]) -> bool:
     return any(notice["source"] in _SOURCES for notice in report["notices"])
 
 
@@ -108,7 +140,7 @@ def _is_in_force(report: dict[str, Any], identity: str) -> bool:
 
 
 def _is_answered(report: dict[str, Any], identity: str) -> bool:
-    """Whether the newest verdict is that of an evacuation for this notice."""
+    """Whether the newest verdict belongs to an evacuation for this notice."""
     last = report["last_verdict"]
     return last is not None and identity in last["notices"]
 
@@ -120,15 +152,15 @@ def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
         print_json(shown)
     else:
         commit = shown["last_commit"]
-        stands = (
+        committed = (
             f"generation {commit['generation']} step {commit['step']} is committed"
             if commit
             else "nothing is committed"
         )
         if shown["part"]:
-            stands += f"; {part_of(shown['part'])}"
-        stands += newer_generation(report)
-        print(f"{shown['verdict'] or shown['state']}: {stands}")
+            committed += f"; {part_of(shown['part'])}"
+        committed += newer_generation(report)
+        print(f"{shown['verdict'] or shown['state']}: {committed}")
     return 0
 
 
@@ -136,5 +168,5 @@ def _duration(text: str) -> float:
     plain = text.isascii() and text.isdigit()
     try:
         return duration(int(text) if plain else text)
-    except Wrong as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong.problem}; {wrong.remedy}") from None
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None

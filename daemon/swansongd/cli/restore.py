@@ -30,6 +30,16 @@ from swansongd.model import CommitRef, Staged
 from swansongd.restore.local_sets import newest_local
 from swansongd.restore.restore import Wanted, healthy, restore
 
+EXAMPLES = {
+    "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",
+    "Fetch the commit of one step, after a rollback for example.": (
+        "swansong restore --to /mnt/resume --step 12000"
+    ),
+    "Start a trainer at boot, also in a run that has no commit yet.": (
+        "swansong restore --to /mnt/resume --local --fresh-ok"
+    ),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
@@ -38,26 +48,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="DIR",
-        help="where to; must not exist, or be an empty directory",
+        help="target directory; must be empty or not exist",
     )
     parser.add_argument(
         "--healthy",
         action="store_true",
-        help="only a commit whose loss was finite; one of unknown health will not do",
+        help="restore only a commit that is known to have a finite loss",
     )
     parser.add_argument(
         "--fresh-ok",
         action="store_true",
-        help="success when the run has no commit at all yet (exit code 0 instead of 17)",
+        help="exit with 0 instead of 17 if the run has no commit yet",
     )
     parser.add_argument(
         "--local",
         action="store_true",
-        help="prefer a sealed checkpoint in this VM's staging directory that is as new, or newer: DIR "
-        "becomes a link to it; the choice of the daemon when a trainer asks",
+        help="prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
+        "DIR becomes a link to it",
     )
     parser.add_argument(
-        "--generation", type=generation, metavar="N", help="only commits of this generation"
+        "--generation",
+        type=generation,
+        metavar="N",
+        help="restore only a commit of this generation",
     )
     add_json(parser)
 

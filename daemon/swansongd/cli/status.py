@@ -13,6 +13,12 @@ from swansongd.cli.talk import Daemon
 from swansongd.config.config import load
 from swansongd.observe.log import printable
 
+EXAMPLES = {
+    "Show the state, the last commit and the replication lag.": "swansong status",
+    "Show them again every second.": "watch -n 1 swansong status",
+    "Print the state alone, for a script.": "swansong status --json | jq -r .state",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)

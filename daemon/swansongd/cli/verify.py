@@ -18,6 +18,12 @@ from swansongd.errors import CorruptError
 from swansongd.observe.log import printable
 from swansongd.restore.restore import verify
 
+EXAMPLES = {
+    "Verify all commits of the configured run.": "swansong verify",
+    "Verify one commit before restoring it.": "swansong verify --step 12000",
+    "Verify another run and print the findings as JSON.": "swansong verify --run other-run --json",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong version``: which version this is."""
+"""``swansong version``: print the version."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import argparse
 
 from swansongd import __version__
 
+EXAMPLES = {"Print the version.": "swansong version"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Add nothing: the command has no options."""
 
 
-def run(args: argparse.Namespace) -> int:  # noqa: ARG001 - every command is called alike
+def run(args: argparse.Namespace) -> int:  # noqa: ARG001 - all commands have the same signature
     print(f"swansong {__version__}")
     return 0

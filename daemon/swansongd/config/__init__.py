@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: one TOML file into frozen values."""
+"""Read the configuration: one TOML file becomes frozen values."""

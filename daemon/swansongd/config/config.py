@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: one TOML file into frozen dataclasses, all problems reported at once.
+"""Read the configuration: one TOML file becomes frozen dataclasses, and one error lists all problems.
 
-``swansong.example.toml`` says what each key means to an operator; here stands how it is read.  No
-environment variable changes anything.
+``swansong.example.toml`` explains each key to operators.  No environment variable overrides a key.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 from swansong.protocol import DEFAULT_SOCKET
 
 from swansongd.config import values as read
-from swansongd.config.values import Reader, Wrong
+from swansongd.config.values import InvalidValue, Reader
 from swansongd.errors import ConfigError
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
 METADATA_TIMEOUT_S = 2.0
-"""The longest that one question to the metadata service may take."""
+"""Longest time that one request to the metadata service may take."""
 
 _HINT = "swansong.example.toml shows every key"
 
@@ -34,9 +33,9 @@ _HINT = "swansong.example.toml shows every key"
 # ---------------------------------------------------------------- the sections
 
 
-def _key(reader: Reader, *, default: Any = MISSING, key: str = "") -> Any:
-    """A key of a section, and how it is read; ``key`` where its name is not that of the field."""
-    return dataclasses.field(default=default, metadata={"reader": reader, "key": key})
+def _key(reader: Reader, *, default: Any = MISSING) -> Any:
+    """A key of a section and the function that reads its value."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
 
 
 _section = dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,10 @@ _section = dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     name: str = _key(read.run_name)
     several_vms: bool = _key(read.yes_or_no, default=False)
-    """The job may run on several VMs at once; each has this set."""
+    """The job may span several VMs; the key is then set on each of them."""
     checkpoint_interval_s: float | None = _key(read.interval, default=None)
-    """None: by the measured cost of a save and the interruptions that were seen."""
-    mtbf_s: float = _key(read.duration, default=4 * 3600.0, key="mtbf")
+    """None: computed from the measured cost of a save and the observed rate of preemptions."""
+    mtbf_s: float = _key(read.duration, default=4 * 3600.0)
 
 
 @_section
@@ -68,7 +67,7 @@ class StoreConfig:
         read.text(r"[^\x00-\x1f\]]{1,128}", "give a profile of the AWS configuration"), default=None
     )
     ca_bundle: Path | None = _key(read.path, default=None)
-    """None: what this VM trusts."""
+    """None: the certificate authorities of the system."""
     addressing: Literal["auto", "path", "virtual"] = _key(
         read.one_of("auto", "path", "virtual"), default="auto"
     )
@@ -77,17 +76,17 @@ class StoreConfig:
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
     signing_key_file: Path | None = _key(read.path, default=None)
-    """None: manifests and claims are not signed, and every one counts."""
+    """None: manifests and claims are not signed, and unsigned ones are accepted."""
 
 
 @_section
 class SourcesConfig:
     cloud: str = _key(read.one_of("auto", "aws", "gcp", "none"), default="auto")
     metadata_url: str | None = _key(read.http_url, default=None)
-    """None: the cloud's own address."""
+    """None: the default address of the cloud."""
     poll_interval_s: float = _key(read.duration, default=1.0)
     gcp_preemption_notice_s: float | None = _key(read.preemption_notice, default=None)
-    """None: learned when it comes."""
+    """None: learned from the first notice."""
     asg_name: str | None = _key(
         read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"), default=None
     )
@@ -95,12 +94,12 @@ class SourcesConfig:
         read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
     )
     asg_grace_s: float | None = _key(read.duration, default=None)
-    """None: as ``deadline.assumed_grace_s``."""
+    """None: ``deadline.assumed_grace_s``."""
     end_at: datetime | None = _key(read.utc_instant, default=None)
-    max_run_duration_s: float | None = _key(read.duration, default=None, key="max_run_duration")
-    end_lead_s: float = _key(read.duration, default=120.0, key="end_lead")
+    max_run_duration_s: float | None = _key(read.duration, default=None)
+    end_lead_s: float = _key(read.duration, default=120.0)
     system_bus: str | None = _key(read.bus_address, default=None)
-    """None: the host's own."""
+    """None: the system bus of the host."""
 
 
 @_section
@@ -115,14 +114,14 @@ class TrainerConfig:
         default=None,
     )
     users: tuple[str | int, ...] = _key(read.users, default=())
-    """Who may speak on the socket and own staged files, besides root and the daemon's own user."""
+    """Users that may connect to the socket and own staged files, besides root and the daemon's user."""
     settle_s: float = _key(read.duration, default=2.0)
     stall_steps: float = _key(read.factor, default=20.0)
     stall_min_s: float = _key(read.duration, default=60.0)
 
     @property
     def signal_number(self) -> int | None:
-        """Number of the configured signal on this machine; None for ``none``."""
+        """Number of the configured signal on this machine; None if the key is ``none``."""
         return read.signal_number(self.signal)
 
 
@@ -137,9 +136,9 @@ class DeadlineConfig:
 @_section
 class FlushConfig:
     connections: int = _key(read.connections, default=32)
-    part_size_bytes: int = _key(read.part_size, default=16 * 2**20, key="part_size")
+    part_size_bytes: int = _key(read.part_size, default=16 * 2**20)
     background_bytes_per_s: float | None = _key(read.rate, default=None)
-    """None: as fast as it goes; so always while an evacuation is open."""
+    """None: no limit.  An evacuation ignores the limit."""
 
 
 @_section
@@ -164,7 +163,7 @@ _SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 
 
 def section_keys() -> dict[str, tuple[str, ...]]:
-    """All keys that there are, by section."""
+    """All keys, by section."""
     return {name: tuple(_fields(section)) for name, section in _SECTIONS.items()}
 
 
@@ -175,29 +174,29 @@ def load(path: Path) -> Config:
     """Read the configuration file.
 
     Raises:
-        ConfigError: it is missing, is no TOML, or holds anything that cannot be meant.
+        ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            [f"{path}: no such file"],
+            [f"reading {path} failed: no such file"],
             hint="copy swansong.example.toml there, or name another file with --config",
         ) from None
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise ConfigError([f"reading {path} failed: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not UTF-8 (at byte {error.start})"]) from None
+        raise ConfigError([f"reading {path} failed: byte {error.start} is not UTF-8"]) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path}: is not TOML: {error}"], hint=_HINT) from None
+        raise ConfigError([f"parsing {path} failed: {error}"], hint=_HINT) from None
     return parse(body)
 
 
 def parse(body: Mapping[str, object]) -> Config:
-    """Turn the parsed TOML into a configuration.
+    """Turn parsed TOML into a configuration.
 
     Raises:
-        ConfigError: anything is missing, unknown, wrong or impossible; lists all of it.
+        ConfigError: lists every key that is missing, unknown, invalid or in conflict with another key.
     """
     problems = [
         _problem(name, "unknown section", value, _nearest(name, list(_SECTIONS)))
@@ -217,9 +216,9 @@ def parse(body: Mapping[str, object]) -> Config:
 def _read_section(
     name: str, section: type[Any], table: object, problems: list[str]
 ) -> dict[str, Any]:
-    """The values of a section by field, defaults included; those that are wrong are left out."""
+    """The values of a section by key, defaults included; invalid values are left out."""
     if not isinstance(table, dict):
-        problems.append(_problem(name, "is no table", table, f"begin it with [{name}]"))
+        problems.append(_problem(name, "is not a table", table, f"start the section with [{name}]"))
         return {}
     known = _fields(section)
     problems += [
@@ -232,35 +231,35 @@ def _read_section(
         where = f"{name}.{key}"
         try:
             if key in table:
-                values[item.name] = item.metadata["reader"](table[key])
+                values[key] = item.metadata["reader"](table[key])
             elif item.default is MISSING:
-                problems.append(f"{where}: is missing (got nothing); {_example(item)}")
+                problems.append(f"{where}: is missing (got nothing); {_remedy(item)}")
             else:
-                values[item.name] = item.default
-        except Wrong as wrong:
-            shown = table[key] if wrong.shown is MISSING else wrong.shown
-            problems.append(_problem(where, wrong.problem, shown, wrong.remedy))
+                values[key] = item.default
+        except InvalidValue as error:
+            shown = table[key] if error.shown is MISSING else error.shown
+            problems.append(_problem(where, error.problem, shown, error.remedy))
     return values
 
 
 def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Values that are right each by itself, and cannot be together."""
+    """Conflicts between values that are each valid."""
     trainer, deadline = values["trainer"], values["deadline"]
     problems = []
     targets = [key for key in ("pid_file", "unit") if trainer.get(key) is not None]
     if trainer.get("signal", "none") != "none" and len(targets) != 1:
         got = " and ".join(targets) or "neither"
         problems.append(
-            f"trainer.signal: needs to know one process (got {got}); "
+            f"trainer.signal: needs exactly one process to signal (got {got}); "
             "set either trainer.pid_file or trainer.unit"
         )
     reserve_s = deadline.get("reserve_s", 0.0)
     problems += [
         _problem(
             "deadline.reserve_s",
-            f"leaves nothing of deadline.{key} = {deadline[key]:g}",
+            f"leaves no time of deadline.{key} = {deadline[key]:g}",
             reserve_s,
-            "make it smaller",
+            "set a smaller value",
         )
         for key in ("assumed_grace_s", "sigterm_grace_s")
         if reserve_s >= deadline.get(key, math.inf)
@@ -271,16 +270,16 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
         problems.append(
             _problem(
                 "sources.poll_interval_s",
-                f"finds a notice after up to {found_s:g} s; deadline.assumed_grace_s less "
-                f"deadline.reserve_s is only {deadline['assumed_grace_s'] - reserve_s:g} s",
+                f"detects a notice after up to {found_s:g} s, but deadline.assumed_grace_s minus "
+                f"deadline.reserve_s is {deadline['assumed_grace_s'] - reserve_s:g} s",
                 poll_interval_s,
-                "make it smaller",
+                "set a smaller value",
             )
         )
     hook = [key for key in ("asg_hook", "asg_name") if values["sources"].get(key) is not None]
     if len(hook) == 1:
         problems.append(
-            f"sources.asg_hook: needs sources.asg_name and the other way round (got {hook[0]}); "
+            f"sources.asg_hook: must be set together with sources.asg_name (got {hook[0]} only); "
             "set both or neither"
         )
     url, staging = str(values["store"].get("url", "")), values["staging"].get("path")
@@ -288,27 +287,27 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
         store = Path(unquote(urlsplit(url).path))
         if store == staging or staging in store.parents:
             problems.append(
-                _problem("store.url", "lies within staging.path", url, "give it a place of its own")
+                _problem("store.url", "lies below staging.path", url, "choose another directory")
             )
     return problems
 
 
 def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a section by the key that stands in the file."""
-    return {item.metadata["key"] or item.name: item for item in dataclasses.fields(section)}
+    """The fields of a section, by name: each key of the file is the name of a field."""
+    return {item.name: item for item in dataclasses.fields(section)}
 
 
-def _example(item: dataclasses.Field[Any]) -> str:
+def _remedy(item: dataclasses.Field[Any]) -> str:
     try:
         item.metadata["reader"](None)
-    except Wrong as wrong:
-        return wrong.remedy
-    return "give it a value"
+    except InvalidValue as error:
+        return error.remedy
+    return "set a value"
 
 
 def _nearest(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"valid names are {', '.join(known)}"
 
 
 def _problem(where: str, problem: str, value: object, remedy: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the single values of the configuration are read: a reader for each kind of value.
+"""Readers of configuration values, one for each kind of value.
 
-A reader takes what stood in the TOML and returns what the daemon works with, or raises :class:`Wrong`.
+A reader takes a TOML value and returns the value that the daemon uses, or raises :class:`InvalidValue`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from urllib.parse import urlsplit
 from swansongd.digests import PART_SIZE_BYTES_MAX
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
-"""What S3 demands of all parts but the last."""
+"""Minimum of S3 for all parts but the last."""
 
 RATE_BYTES_PER_S_MIN = 100_000
-"""A window takes ten seconds then: a request must not look stalled for being held back."""
+"""At this rate one window takes ten seconds.  Below it, a throttled request would look stalled."""
 
 
-class Wrong(Exception):
-    """A value is unusable: what is wrong with it, and what would be right."""
+class InvalidValue(Exception):
+    """A value is not valid: ``problem`` describes the value, ``remedy`` a valid one."""
 
     def __init__(self, problem: str, remedy: str, *, shown: object = MISSING) -> None:
         super().__init__(problem)
         self.problem = problem
         self.remedy = remedy
         self.shown = shown
-        """Stands for the value in the report, where that may hold a secret."""
+        """Shown in the error instead of the value, which may contain a secret."""
 
 
 Reader = Callable[[object], Any]
@@ -55,7 +55,7 @@ _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 def text(pattern: str, remedy: str) -> Reader:
     def read(value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise Wrong("has the wrong form", remedy)
+            raise InvalidValue("has the wrong form", remedy)
         return value
 
     return read
@@ -63,14 +63,14 @@ def text(pattern: str, remedy: str) -> Reader:
 
 run_name = text(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
-    "use up to 100 letters, digits, dots, dashes and underscores, a letter or digit first",
+    "use up to 100 letters, digits, dots, dashes and underscores; start with a letter or digit",
 )
 
 
 def one_of(*words: str) -> Reader:
     def read(value: object) -> str:
         if not isinstance(value, str) or value not in words:
-            raise Wrong("is none of the choices", f"use one of {', '.join(words)}")
+            raise InvalidValue("is not one of the choices", f"use one of {', '.join(words)}")
         return value
 
     return read
@@ -78,47 +78,52 @@ def one_of(*words: str) -> Reader:
 
 def yes_or_no(value: object) -> bool:
     if not isinstance(value, bool):
-        raise Wrong("is neither true nor false", "write true or false, without quotes")
+        raise InvalidValue("is not a boolean", "write true or false, without quotes")
     return value
 
 
 def path(value: object) -> Path:
     good = isinstance(value, str) and value.isprintable() and value.startswith("/")
     if not good or ".." in str(value).split("/"):
-        raise Wrong("is no absolute path", "give a path that begins with / and has no ..")
+        raise InvalidValue(
+            "is not an absolute path", "give a path that starts with / and contains no .."
+        )
     return Path(str(value))
 
 
 def socket_path(value: object) -> Path:
     socket = path(value)
     if len(bytes(socket)) > 107:
-        raise Wrong("is too long for a socket", "give a path of at most 107 bytes")
+        raise InvalidValue("is too long for a socket path", "give a path of at most 107 bytes")
     return socket
 
 
-def preemption_notice(value: object) -> float | None:
-    """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
-    if value == "learn":
-        return None
-    if isinstance(value, bool) or value not in (0, 120):
-        raise Wrong("is none of the choices", 'use 0, 120 or "learn"')
-    return 120.0 if value == 120 else 0.0
+def _seconds(value: object, remedy: str) -> float:
+    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
+        amounts = (float(amount or 0) for amount in match.groups())
+        return sum(
+            amount * unit_s for amount, unit_s in zip(amounts, _DURATION_UNITS_S, strict=True)
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise InvalidValue("is not a duration", remedy)
 
 
 def duration(value: object) -> float:
     """A duration in seconds."""
     remedy = 'give seconds as a number, or a string such as "500ms", "5s" or "1h30m"'
-    if isinstance(value, str) and value and (match := _DURATION.fullmatch(value)):
-        amounts = (float(amount or 0) for amount in match.groups())
-        seconds = sum(
-            amount * unit_s for amount, unit_s in zip(amounts, _DURATION_UNITS_S, strict=True)
-        )
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
-    else:
-        raise Wrong("is no duration", remedy)
+    seconds = _seconds(value, remedy)
     if not 0 < seconds < math.inf:
-        raise Wrong("is not greater than 0 and finite", remedy)
+        raise InvalidValue("is not greater than 0 and finite", remedy)
+    return seconds
+
+
+def preemption_notice(value: object) -> float | None:
+    """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
+    remedy = 'use 0, 120 (seconds) or "learn"'
+    seconds = None if value == "learn" else _seconds(value, remedy)
+    if seconds not in (None, 0.0, 120.0):
+        raise InvalidValue("is not one of the choices", remedy)
     return seconds
 
 
@@ -129,7 +134,7 @@ def interval(value: object) -> float | None:
 
 def factor(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
-        raise Wrong("is no number above 1", "give a number such as 20")
+        raise InvalidValue("is not a number above 1", "give a number such as 20")
     return float(value)
 
 
@@ -139,7 +144,7 @@ def _size(value: object, remedy: str) -> float:
         return float(match[1]) * unit_bytes
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise Wrong("is no size", remedy)
+    raise InvalidValue("is not a size", remedy)
 
 
 def part_size(value: object) -> int:
@@ -147,33 +152,35 @@ def part_size(value: object) -> int:
     remedy = 'give bytes as a number, or a string such as "16MiB", from 5MiB to 1GiB'
     size = _size(value, remedy)
     if size != int(size):
-        raise Wrong("is no whole number of bytes", remedy)
+        raise InvalidValue("is not a whole number of bytes", remedy)
     if not PART_SIZE_BYTES_MIN <= size <= PART_SIZE_BYTES_MAX:
-        raise Wrong("is out of range", remedy)
+        raise InvalidValue("is out of range", remedy)
     return int(size)
 
 
 def rate(value: object) -> float | None:
-    """A number of bytes a second; None for 0, which means no limit."""
-    remedy = 'give bytes for each second as a number, or a string such as "200MB"; 0 for no limit'
+    """A rate in bytes per second; None for 0, which means no limit."""
+    remedy = 'give bytes per second as a number, or a string such as "200MB"; 0 for no limit'
     size = _size(value, remedy)
     if size and not RATE_BYTES_PER_S_MIN <= size < math.inf:
-        raise Wrong("is too slow for a checkpoint to get through", remedy)
+        raise InvalidValue(
+            f"is below the minimum of {RATE_BYTES_PER_S_MIN} bytes per second", remedy
+        )
     return size or None
 
 
 def utc_instant(value: object) -> datetime:
-    """An instant, from a string of RFC 3339 or TOML's own form of it."""
+    """An instant, from an RFC 3339 string or a TOML date-time."""
     remedy = 'give a time with its zone, such as "2026-03-01T11:30:00Z"'
     if isinstance(value, str) and re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:", value):
         try:
             value = datetime.fromisoformat(value.upper())
         except ValueError:
-            raise Wrong("is no time", remedy) from None
+            raise InvalidValue("is not a time", remedy) from None
     if not isinstance(value, datetime):
-        raise Wrong("is no time", remedy)
+        raise InvalidValue("is not a time", remedy)
     if value.tzinfo is None:
-        raise Wrong("has no time zone", remedy)
+        raise InvalidValue("has no time zone", remedy)
     return value.astimezone(UTC)
 
 
@@ -185,7 +192,7 @@ bus_address = text(
 
 def connections(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 128:
-        raise Wrong("is no number of connections", "give a whole number from 1 to 128")
+        raise InvalidValue("is not a number of connections", "give a whole number from 1 to 128")
     return value
 
 
@@ -194,8 +201,8 @@ def _split(value: str) -> tuple[str, str, str, str]:
     parts = urlsplit(value)
     if "@" in parts.netloc:
         shown = parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]).geturl()
-        raise Wrong(
-            "holds a credential", "leave it out; the VM's own identity is used", shown=shown
+        raise InvalidValue(
+            "contains a credential", "remove it; the daemon uses the VM's identity", shown=shown
         )
     return parts.scheme, parts.netloc, parts.path, parts.query + parts.fragment
 
@@ -205,11 +212,11 @@ def store_url(value: object) -> str:
     try:
         scheme, host, path, rest = _split(value if isinstance(value, str) else "")
     except ValueError:
-        raise Wrong("is no URL", remedy) from None
+        raise InvalidValue("is not a URL", remedy) from None
     is_file = scheme == "file" and not host and path.startswith("/") and path.strip("/")
     is_bucket = scheme in ("s3", "gs") and re.fullmatch(r"[a-z0-9][a-z0-9._-]{2,221}", host)
     if not (is_file or is_bucket) or rest or ".." in path.split("/") or not path.isprintable():
-        raise Wrong("is no store", remedy)
+        raise InvalidValue("is not the URL of a store", remedy)
     return str(value)
 
 
@@ -218,14 +225,14 @@ def http_url(value: object) -> str:
     try:
         scheme, host, _, rest = _split(value if isinstance(value, str) else "")
     except ValueError:
-        raise Wrong("is no URL", remedy) from None
+        raise InvalidValue("is not a URL", remedy) from None
     if scheme not in ("http", "https") or not host or rest or not str(value).isprintable():
-        raise Wrong("is no http address", remedy)
+        raise InvalidValue("is not an HTTP address", remedy)
     return str(value).rstrip("/")
 
 
 def signal_number(name: str) -> int | None:
-    """The number of a signal that may be sent to a trainer, or None when it may not."""
+    """The number of a signal that may be sent to a trainer; None for any other name."""
     if name in _SIGNALS:
         return int(signal.Signals[name])
     if match := _RT_SIGNAL.fullmatch(name):
@@ -237,8 +244,8 @@ def signal_number(name: str) -> int | None:
 
 def trainer_signal(value: object) -> str:
     if not isinstance(value, str) or (value != "none" and signal_number(value) is None):
-        raise Wrong(
-            "is no signal for a trainer",
+        raise InvalidValue(
+            "is not a signal for trainers",
             f"use none, {', '.join(_SIGNALS)} or SIGRTMIN+N",
         )
     return value
@@ -247,9 +254,9 @@ def trainer_signal(value: object) -> str:
 def users(value: object) -> tuple[str | int, ...]:
     remedy = 'give a list of user names and uids, such as ["ubuntu", 1001]'
     if not isinstance(value, list):
-        raise Wrong("is no list", remedy)
+        raise InvalidValue("is not a list", remedy)
     for item in value:
         is_uid = isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**32 - 1
         if not is_uid and not (isinstance(item, str) and _USER.fullmatch(item)):
-            raise Wrong(f"has {item!r:.40}, which is no user", remedy)
+            raise InvalidValue(f"contains {item!r:.40}, which is not a user", remedy)
     return tuple(value)

@@ -119,7 +119,7 @@ def _not_as_the_daemon(level: Level, found: str, fix: str = "") -> Finding:
     return Finding(family="host", name="as the daemon", level=level, found=found, fix=fix)
 
 
-def _identity(config: Config, ask_daemon: AskDaemon) -> tuple[sandbox.Identity, str]:
+def _identity(config: Config, ask_daemon: AskDaemon) -> tuple[sandbox.ProcessIdentity, str]:
     """Who the daemon is, or would be; and whose environment that is, in words."""
     try:
         report = ask_daemon(config.trainer.socket)

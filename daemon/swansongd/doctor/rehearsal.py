@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from swansong import protocol
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
@@ -30,7 +31,7 @@ from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
 from swansongd.restore.restore import restore
 from swansongd.staging import scan
@@ -47,8 +48,8 @@ _BUDGET_S = 3.0
 _CONNECTIONS = 2
 _STEP = 1
 # Names as the hooks write them.  Stores differ in the order in which they list these two.
-_SMALL, _LARGE = "rank-00000.json", "rank-00000/shard.bin"
-_SET = "step-000000000001.doctor"
+_SMALL, _LARGE = protocol.rank_manifest_name(0), f"{protocol.rank_directory(0)}/shard.bin"
+_SET = protocol.sealed_name(_STEP, "doctor")
 
 T = TypeVar("T")
 
@@ -226,11 +227,9 @@ class Rehearsal:
             self.keys,
             self._directory(),
             self._events.put,
-            journal=Journal(own, run=self.keys.run, store_url=self._store.url),
-            nonce=partial(secrets.token_hex, 4),
+            journal=UploadJournal(own, run=self.keys.run, store_url=self._store.url),
             connections=_CONNECTIONS,
             part_size_bytes=self.part_bytes,
-            is_urgent=lambda: False,
         )
 
     def _write(self, path: str, size_bytes: int) -> None:

@@ -62,7 +62,7 @@ StandardError=file:{directory}/stderr
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ProcessIdentity:
     """Whom the checks run as where systemd does not run the daemon."""
 
     uid: int
@@ -192,7 +192,7 @@ def refused(ended: Mapping[str, str], said: str) -> Finding:
 # ------------------------------------------------------------ without systemd
 
 
-def in_process(identity: Identity, arguments: Sequence[str]) -> Iterator[Finding]:
+def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[Finding]:
     """Run the checks as a process of this user."""
     options: dict[str, Any] = {}
     if os.geteuid() == 0 and identity.uid != 0:
@@ -238,7 +238,7 @@ def in_process(identity: Identity, arguments: Sequence[str]) -> Iterator[Finding
             yield refused(ended, _last_line(errors))
 
 
-def identity_of(pid: int, uid: int) -> Identity | None:
+def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
     """Who a running daemon is; None where that cannot be read, or the process is not this user's.
 
     Args:
@@ -264,7 +264,7 @@ def identity_of(pid: int, uid: int) -> Identity | None:
         for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
         if name and not name.startswith(b"LD_")
     }
-    return Identity(uid, gid, groups, environ)
+    return ProcessIdentity(uid, gid, groups, environ)
 
 
 def _trusted() -> set[int]:
@@ -273,13 +273,13 @@ def _trusted() -> set[int]:
     return {0, os.geteuid()} | ({user.uid} if user is not None and os.geteuid() == 0 else set())
 
 
-def presumed() -> Identity:
+def presumed() -> ProcessIdentity:
     """Who the daemon would be: its own user where that exists and we may become it, else ourselves."""
     user = account(DAEMON_USER)
     if user is not None and os.geteuid() == 0:
         user = with_trainers(user)
-        return Identity(user.uid, user.gid, user.groups, os.environ)
-    return Identity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
+        return ProcessIdentity(user.uid, user.gid, user.groups, os.environ)
+    return ProcessIdentity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
 
 
 # ------------------------------------------------------------ both

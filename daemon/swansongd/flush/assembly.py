@@ -5,7 +5,6 @@ that concerns the store."""
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -16,20 +15,21 @@ import structlog
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config
+from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
 from swansongd.errors import StoreError, Transient
 from swansongd.flush.committer import Committer, expect_recorded_store
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.staging.prepare import RunDirectory
-from swansongd.stores.configured import open_configured
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
+from swansongd.stores.opening import open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -77,7 +77,7 @@ class Storage:
         owners = {0, os.geteuid()}
         signer = None if key_file is None else signing.load(key_file, owners=owners)
         self.keys = RunKeys(config.run.name, signer)
-        self.backend = open_configured(
+        self.backend = open_store(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
@@ -88,7 +88,7 @@ class Storage:
             )
         )
         self.warmer = Warmer(self.backend, stop=stop, report=self._warmed)
-        throttled = Throttled(self.backend, self._rate_bytes_per_s)
+        throttled = Throttled(self.backend, lambda: limits.rate_bytes_per_s(state()))
         data_store, small_store = (
             Retrying(
                 store,
@@ -98,18 +98,17 @@ class Storage:
                 attempted=self._health.attempted,
             )
             for store, give_up in (
-                (throttled, self._data_give_up),
-                (self.backend, self._commit_give_up),
+                (throttled, lambda: limits.data_give_up_mono_s(state(), time.monotonic())),
+                (self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())),
             )
         )
-        journal = Journal(staging.own, run=config.run.name, store_url=config.store.url)
+        journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
         self.flush = FlushEngine(
             data_store,
             self.keys,
             staging.fd,
             self._post_flush,
             journal=journal,
-            nonce=lambda: secrets.token_hex(4),
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
             is_urgent=self._is_urgent,
@@ -150,27 +149,7 @@ class Storage:
         return self.backend.store_id if isinstance(self.backend, FileStore) else ""
 
     def _is_urgent(self) -> bool:
-        return self._state().evacuation is not None
-
-    def _rate_bytes_per_s(self) -> float | None:
-        # The ranks of another start of the job wait for the flush: nothing trains that it could disturb.
-        finishing = self._state().finishing
-        is_awaited = finishing is not None and not finishing.is_done
-        return (
-            None if self._is_urgent() or is_awaited else self._config.flush.background_bytes_per_s
-        )
-
-    def _data_give_up(self) -> float | None:
-        evacuation = self._state().evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None
-        return evacuation.deadline_mono_s - self._config.deadline.reserve_s
-
-    def _commit_give_up(self) -> float | None:
-        evacuation = self._state().evacuation
-        if evacuation is None or time.monotonic() >= evacuation.deadline_mono_s:
-            return None  # outlived, so far: whatever still gets through is won
-        return evacuation.deadline_mono_s
+        return limits.is_urgent(self._state())
 
     def _warmed(self, began_mono_s: float, error: StoreError | None) -> None:
         if isinstance(error, Transient):

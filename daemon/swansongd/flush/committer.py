@@ -12,7 +12,7 @@ import platform
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from swansong import bounds, openat
 from swansong.bounds import BoundsError
 
 from swansongd.bucket import catalog, commit
+from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.cadence import History
@@ -32,6 +34,7 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     CommitManifest,
+    Conclude,
     Event,
     FenceFound,
     GenerationClaimed,
@@ -41,7 +44,7 @@ from swansongd.core.events import (
     PartsCounted,
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
 from swansongd.stores.base import ObjectStore
@@ -207,7 +210,7 @@ class Committer:
         own_directory: Path,
         post: Callable[[Event], None],
         *,
-        journal: Journal,
+        journal: UploadJournal,
         boot_id: str,
         wall: Callable[[], str],
         health: StoreHealth,
@@ -257,8 +260,29 @@ class Committer:
         """Create the manifest; posts CommitDone, CommitFailed or FenceFound."""
         self._jobs.put(lambda: self._commit(order))
 
-    def farewell(self, generation: int, data: bytes) -> None:
-        """Leave the farewell object of an evacuation."""
+    def farewell(
+        self,
+        generation: int,
+        conclusion: Conclude,
+        timeline: Sequence[Mapping[str, object]],
+        *,
+        left_out: int = 0,
+    ) -> None:
+        """Create the farewell of an evacuation.
+
+        Args:
+            timeline: its entries, oldest first; read before this returns.
+            left_out: entries that were removed from it.
+        """
+        farewell = Farewell(
+            run=self._keys.run,
+            generation=generation,
+            conclusion=conclusion,
+            timeline=timeline,
+            left_out=left_out,
+            written=self._wall(),
+        )
+        data = farewells.encode(farewell)
         self._jobs.put(lambda: self._farewell(generation, data))
 
     def check_fence(self) -> None:

@@ -153,27 +153,27 @@ class _Pace:
     def __init__(
         self,
         total_bytes: int,
-        width: ConcurrencyLimit,
+        limit: ConcurrencyLimit,
         progress: Progress | None,
         stop: threading.Event | None,
     ) -> None:
         self._total_bytes = total_bytes
-        self._width = width
+        self._limit = limit
         self._progress = progress
         self._stop = stop
         self._cpus = len(os.sched_getaffinity(0))
         self._changed = threading.Condition()
         self._under_way = 0
         self._done_bytes = 0
-        self._look_again_mono_s = 0.0
+        self._next_sample_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
         """Wait until one more part may be under way; raises Stopped."""
         with self._changed:
-            while self._under_way >= self._width.now and not self._is_stopped:
+            while self._under_way >= self._limit.now and not self._is_stopped:
                 self._changed.wait(SAMPLE_S)  # when nothing moves, nobody else looks
-                self._look()
+                self._sample()
             self._under_way += 1
         try:
             self._end_if_stopped()
@@ -188,7 +188,7 @@ class _Pace:
         self._end_if_stopped()
         with self._changed:
             self._done_bytes += size_bytes
-            self._look()
+            self._sample()
             if self._progress is not None and size_bytes > 0:
                 self._progress(self._done_bytes, self._total_bytes)
 
@@ -198,14 +198,14 @@ class _Pace:
             with self._changed:
                 self._done_bytes -= size_bytes
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now_mono_s = time.monotonic()
-        if now_mono_s < self._look_again_mono_s:
+        if now_mono_s < self._next_sample_mono_s:
             return  # the time of all threads together costs more than a small file
-        self._look_again_mono_s = now_mono_s + SAMPLE_S / 4
-        before = self._width.now
-        self._width.look(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
-        if self._width.now > before:
+        self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
+        before = self._limit.now
+        self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
+        if self._limit.now > before:
             self._changed.notify_all()
 
     @property

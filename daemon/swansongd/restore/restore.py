@@ -58,8 +58,8 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that ``verify`` found wrong."""
+class Defect:
+    """A damaged or missing object that ``verify`` found."""
 
     ref: CommitRef
     problem: str
@@ -142,7 +142,7 @@ def verify(
     manifests: Callable[[int, int], None] | None = None,
     sharing: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
-) -> list[Finding]:
+) -> list[Defect]:
     """Re-read all stored bytes of the run's commits (or those of ``step``); empty when all is well.
 
     Each stored object is read once, however many commits name it.  A commit that not all nodes have made
@@ -161,7 +161,7 @@ def verify(
     commits = _commits(store, keys, step)
     if not commits:
         raise _nothing(keys, step, [])
-    findings: list[Finding] = []
+    findings: list[Defect] = []
     is_shared: dict[StoredShard, bool] = {}
 
     def take(_commit: Commit, shards: Sequence[StoredShard]) -> None:
@@ -178,7 +178,7 @@ def verify(
         # Read again, because damage is rare: who names which shard is more than memory may hold.
         def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
             named = [shard for shard in shards if shard in bad]
-            findings.extend(Finding(ref=commit.ref, problem=bad[shard]) for shard in named)
+            findings.extend(Defect(ref=commit.ref, problem=bad[shard]) for shard in named)
 
         unread = {finding.ref for finding in findings}
         sound = [commit for commit in commits if commit.ref not in unread]
@@ -191,7 +191,7 @@ def _merged_each(
     keys: RunKeys,
     commits: Sequence[Commit],
     take: Callable[[Commit, Sequence[StoredShard]], None],
-    findings: list[Finding],
+    findings: list[Defect],
     *,
     progress: Callable[[int, int], None] | None,
     stop: threading.Event | None,
@@ -204,7 +204,7 @@ def _merged_each(
                 raise loaded
             take(commit, _merged(loaded))
         except CorruptError as error:
-            findings.append(Finding(ref=commit.ref, problem=error.line()))
+            findings.append(Defect(ref=commit.ref, problem=error.line()))
 
     catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
 

@@ -28,8 +28,9 @@ from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuer
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
-from swansongd.core import nodes, resume
+from swansongd.core import resume
 from swansongd.core.events import Event, RolledBack
+from swansongd.core.resume import Basis
 from swansongd.core.state import State
 from swansongd.errors import (
     CorruptError,
@@ -38,7 +39,7 @@ from swansongd.errors import (
     SwansongError,
     UnreadableError,
 )
-from swansongd.model import CheckpointId, CommitRef, Staged
+from swansongd.model import CommitRef, Staged
 from swansongd.restore.restore import Wanted, health_of, healthy, restore, whole
 from swansongd.restore.target import Access, interrupted
 from swansongd.staging.prepare import RunDirectory, open_restored
@@ -47,8 +48,6 @@ from swansongd.stores.wrappers.retry import Retrying
 
 BUDGET_S = 100.0
 """How long the store is asked the same again before the trainer is told that it cannot be reached."""
-ONE_START_S = 60.0
-"""Who asks so soon after another, with nothing sealed in between, is a rank of the same start."""
 QUERIES_MAX = 1024
 """Queries that wait; further ones are refused."""
 RESTORED_FILE_MODE = 0o640
@@ -64,17 +63,13 @@ Reply = Callable[[Message], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedAnswer:
-    """The last answer, and what was known when it was given."""
+    """The last answer, and the facts behind it."""
 
     answer: Restored
-    mono_s: float
-    newest: CommitRef | None
-    local: CheckpointId | None
-    job_start_id: str = ""
-    """Of the job, as it was then: the answer is for no other start."""
+    basis: Basis
 
-    def still_stands(self) -> bool:
-        """Whether what it names is there; there is nothing to be there for a fresh run."""
+    def is_there(self) -> bool:
+        """Whether its directory exists; the answer for a fresh run names none."""
         return not self.answer.path or Path(self.answer.path).is_dir()
 
 
@@ -176,31 +171,17 @@ class Resume:
         with self._changed:
             while not self._stop.is_set():
                 for place, ticket in enumerate(self._waiting):
-                    if self._has_begun(ticket) or self._monotonic() > ticket.give_up_mono_s:
+                    is_ready = resume.may_answer(self._state(), ticket.query)
+                    if is_ready or self._monotonic() > ticket.give_up_mono_s:
                         del self._waiting[place]
                         self._current = ticket
                         return ticket
                 self._changed.wait(_LOOK_INTERVAL_S if self._waiting else None)
         return None
 
-    def _has_begun(self, ticket: _Ticket) -> bool:
-        """Whether the decision loop is done with the steps that no longer count.
-
-        Over several VMs a choice is made under the generation of this start of the job: from its claim
-        on, nothing of an earlier start is committed.
-        """
-        query, state = ticket.query, self._state()
-        if query.generation >= 0:
-            return not query.job_start_id or state.job_start_id == query.job_start_id
-        if query.rollback or not state.settings.several_vms:
-            return True
-        wanted = query.job_start_id
-        is_wanted = state.job_start_id == wanted if wanted else nodes.is_alone(state.job_start_id)
-        return is_wanted and state.finishing is None and state.generation is not None
-
     def _find(self, ticket: _Ticket) -> Restored:
         query = ticket.query
-        if not self._has_begun(ticket):
+        if not resume.may_answer(self._state(), query):
             raise StagingError(
                 "this start of the job has no generation: the store failed, or the job was started again",
                 hint="See: swansong status",
@@ -227,56 +208,42 @@ class Resume:
 
     def _answer(self) -> Restored:
         state = self._scanned()
-        own = resume.newest_local(state, None)
-        local = None if own is None else own.id
         given = self._given
-        if given is not None and not (
-            given.local == local
-            and given.job_start_id == state.job_start_id
-            and given.still_stands()
-        ):
+        if given is not None and not (resume.still_holds(given.basis, state) and given.is_there()):
             given = None
-        if state.settings.several_vms and not nodes.is_alone(state.job_start_id):
-            own = given = None  # what lies in staging is a part only, and the choice is for all
-        if given is not None and self._monotonic() - given.mono_s < ONE_START_S:
+        if given is not None and given.basis.is_recent(self._monotonic()):
             return given.answer
         store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
-        if own is not None:
-            own = resume.newest_local(state, newest)
-        if given is not None and given.newest == newest:
+        own = resume.newest_local(state, newest)
+        if given is not None and given.basis.newest == newest:
             answer = given.answer
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
-        self._given = _CachedAnswer(
-            answer=answer,
-            mono_s=self._monotonic(),
-            newest=newest,
-            local=local,
-            job_start_id=state.job_start_id,
-        )
+        basis = resume.basis(state, newest, self._monotonic())
+        self._given = _CachedAnswer(answer=answer, basis=basis)
         return answer
 
     def _chosen(self, query: RestoreQuery) -> Restored:
         wanted = CommitRef(query.generation, query.step)
         given = self._given
-        if given is not None and given.newest == wanted and given.still_stands():
+        if given is not None and given.basis.newest == wanted and given.is_there():
             return given.answer  # to another rank of this VM
         answer = self._fetched(self._store(), wanted, lambda ref, _: ref == wanted)
-        self._given = _CachedAnswer(
-            answer=answer, mono_s=self._monotonic(), newest=wanted, local=None
-        )
+        basis = Basis(answered_mono_s=self._monotonic(), newest=wanted)
+        self._given = _CachedAnswer(answer=answer, basis=basis)
         return answer
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         state = self._state()
-        if any(trainer.nodes > 1 for trainer in state.trainers):
+        if state.spans_vms:
             return self._healthy_for_all(query.before_step)
         if self._went_back is not None:
             number, mono_s, answer = self._went_back
-            if number == query.rollback and self._monotonic() - mono_s < ONE_START_S:
+            is_one_start = resume.is_one_start(mono_s, self._monotonic())
+            if number == query.rollback and is_one_start:
                 return answer  # to another rank
         store = self._store()
         committed = self._newest_healthy_commit(store, query.before_step)
@@ -298,9 +265,8 @@ class Resume:
         if committed is None:
             raise self._nothing_before(before_step)
         answer = self._fetched(store, committed, lambda ref, _: ref == committed)
-        self._given = _CachedAnswer(
-            answer=answer, mono_s=self._monotonic(), newest=committed, local=None
-        )
+        basis = Basis(answered_mono_s=self._monotonic(), newest=committed)
+        self._given = _CachedAnswer(answer=answer, basis=basis)
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time
 from swansongd.sources.metadata import MetadataUnavailable, shortened
@@ -90,7 +91,7 @@ class AwsAsgSource(AwsSource):
     ``assumed_grace_s``.
     """
 
-    name = "aws.asg"
+    name = ASG_SOURCE
 
     def _look(self, imds: Imds, asked: Moment) -> Look:
         answer = imds.look(ASG_PATH)

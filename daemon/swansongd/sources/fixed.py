@@ -57,7 +57,7 @@ def end_after(duration_s: float, *, boot_id: str, since_boot: Clock) -> End:
     """
     return End(
         f"{NAME}:{boot_id}:{duration_s:g}",
-        f"sources.max_run_duration, {duration_s:g} s after the boot",
+        f"sources.max_run_duration_s, {duration_s:g} s after the boot",
         lambda: duration_s - since_boot(),
     )
 

@@ -73,11 +73,11 @@ class NoLogind(LogindError):
     """This VM has no bus, or no logind on it."""
 
 
-class Refused(LogindError):
-    """The answer is no.  The connection is still good."""
+class CallRefused(LogindError):
+    """logind refused a call; the connection is still usable."""
 
 
-class UnderWay(Refused):
+class UnderWay(CallRefused):
     """A shutdown has begun; no lock is given any more."""
 
 
@@ -97,7 +97,7 @@ class Logind:
         bus: D-Bus address.
 
     Raises:
-        LogindError: from all methods; the connection is then of no more use, but after Refused.
+        LogindError: from all methods; the connection is then of no more use, but after CallRefused.
     """
 
     def __init__(self, bus: str = SYSTEM_BUS) -> None:
@@ -210,8 +210,8 @@ def _in_words() -> Iterator[None]:
         if error.name in _ABSENT:
             raise NoLogind("no systemd-logind on the system bus") from error
         if error.name in _DENIED:
-            raise Refused(f"{words}; {_FIX_DENIED}") from error
-        raise (UnderWay if error.name == _UNDER_WAY else Refused)(words) from error
+            raise CallRefused(f"{words}; {_FIX_DENIED}") from error
+        raise (UnderWay if error.name == _UNDER_WAY else CallRefused)(words) from error
     except FileNotFoundError as error:
         raise NoLogind("no system bus: D-Bus is not installed, or not running") from error
     except TimeoutError as error:
@@ -252,7 +252,7 @@ class LogindSource:
         boot_id: tells the shutdowns of one boot from those of the next.
         monotonic: the clock.
         lock_fd: the delay lock of the daemon before this one.
-        keep_lock: stores the lock over a restart of the daemon, or removes it with None.  Called with a lock
+        store_lock: stores the lock over a restart of the daemon, or removes it with None.  Called with a lock
             only while a shutdown waits, and never with ``lock_fd``: a daemon that crashes in each
             evacuation must not delay the shutdown for longer than one restart.
     """
@@ -268,10 +268,10 @@ class LogindSource:
         boot_id: str,
         monotonic: Clock,
         lock_fd: int | None = None,
-        keep_lock: Callable[[int | None], None] = lambda _: None,
+        store_lock: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         self._bus = bus
-        self._keep_lock = keep_lock
+        self._store_lock = store_lock
         self._wanted_delay_s = wanted_delay_s
         self._stop_grace_s = stop_grace_s
         self._boot_id = boot_id
@@ -293,7 +293,7 @@ class LogindSource:
         with self._guard:
             if self._is_shutting_down and self._lock_fd is not None:
                 self._close_lock()
-                self._keep_lock(None)
+                self._store_lock(None)
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """Watch until ``stop`` is set, then close the lock; a copy that is stored stays."""
@@ -349,11 +349,11 @@ class LogindSource:
             taken_fd = logind.take_delay_lock()
         except UnderWay:
             return ""  # an older lock, if there is one, still counts
-        except Refused as error:
+        except CallRefused as error:
             return str(error)
         with self._guard:
             self._close_lock()
-            self._keep_lock(None)
+            self._store_lock(None)
             self._lock_fd, self._is_inherited = taken_fd, False
         return ""
 
@@ -367,7 +367,7 @@ class LogindSource:
             before, self._is_shutting_down = self._is_shutting_down, going_down
             is_held = self._lock_fd is not None
             if going_down and not before and not self._is_inherited:
-                self._keep_lock(self._lock_fd)
+                self._store_lock(self._lock_fd)
         if going_down and not before:
             self._shutdowns += 1
             post(NoticeRaised(self._notice(how, is_held)))

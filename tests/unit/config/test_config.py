@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: strict, complete, and all problems at once."""
+"""The configuration: strict, complete, with all problems in one error."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import copy
 import re
 import signal
 import tomllib
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
+from swansongd.config.values import InvalidValue, Reader
 from swansongd.errors import ConfigError
 
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
@@ -46,7 +48,7 @@ def parsed(**changes: Any) -> Config:
 
 
 def test_only_run_staging_and_store_are_required() -> None:
-    """Everything else has the documented default."""
+    """All other keys have their documented defaults."""
     got = parse(MINIMAL)
     assert (got.store.endpoint, got.store.region) == (None, None)
     assert (got.sources.cloud, got.sources.metadata_url, got.sources.poll_interval_s) == (
@@ -75,7 +77,7 @@ def test_only_run_staging_and_store_are_required() -> None:
 
 
 def test_the_example_parses_and_shows_the_defaults() -> None:
-    """The shipped example is valid as it is, and every value in it but the required is the default."""
+    """The shipped example is valid; all its values but the required ones are the defaults."""
     shown = parse(tomllib.loads(EXAMPLE))
     plain = parse(with_values(store__url=shown.store.url))
     for section in ("store", "sources", "trainer", "deadline", "flush", "log"):
@@ -83,7 +85,7 @@ def test_the_example_parses_and_shows_the_defaults() -> None:
 
 
 def test_the_example_names_every_key_and_no_other() -> None:
-    """Each key stands in its section, set or behind a comment, with words above it."""
+    """Each key appears in its section, set or commented out, below an explanation."""
     uncommented = re.sub(r"^# ([a-z_]+ = )", r"\1", EXAMPLE, flags=re.MULTILINE)
     body = tomllib.loads(uncommented)
     assert {name: tuple(table) for name, table in body.items()} == section_keys()
@@ -96,13 +98,13 @@ def test_the_example_names_every_key_and_no_other() -> None:
 
 
 def test_five_mistakes_are_five_problems() -> None:
-    """All problems come at once, each with section, key, value and the way out."""
+    """One error lists all problems, each with section, key, value and fix."""
     body = with_values(
         run__name="-r",
         store__url="ftp://x",
         sources__poll_intervall_s=1,
         trainer__signal="SIGKILL",
-        flush__part_size="1MiB",
+        flush__part_size_bytes="1MiB",
     )
     problems = problems_of(body)
     assert len(problems) == 5
@@ -114,13 +116,58 @@ def test_five_mistakes_are_five_problems() -> None:
     assert "(got 'SIGKILL')" in text
 
 
+UNITS = {
+    "_bytes_per_s": ("200MB", 200_000_000),
+    "_bytes": ("16MiB", 2**24),
+    "_s": ("120s", 120.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "reader"),
+    [
+        (f"{name}.{field.name}", field.metadata["reader"])
+        for name, section in get_type_hints(Config).items()
+        for field in fields(section)
+    ],
+)
+def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
+    """Seconds end in ``_s``, sizes in ``_bytes``, rates in ``_bytes_per_s``; each accepts a string too."""
+    unit = next((suffix for suffix in UNITS if key.endswith(suffix)), None)
+    for suffix, (text, number) in UNITS.items():
+        try:
+            got = reader(text)
+        except InvalidValue:
+            got = None
+        is_number = isinstance(got, (int, float))
+        shares_reader = {unit, suffix} == {"_bytes", "_bytes_per_s"}
+        assert is_number == (suffix == unit or shares_reader), (key, text)
+        if suffix == unit:
+            assert got == reader(number) == number
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("run__mtbf", "mtbf_s"),
+        ("sources__end_lead", "end_lead_s"),
+        ("sources__max_run_duration", "max_run_duration_s"),
+        ("flush__part_size", "part_size_bytes"),
+    ],
+)
+def test_the_error_for_a_key_without_its_unit_names_the_right_key(old: str, new: str) -> None:
+    """The error names the key that carries the unit."""
+    (problem,) = problems_of(with_values(**{old: 10}))
+    assert problem == f"{old.replace('__', '.')}: unknown key (got 10); did you mean {new}?"
+
+
 def test_sections_are_as_strict_as_keys() -> None:
-    """An unknown section is a problem with the nearest name; so is a section that is no table."""
+    """An unknown section is reported with the nearest name; a section that is not a table is refused."""
     assert problems_of(MINIMAL | {"deadlines": {}}) == [
         "deadlines: unknown section (got {}); did you mean deadline?"
     ]
     assert problems_of(MINIMAL | {"log": "json"}) == [
-        "log: is no table (got 'json'); begin it with [log]"
+        "log: is not a table (got 'json'); start the section with [log]"
     ]
 
 
@@ -138,7 +185,7 @@ def test_sections_are_as_strict_as_keys() -> None:
     ],
 )
 def test_durations(value: object, seconds: float) -> None:
-    """Numbers are seconds, strings carry their units."""
+    """Numbers are seconds; strings carry a unit."""
     assert parsed(trainer__settle_s=value).trainer.settle_s == pytest.approx(seconds)
 
 
@@ -162,8 +209,8 @@ def test_durations(value: object, seconds: float) -> None:
         "0s",
     ],
 )
-def test_what_is_no_duration(value: object) -> None:
-    """Anything else, and anything not above zero, is a problem."""
+def test_invalid_durations_are_refused(value: object) -> None:
+    """Values without a known unit, and values not above zero, are refused."""
     (problem,) = problems_of(with_values(trainer__settle_s=value))
     assert problem.startswith("trainer.settle_s: ")
 
@@ -179,18 +226,18 @@ def test_what_is_no_duration(value: object) -> None:
     ],
 )
 def test_sizes(value: object, size_bytes: int) -> None:
-    """Numbers are bytes, strings carry their units."""
-    assert parsed(flush__part_size=value).flush.part_size_bytes == size_bytes
+    """Numbers are bytes; strings carry a unit."""
+    assert parsed(flush__part_size_bytes=value).flush.part_size_bytes == size_bytes
 
 
 @pytest.mark.parametrize(
     "value",
     ["16", "16mb", "16M", "MiB", "4MiB", "2GiB", 5.5e6, True, -1, "5000000.5B", "6XiB", None],
 )
-def test_what_is_no_part_size(value: object) -> None:
-    """No size, or one that no store takes: below 5 MiB, above 1 GiB."""
-    (problem,) = problems_of(with_values(flush__part_size=value))
-    assert problem.startswith("flush.part_size: ")
+def test_invalid_part_sizes_are_refused(value: object) -> None:
+    """Values that are not a size are refused, and sizes that no store accepts: below 5 MiB, above 1 GiB."""
+    (problem,) = problems_of(with_values(flush__part_size_bytes=value))
+    assert problem.startswith("flush.part_size_bytes: ")
 
 
 @pytest.mark.parametrize(
@@ -241,8 +288,8 @@ def test_what_is_no_part_size(value: object) -> None:
         ("log__level", "trace"),
     ],
 )
-def test_a_wrong_value_is_one_problem(key: str, value: object) -> None:
-    """Each is named with its section and key, and nothing else is complained about."""
+def test_an_invalid_value_is_one_problem(key: str, value: object) -> None:
+    """The error names section and key of the value, and no other key."""
     (problem,) = problems_of(with_values(**{key: value}))
     assert problem.startswith(key.replace("__", ".") + ": ")
     assert "(got " in problem
@@ -250,7 +297,7 @@ def test_a_wrong_value_is_one_problem(key: str, value: object) -> None:
 
 @pytest.mark.fault("S22")
 def test_a_credential_in_a_url_is_refused_and_not_repeated() -> None:
-    """It must not reach a log by way of the error."""
+    """The error does not repeat the credential, so that it cannot reach a log."""
     for key in ("store__url", "store__endpoint"):
         scheme = "s3" if key == "store__url" else "https"
         (problem,) = problems_of(with_values(**{key: f"{scheme}://id:hunter2@bucket/x"}))
@@ -277,7 +324,7 @@ def test_signals(name: str, number: int) -> None:
 
 
 def test_a_signal_needs_exactly_one_process() -> None:
-    """Without pid_file or unit nobody can be signalled, with both it is not clear who."""
+    """Without pid_file and unit there is no process to signal; with both the process is ambiguous."""
     for more in ({}, {"trainer__pid_file": "/run/x.pid", "trainer__unit": "x.service"}):
         (problem,) = problems_of(with_values(trainer__signal="SIGUSR1", **more))
         assert "pid_file or trainer.unit" in problem
@@ -295,7 +342,7 @@ def test_a_signal_needs_exactly_one_process() -> None:
     ],
 )
 def test_impossible_combinations(changes: dict[str, Any], key: str) -> None:
-    """Values that are right each by itself, and leave no time or no place together."""
+    """Values that are each valid are refused if together they leave no time or no room."""
     for problem in (problems := problems_of(with_values(**changes))):
         assert problem.startswith(f"{key}: ")
     assert problems
@@ -303,7 +350,7 @@ def test_impossible_combinations(changes: dict[str, Any], key: str) -> None:
 
 @given(poll_s=st.floats(0.01, 100), reserve_s=st.floats(0.01, 100), grace_s=st.floats(0.01, 100))
 def test_accepted_timing_leaves_time(poll_s: float, reserve_s: float, grace_s: float) -> None:
-    """Whatever is accepted finds the notice and keeps the reserve within the assumed grace."""
+    """Accepted timing leaves time for polling, one request and the reserve within the grace period."""
     body = with_values(
         sources__poll_interval_s=poll_s,
         deadline__reserve_s=reserve_s,
@@ -319,8 +366,8 @@ def test_accepted_timing_leaves_time(poll_s: float, reserve_s: float, grace_s: f
         assert fits
 
 
-def test_all_other_problems_are_told_beside_a_wrong_timing_value() -> None:
-    """A value that is wrong by itself takes part in no comparison."""
+def test_other_problems_are_reported_beside_an_invalid_timing_value() -> None:
+    """An invalid value is not compared with other values."""
     problems = problems_of(with_values(deadline__reserve_s=-1, log__level="loud"))
     assert [problem.partition(":")[0] for problem in problems] == [
         "deadline.reserve_s",
@@ -329,7 +376,7 @@ def test_all_other_problems_are_told_beside_a_wrong_timing_value() -> None:
 
 
 def test_load(tmp_path: Path) -> None:
-    """A file is read; one that is missing, unreadable as text or no TOML is an error with its place."""
+    """A file that is missing, not UTF-8 or not TOML is an error with its position."""
     path = tmp_path / "swansong.toml"
     with pytest.raises(ConfigError, match="no such file") as caught:
         load(path)
@@ -342,7 +389,7 @@ def test_load(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="UTF-8"):
         load(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="failed: Is a directory"):
         load(tmp_path)
 
 
@@ -350,13 +397,15 @@ def test_load(tmp_path: Path) -> None:
     ("value", "bytes_per_s"),
     [(0, None), ("0MB", None), ("200MB", 200_000_000), (100_000, 100_000), ("1.5MiB", 1_572_864)],
 )
-def test_a_background_rate_is_a_size_a_second(value: int | str, bytes_per_s: float | None) -> None:
+def test_a_background_rate_is_a_size_per_second(
+    value: int | str, bytes_per_s: float | None
+) -> None:
     """0 means no limit."""
     assert parsed(flush__background_bytes_per_s=value).flush.background_bytes_per_s == bytes_per_s
 
 
 def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one place to look, and it is the file."""
+    """The file is the only source of configuration."""
     for section, keys in section_keys().items():
         for key in keys:
             monkeypatch.setenv(f"SWANSONG_{section}_{key}".upper(), "9")

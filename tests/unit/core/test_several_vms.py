@@ -27,7 +27,7 @@ from swansongd.core.events import (
 from swansongd.core.state import State
 from swansongd.errors import FencedError, Transient
 from swansongd.flush.committer import ClaimRecord, Committer
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
 from swansongd.observe.health import HealthTracker
@@ -103,7 +103,7 @@ class Desk:
             KEYS,
             self.own,
             self.events.put,
-            journal=Journal(self.own, run="r", store_url=self.store.url),
+            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
             boot_id="boot",
             wall=lambda: "2030-01-01T00:00:00Z",
             health=StoreHealth(

@@ -11,6 +11,7 @@ import pytest
 from swansong import bounds
 from swansongd.bucket import catalog
 from swansongd.bucket import claim as claims
+from swansongd.bucket import farewell as farewells
 from swansongd.bucket import manifest as manifests
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
@@ -24,7 +25,7 @@ from swansongd.model import (
     StoredShard,
     Verdict,
 )
-from swansongd.observe.timeline import ENTRIES_MAX, Timeline
+from swansongd.observe.timeline import ENTRIES_MAX
 
 from testkit import REPOSITORY
 
@@ -144,9 +145,11 @@ def test_the_fields_of_a_claim() -> None:
 
 def test_the_fields_of_a_farewell() -> None:
     """The page has the fields of the object, no more and no less."""
-    timeline = Timeline("e1", 0.0, left_out=1)
     conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, Part(REF, 2))
-    body = json.loads(timeline.farewell(conclusion, run="my-run", generation=7, written="now"))
+    farewell = farewells.Farewell(
+        run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
+    )
+    body = json.loads(farewells.encode(farewell))
     text = section(OBJECTS_PAGE, "The farewell")
     assert sorted(first_names(text)) == sorted(body)
     assert set(re.findall(r"`(\w+)`", text)) >= set(body["part"])
@@ -176,7 +179,7 @@ BOUNDS = {
     "entries of `trainer`": bounds.FACTS_MAX,
     "commas, opening brackets and opening braces of one object": bounds.JSON_VALUES_MAX,
     "bytes of a claim": claims.BYTES_MAX,
-    "bytes of a farewell": catalog._FAREWELL_BYTES_MAX,
+    "bytes of a farewell": farewells.BYTES_MAX,
     "manifests of a run that a reader holds, the newest ones; claims likewise": catalog.LISTED_MAX,
 }
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
+from swansongd.core.resume import ONE_START_S
 from swansongd.core.state import Settings, State
-from swansongd.restore import resume
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import Sink
@@ -89,7 +89,7 @@ def test_a_commit_between_two_questions_of_one_start_is_not_mixed_in(tmp_path: P
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
     commit(asked.store, FILES, step=110, upload_nonce="a2")
-    asked.now_s += resume.ONE_START_S / 2
+    asked.now_s += ONE_START_S / 2
     assert asked.answer("rank-1").step == 100
     assert tree(Path(first.path)) == FILES
 
@@ -100,7 +100,7 @@ def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
     commit(asked.store, FILES, step=100)
     first = asked.answer("first start")
     commit(asked.store, FILES, step=110, upload_nonce="a2")
-    asked.now_s += resume.ONE_START_S * 2
+    asked.now_s += ONE_START_S * 2
     later = asked.answer("second start")
     assert later.step == 110
     assert tree(Path(later.path)) == FILES

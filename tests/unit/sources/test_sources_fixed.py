@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.config.values import Wrong, utc_instant
+from swansongd.config.values import InvalidValue, utc_instant
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.sources.base import Clocks
@@ -236,5 +236,5 @@ def test_instants_are_read(text: object) -> None:
 )  # fmt: skip
 def test_what_is_no_instant_is_refused(value: object) -> None:
     """A time without its zone above all: nobody knows when that is."""
-    with pytest.raises(Wrong, match=r"is no time|has no time zone"):
+    with pytest.raises(InvalidValue, match=r"is not a time|has no time zone"):
         utc_instant(value)

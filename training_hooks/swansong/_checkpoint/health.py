@@ -12,7 +12,7 @@ from swansong._checkpoint.staging import health_of
 log = logging.getLogger("swansong")
 
 
-class Health:
+class LossMonitor:
     """What the training loop says of its last step; only its own thread comes here to judge."""
 
     def __init__(self) -> None:
