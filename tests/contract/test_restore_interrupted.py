@@ -21,7 +21,7 @@ from swansongd.digests import part_digest
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
 from swansongd.restore import journal, reader
-from swansongd.restore.restore import Restored, restore, verify
+from swansongd.restore.restore import RestoreResult, restore, verify
 from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -81,7 +81,7 @@ def cut_off(tmp_path: Path, to: Path, after: int, step: int | None = None) -> Pa
     return partial
 
 
-def resumed(tmp_path: Path, to: Path) -> tuple[Restored, OddStore]:
+def resumed(tmp_path: Path, to: Path) -> tuple[RestoreResult, OddStore]:
     store = OddStore(tmp_path / "store")
     got = restore(store, KEYS, to, connections=3)
     assert os.listdir(to.parent) == [to.name]

@@ -45,7 +45,7 @@ def healthy(_ref: CommitRef, health: Mapping[str, float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """What a restore brought back."""
 
     ref: CommitRef
@@ -78,7 +78,7 @@ def restore(
     progress: Progress | None = None,
     skipped: Skipped | None = None,
     stop: threading.Event | None = None,
-) -> Restored:
+) -> RestoreResult:
     """Bring the newest whole commit of the run (or of ``step``) to ``destination``, or nothing.
 
     Commits that are not ``wanted`` are passed over.
@@ -116,7 +116,7 @@ def restore(
                     skipped(*refused[-1])
                 continue
             target.publish()
-            return Restored(
+            return RestoreResult(
                 ref=commit.ref,
                 path=destination,
                 size_bytes=sum(shard.size_bytes for shard in shards),

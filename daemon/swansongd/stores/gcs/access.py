@@ -104,7 +104,9 @@ class GcsAccess:
         Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
         """
         authorization = self._authorization()
-        response = self._wire.request(method, target, {**headers, **authorization}, body=body, sink=sink)
+        response = self._wire.request(
+            method, target, {**headers, **authorization}, body=body, sink=sink
+        )
         # With 403 it may be a right that is lacking, or another account that has come with a new file.
         is_of_credentials = bool(authorization) and response.status in (401, 403)
         if is_of_credentials and self._credentials.replace(
