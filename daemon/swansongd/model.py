@@ -199,7 +199,7 @@ class CommitRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VmPart:
     """This VM's part of a checkpoint is committed, and the checkpoint is not whole yet."""
 
     ref: CommitRef

@@ -25,7 +25,7 @@ WINDOW_S = 60.0
 """No more than CLAIMS_MAX claims within this time."""
 
 
-def order(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> None:
+def set_due(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> None:
     """Have this claim made, in place of one that is still due: now, or when the rate allows."""
     transition.state = replace(transition.state, claim_due=claim)
     if len(_recent(transition)) >= CLAIMS_MAX:

@@ -65,7 +65,7 @@ def reconcile(transition: Transition) -> None:
         )
     elif transition.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
         transition.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
-        notices.outlived(transition, live)
+        notices.record_outlived(transition, live)
         _withdraw(transition, evacuation, "the VM has outlived its deadline")
         return
     is_waiting = evacuation.verdict is not None and not admitted
@@ -92,7 +92,7 @@ def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
     transition.evacuation = replace(
         transition.evacuation, identities=frozenset(notice.identity for notice in live)
     )
-    notices.answered_by(transition, live, evacuation.id)
+    notices.record_answered(transition, live, evacuation.id)
 
 
 def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
@@ -149,7 +149,7 @@ def _open(
         evacuations=transition.state.evacuations + 1,
     )
     if not is_precaution:
-        notices.count(transition, notice.source)
+        notices.record_opened(transition, notice.source)
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",

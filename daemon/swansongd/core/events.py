@@ -13,12 +13,12 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
-    Part,
     SourceStatus,
     Staged,
     StoredShard,
     TrainerView,
     Verdict,
+    VmPart,
 )
 
 # ---------------------------------------------------------------- events: sources
@@ -478,7 +478,7 @@ class Conclude:
     commit: CommitRef | None
     """Whole: the parts of all VMs are committed."""
     slack_s: float
-    part: Part | None = None
+    part: VmPart | None = None
     """Committed by this VM, newer than ``commit``, and not whole."""
     is_final: bool = True
     """False: the other VMs may still commit their parts in time; only the farewell is written."""

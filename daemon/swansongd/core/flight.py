@@ -18,7 +18,7 @@ from swansongd.core.planner import Candidate
 from swansongd.core.state import (
     Flight,
     State,
-    Stored,
+    StoredSet,
 )
 from swansongd.core.transition import Transition
 from swansongd.model import (
@@ -80,7 +80,7 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
         },
         stored=(
             *transition.state.stored,
-            Stored(
+            StoredSet(
                 flush_id=event.flush_id, staged=flight.staged, shards=event.shards, is_asked=False
             ),
         ),

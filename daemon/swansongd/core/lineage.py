@@ -32,7 +32,7 @@ from swansongd.core.transition import Transition
 from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
 
 
-def found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
+def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
     """A scan found these sets, and none before it did.
 
     What the first scan came across is of earlier lives of this daemon, perhaps of an earlier boot.  An
@@ -85,7 +85,7 @@ STARTS_MAX = 256
 """Starts that are remembered; a trainer cannot make the daemon remember more."""
 
 
-def noted(transition: Transition, start_id: str) -> None:
+def record_start_id(transition: Transition, start_id: str) -> None:
     """A start of a trainer became known."""
     if start_id and start_id not in transition.state.starts:
         transition.state = replace(
@@ -93,7 +93,7 @@ def noted(transition: Transition, start_id: str) -> None:
         )
 
 
-def started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
+def record_started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
     """A trainer trains from its ``start_step``; its own sets came after ``before_mono_s``."""
     state, step = transition.state, trainer.start_step
     if state.settings.several_vms:
@@ -121,7 +121,7 @@ def _judge_earlier_starts(transition: Transition) -> None:
     """The newest commit is known now: judge the trainers that started before."""
     for trainer in transition.state.trainers:
         if trainer.start_step >= 0:
-            started(transition, trainer, before_mono_s=trainer.greeted_mono_s)
+            record_started(transition, trainer, before_mono_s=trainer.greeted_mono_s)
 
 
 def _sealed(transition: Transition, new: Sequence[Staged]) -> None:
@@ -269,7 +269,7 @@ def _claim(transition: Transition, generation: int | None) -> None:
             transition.state, must_claim=True
         )  # the claim in flight may be of the line that was left
     else:
-        claims.order(
+        claims.set_due(
             transition, ClaimGeneration(generation, tuple(sorted(transition.state.abandoned)))
         )
 
@@ -280,7 +280,7 @@ def _claim_again(transition: Transition, generation: int) -> None:
     _claim(transition, generation)
 
 
-def rolled_back(transition: Transition, step: int) -> None:
+def record_rolled_back(transition: Transition, step: int) -> None:
     """A trainer went back to ``step`` without ending, to a healthy checkpoint."""
     state = transition.state
     # The state that training continues from is committed again: nothing newer stands then under the

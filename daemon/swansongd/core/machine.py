@@ -87,9 +87,9 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
     state = transition.state
     match event:
         case NoticeRaised(notice):
-            notices.raised(transition, notice)
+            notices.record_raised(transition, notice)
         case NoticeWithdrawn(source, reason):
-            notices.withdrawn(transition, source, reason)
+            notices.record_withdrawn(transition, source, reason)
         case SourceChanged(status):
             notices.record_source(transition, status)
         case TrainerJoined(trainer):
@@ -107,9 +107,9 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case PeerRequested(request_id, reason, seconds_left):
             peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
             if peers is not None:
-                notices.raised(transition, peers)
+                notices.record_raised(transition, peers)
         case FinishAsked(job_start_id):
-            nodes.finish(transition, job_start_id)
+            nodes.record_finish_asked(transition, job_start_id)
         case JobStarted(job_start_id):
             nodes.record_job_start(transition, job_start_id)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
@@ -120,7 +120,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
         case RolledBack(to_step):
-            lineage.rolled_back(transition, to_step)
+            lineage.record_rolled_back(transition, to_step)
         case NewestDated(ref, age_s):
             dated_mono_s = transition.now - age_s
             transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
@@ -149,7 +149,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case CommitFailed():
             commits.record_failed(transition, event)
         case FenceFound() if state.settings.several_vms:
-            nodes.fenced(transition, event)
+            nodes.record_fence(transition, event)
         case FenceFound():
             claims.record_fence(transition, event)
         case WokeUp(slept_s):

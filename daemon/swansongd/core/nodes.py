@@ -43,12 +43,12 @@ AGAIN = ".again-"
 _ALONE = "alone:"
 
 
-def joined(transition: Transition, trainer: TrainerView) -> None:
+def record_joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank came.  Over several VMs it will say which start of the job it is of; on one, this says it."""
     settings = transition.state.settings
     prefix = f"{_ALONE}{settings.vm}:"
     if trainer.nodes == 1 and not transition.state.job_start_id.startswith(prefix):
-        finish(transition, f"{prefix}{transition.state.generation or 0}")
+        record_finish_asked(transition, f"{prefix}{transition.state.generation or 0}")
 
 
 def is_alone(name: str) -> bool:
@@ -56,7 +56,7 @@ def is_alone(name: str) -> bool:
     return name.startswith(_ALONE)
 
 
-def finish(transition: Transition, name: str) -> None:
+def record_finish_asked(transition: Transition, name: str) -> None:
     """Another start of the job is about to begin: first commit what is sealed, for it is as good as saved.
 
     Nothing is claimed before all VMs have done so, since a claim fences the others.
@@ -127,13 +127,13 @@ def record_job_start(transition: Transition, name: str) -> None:
     transition.state = replace(
         transition.state, job_start_id=name, finishing=None, overtaken_by=None
     )
-    claims.order(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
+    claims.set_due(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
     dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
     if dispensable:
         transition.do(Prune(dispensable))
 
 
-def fenced(transition: Transition, event: FenceFound) -> None:
+def record_fence(transition: Transition, event: FenceFound) -> None:
     """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
     state, generation = transition.state, event.generation
     if not event.is_news(max(state.generation or 0, state.overtaken_by or 0)):
@@ -144,7 +144,7 @@ def fenced(transition: Transition, event: FenceFound) -> None:
     transition.state = replace(transition.state, overtaken_by=generation)
 
 
-def first_look(transition: Transition) -> None:
+def record_first_scan(transition: Transition) -> None:
     """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
     state = transition.state
     settings = state.settings

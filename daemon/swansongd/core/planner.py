@@ -55,7 +55,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurements:
     """What is known of how fast things go; None where nothing was measured yet."""
 
     bandwidth_bytes_per_s: float | None = None
@@ -79,7 +79,7 @@ def seconds_to_store(size_bytes: int, bandwidth_bytes_per_s: float | None) -> fl
     return min(size_bytes / bandwidth_bytes_per_s, bounds.SECONDS_MAX)
 
 
-def take_s(measured: Measured) -> float:
+def take_s(measured: Measurements) -> float:
     """Expected time from a request to the last stored byte of a new checkpoint."""
     return (measured.save_s or 0.0) + seconds_to_store(
         measured.save_bytes or 0, measured.bandwidth_bytes_per_s
@@ -90,7 +90,7 @@ def decide(
     *,
     left_s: float,
     reserve_s: float,
-    measured: Measured,
+    measured: Measurements,
     has_trainer: bool,
     candidates: Sequence[Candidate],
     is_committing: bool,

@@ -28,13 +28,13 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     known = next((t for t in state.trainers if t.pid == trainer.pid), None)
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
-    lineage.noted(transition, trainer.start_id)
+    lineage.record_start_id(transition, trainer.start_id)
     if not state.connected:
         transition.state = replace(transition.state, joined_mono_s=transition.now)
     transition.state = replace(transition.state, trainers=(*others, trainer))
     if state.last_complete is not None:  # made while it was away, perhaps
         transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
-    nodes.joined(transition, trainer)
+    nodes.record_joined(transition, trainer)
     request.record_joined(transition, trainer.connection, trainer.rank)
 
 
@@ -78,11 +78,11 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, step=event.step)
-        lineage.noted(transition, event.start_id)
+        lineage.record_start_id(transition, event.start_id)
     others = (t for t in transition.state.trainers if t is not trainer)
     transition.state = replace(transition.state, trainers=(*others, placed))
     before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
-    lineage.started(transition, placed, before_mono_s=before_mono_s)
+    lineage.record_started(transition, placed, before_mono_s=before_mono_s)
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:

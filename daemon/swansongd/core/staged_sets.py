@@ -28,8 +28,6 @@ from swansongd.model import (
 
 NEWEST = 2
 """The newest unsent set, and the one to fall back to if the newest is torn or changed."""
-UNSENT_MAX = NEWEST + 4
-"""Also the newest healthy set, the one in flight, one that is partly stored, and the answer to a request."""
 
 
 def record_scan(transition: Transition, event: Scanned) -> None:
@@ -39,7 +37,7 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     new = [staged for staged in event.staged if staged.id not in before]
     _record_found(transition, event, new, is_first=is_first)
     _forget_absent(transition, event, before)
-    lineage.found(transition, new, is_first=is_first)
+    lineage.record_found(transition, new, is_first=is_first)
     if is_first:
         _first_look(transition, event.staged)
     transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
@@ -110,7 +108,7 @@ def _note_newest(transition: Transition, present: frozenset[CheckpointId]) -> No
 
 def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
-    nodes.first_look(transition)
+    nodes.record_first_scan(transition)
     evacuation = transition.state.evacuation
     request = evacuation.request if evacuation is not None else None
     if request is not None and request.by_signal:

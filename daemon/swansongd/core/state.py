@@ -9,18 +9,18 @@ from enum import StrEnum
 
 from swansongd.core.cadence import History
 from swansongd.core.events import ClaimGeneration, JoinGeneration
-from swansongd.core.planner import Candidate, Measured, Plan, take_s
+from swansongd.core.planner import Candidate, Measurements, Plan, take_s
 from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
-    Part,
     Severity,
     SourceStatus,
     Staged,
     StoredShard,
     TrainerView,
     Verdict,
+    VmPart,
     is_healthy,
 )
 
@@ -95,7 +95,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredSet:
     """A set whose shards are all stored, and whose manifest is not known to be."""
 
     flush_id: str
@@ -301,7 +301,7 @@ class State:
     owes_checkpoint: bool = False
     """Training started behind the newest commit: only a commit of this generation takes its place."""
     flight: Flight | None = None
-    stored: tuple[Stored, ...] = ()
+    stored: tuple[StoredSet, ...] = ()
     last_commit: CommitRef | None = None
     """Newest commit of the run that this daemon knows of, of whatever generation.  Over several VMs
     perhaps this VM's part of it only."""
@@ -439,12 +439,12 @@ class State:
         return None if generation is None else CommitRef(generation, checkpoint.step)
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> VmPart | None:
         """The newest checkpoint of which this VM's part is committed, as long as it is not whole."""
         incomplete = self.incomplete
         if incomplete is None:
             return None
-        return Part(incomplete.refs[0], incomplete.nodes, incomplete.committed)
+        return VmPart(incomplete.refs[0], incomplete.nodes, incomplete.committed)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -524,14 +524,14 @@ class State:
         return max((trainer.local_world_size for trainer in self.trainers), default=1)
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurements:
         """The slowest rank decides how long a save takes; the newest set tells how large one is."""
         save_s = [t.save_s for t in self.trainers if t.save_s is not None]
         if not self.trainers and self.signal_save_s is not None:
             save_s = [self.signal_save_s]
         newest = max((s for s in self.staged), key=lambda s: s.id, default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
-        return Measured(
+        return Measurements(
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             save_s=max(save_s, default=None),
             save_bytes=newest.size_bytes if newest else (sum(reported) if reported else None),
