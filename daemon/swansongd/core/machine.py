@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine: ``step(state, event, now) -> (new state, actions)``.
 
-Each transition has two halves.  ``record_*`` writes down what the event means, in the module of its topic.
-``reconcile`` compares all the facts with the wanted state, topic by topic, and orders what is missing.  So
-the same facts lead to the same orders in whatever sequence they came, and a daemon that was restarted in the
-middle continues.  Orders that only answer the event leave in the first half: a scan, a message to the rank
-that reported, the deletion of sets that a commit replaces.
+Each transition has two halves.  ``record_*`` changes the facts as the event has it, in the module of its
+topic.  ``reconcile`` compares all facts with the wanted state, topic by topic, and orders the missing work.
+The same facts therefore lead to the same work in whatever sequence the events came, and a daemon that is
+restarted during an evacuation continues.
+
+- Work is ordered only by ``reconcile``: requests to the ranks, the signal, flushes, manifests, looks for the
+  parts of other VMs, claims, verdicts.
+- ``record_*`` orders only reactions to the event: a message to the rank that connected or reported, or to all
+  ranks about a commit, a fence, a withdrawn request or a start that may begin; a scan or a check of the fence;
+  the end of a flush whose set is void; the removal of sets that a commit or another line replaces; the end of
+  the daemon when an operator stops it.
+- Timeline and log lines leave from both halves.  So do scans, cancelled flushes, withdrawn requests, and
+  messages about a fence or about a start that may begin.
 
 Pure: no clock, disk, socket, thread or environment.  Every failure arrives as an event, none is raised.
 """
@@ -184,8 +192,8 @@ def _reconcile(transition: Transition) -> None:
 def rebuilt(state: State) -> State:
     """The state without the reports of trainers and staging, as a restart of the daemon leaves it.
 
-    For a state that :func:`step` cannot work with: only input from outside can have spoiled it.  Notices,
-    the generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
+    For a state with which :func:`step` fails: only input from outside can have spoiled it.  Notices, the
+    generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
     """
     return replace(
         state,

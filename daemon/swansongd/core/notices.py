@@ -3,10 +3,10 @@
 
 A source may name any time, at any rate.  Three rules keep that harmless:
 
-- A time that has passed is wrong while the VM runs: an assumed time takes its place.
-- While an evacuation answers a notice, its deadline never moves later.  A later time that the source has
-  named meanwhile counts once the VM has outlived the earlier one.
-- Each source causes :data:`AT_ONCE` evacuations at once, and one more every :data:`EVERY_S`.  Operators
+- A time in the past is wrong while the VM runs: an assumed time replaces it.
+- While an evacuation answers a notice, its deadline never moves later.  A later time that the source names
+  meanwhile counts once the VM has outlived the earlier one.
+- Each source causes :data:`AT_ONCE` evacuations in a row, and one more every :data:`EVERY_S`.  Operators
   and the host's own shutdown are exempt.
 """
 
@@ -19,15 +19,15 @@ from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus
 
 OUTLIVED_S = 10.0
-"""A VM that still runs this long after its deadline was not taken: go back to watching."""
+"""A VM that still runs this long after its deadline was not terminated: watch again."""
 CONCLUDED_MAX = 64
 AT_ONCE = 3
 EVERY_S = 20.0
 BY_HAND = ("manual", "drill")
-"""Sources of notices that operators give: several can be in force at once, each with its own end."""
+"""Sources of notices by hand: several can be in force at the same time, each with another deadline."""
 BY_HAND_MAX = 16
 SAME_END_S = 0.3
-"""Notices by hand whose ends are no further apart are one notice: calls at once, or a retried call."""
+"""Notices by hand with deadlines this close are one notice: simultaneous calls, or a retried call."""
 REPEATS_MAX = 16
 
 
@@ -45,7 +45,7 @@ def record_source(transition: Transition, status: SourceStatus) -> None:
 
 
 def record_raised(transition: Transition, notice: Notice) -> None:
-    """A source has shown a notice: a new one, or one that is in force already."""
+    """A source shows a notice: a new one, or one that is in force already."""
     if notice.deadline_mono_s <= transition.now:
         notice = _overdue(transition, notice)
     known = transition.state.notices.get(_key(notice))
@@ -60,7 +60,7 @@ def record_raised(transition: Transition, notice: Notice) -> None:
 
 
 def record_withdrawn(transition: Transition, source: str, reason: str) -> None:
-    """A source no longer shows its notice; if it shows it again, that is a new one."""
+    """A source no longer shows its notice.  The same notice later is a new one."""
     state = transition.state
     gone = {key: notice for key, notice in state.notices.items() if notice.source == source}
     if not gone:
@@ -76,11 +76,11 @@ def record_withdrawn(transition: Transition, source: str, reason: str) -> None:
 
 
 def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
-    """The VM has outlived its deadline, and with it each of these notices whose own deadline has passed."""
+    """The VM has outlived its deadline, and each of these notices whose own deadline has passed."""
     notices = dict(transition.state.notices)
     concluded = list(transition.state.concluded)
     for notice in live:
-        # Its next evacuation is another one, whether this daemon opens it or the one after a restart.
+        # Its next evacuation gets another id, in this life of the daemon and in the next one.
         left = replace(notice, evacuation_id="")
         later_s = notice.later_mono_s
         if transition.now > notice.deadline_mono_s + OUTLIVED_S:
@@ -97,7 +97,7 @@ def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
 
 
 def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
-    """An evacuation is about to open: what has become overdue before that gets the assumed time."""
+    """An evacuation is about to open: notices that are overdue by now get the assumed time."""
     overdue = [notice for notice in live if notice.deadline_mono_s <= transition.now]
     if overdue:
         extended = {_key(notice): _overdue(transition, notice) for notice in overdue}
@@ -107,7 +107,7 @@ def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
 
 
 def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
-    """The evacuation answers these notices; a restarted daemon has to know."""
+    """Note the evacuation that answers these notices, for the daemon after a restart."""
     changed = {
         _key(notice): replace(notice, evacuation_id=evacuation_id)
         for notice in live
@@ -126,7 +126,7 @@ def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
 
 
 def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
-    """Those of the notices whose sources may cause one more evacuation now."""
+    """The notices whose sources may cause one more evacuation now."""
     admitted = tuple(n for n in news if _is_within_rate(transition, n))
     held = {notice.source for notice in news} - {notice.source for notice in admitted}
     for source in sorted(held - transition.state.held):
@@ -150,7 +150,7 @@ def record_opened(transition: Transition, source: str) -> None:
 
 def _is_within_rate(transition: Transition, notice: Notice) -> bool:
     if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
-        return True  # this host reports it, or its operator
+        return True  # from this host or its operator
     if notice.evacuation_id and notice.evacuation_id not in transition.state.opened:
         return True  # it was open before a restart
     until_s = transition.state.rates_mono_s.get(notice.source, transition.now)
@@ -290,9 +290,9 @@ def _make_room(transition: Transition, others: list[Notice]) -> bool:
 def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
     """Whether a later deadline replaces the assumed one.
 
-    Compute Engine does not report how long before the soft-off its notice comes.  When the soft-off has
-    not come after a while the long notice applies; that proves something only while logind would have
-    reported it.
+    Compute Engine does not report the time between its notice and the soft-off.  If the soft-off has not come
+    after the short time, the long one applies.  That conclusion is valid only while logind works and would
+    have reported the soft-off.
     """
     logind = state.sources.get(LOGIND_SOURCE)
     return (

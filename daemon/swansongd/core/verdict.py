@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict: how an evacuation ends, reported as soon as it is known, and again if it gets better."""
+"""The verdict of an evacuation, reported as soon as it is known, and again if it improves."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _conclude(
 
 
 def _report_part(transition: Transition, evacuation: Evacuation) -> None:
-    """Leave a farewell that names this VM's part: the power may go before the other VMs have committed."""
+    """Write a farewell with this VM's part: the power may be cut before the other VMs have committed."""
     state, part = transition.state, transition.state.part
     is_wanted = state.answer is None or state.is_covered(state.answer)
     if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
@@ -131,7 +131,7 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     if state.is_answered and state.answer is not None and state.is_whole(state.answer):
         return (
             Verdict.SAFE,
-            f"the checkpoint that was asked for is committed: {state.last_complete}",
+            f"the requested checkpoint is committed: {state.last_complete}",
         )
     if state.is_answered:
         return (
@@ -148,7 +148,7 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
             return Verdict.LOST, "the time ran out before anything was committed"
         if request is not None and request.failure:
             return Verdict.LOST, f"nothing is committed: {request.failure}"
-        return Verdict.LOST, "nothing was staged, so nothing is committed"
+        return Verdict.LOST, "no set was sealed, so nothing is committed"
     stands = _what_stands(state)
     if part is not None:
         stands = f"{part}; {stands}"
@@ -157,10 +157,10 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     if request is not None and request.failure:
         return Verdict.PARTIAL, f"{request.failure}; {stands}"
     if request is not None and state.answer is not None and state.is_covered(state.answer):
-        reason = f"a commit of before the notice stands ahead of step {state.answer.step}"
+        reason = f"a commit from before the notice is ahead of step {state.answer.step}"
         return Verdict.PARTIAL, f"{reason}; {stands}"
     if state.owes_checkpoint:
-        return Verdict.PARTIAL, f"training started behind the newest commit; {stands}"
+        return Verdict.PARTIAL, f"training started before the newest commit; {stands}"
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)

@@ -16,7 +16,7 @@ from swansongd.bucket.farewell import (
 )
 from swansongd.core.events import Conclude
 from swansongd.errors import CorruptError
-from swansongd.model import CommitRef, VmPart, Verdict
+from swansongd.model import CommitRef, Verdict, VmPart
 
 WRITTEN = "2030-01-01T00:00:00Z"
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(2, 7), 101.5)

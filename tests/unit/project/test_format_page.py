@@ -21,9 +21,9 @@ from swansongd.model import (
     CheckpointId,
     CheckpointKind,
     CommitRef,
-    VmPart,
     StoredShard,
     Verdict,
+    VmPart,
 )
 from swansongd.observe.timeline import ENTRIES_MAX
 
