@@ -111,7 +111,7 @@ def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...
 
 
 def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
-    """The earliest deadline.  Deadlines of other VMs and of overdue notices count only without a better one."""
+    """The earliest deadline; that of another VM or of an overdue notice only without any other."""
     own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
     timely = [n for n in own if not n.is_overdue] or own
     return min(notice.deadline_mono_s for notice in timely)

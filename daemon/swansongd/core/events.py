@@ -220,9 +220,9 @@ class FlushProgress:
     bytes_stored: int
     """Bytes of the set that need not be sent any more: stored by any flush, or referenced."""
     bytes_sent: int = 0
-    """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and are
-    subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in bursts,
-    and seconds without a finished part would look like an idle link."""
+    """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and
+    are subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in
+    bursts, and seconds without a finished part would look like an idle link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +266,8 @@ class PartsCounted:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no reader
-    would accept a manifest of this set."""
+    """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no
+    reader would accept a manifest of this set."""
 
     flush_id: str
     reason: str

@@ -6,14 +6,14 @@ topic.  ``reconcile`` compares all facts with the wanted state, topic by topic, 
 The same facts therefore lead to the same work in whatever sequence the events came, and a daemon that is
 restarted during an evacuation continues.
 
-- Work is ordered only by ``reconcile``: requests to the ranks, the signal, flushes, manifests, looks for the
-  parts of other VMs, claims, verdicts.
-- ``record_*`` orders only reactions to the event: a message to the rank that connected or reported, or to all
-  ranks about a commit, a fence, a withdrawn request or a start that may begin; a scan or a check of the fence;
-  the end of a flush whose set is void; the removal of sets that a commit or another line replaces; the end of
-  the daemon when an operator stops it.
-- Timeline and log lines leave from both halves.  So do scans, cancelled flushes, withdrawn requests, and
-  messages about a fence or about a start that may begin.
+- Only ``reconcile`` orders work: new requests to the ranks, the signal, flushes, manifests, looks for the
+  parts of other VMs, claims and verdicts.
+- ``record_*`` orders reactions to the event.  These are messages to the rank that connected or reported;
+  messages to all ranks about a commit, a fence, a withdrawn request or a job start that may begin; scans, and
+  a check of the fence; the cancellation of a flush whose set is gone or abandoned; the removal of sets that a
+  commit or another line replaces; the daemon's end when an operator stops it.
+- Both halves write the timeline and the log.  ``reconcile`` also scans, cancels, withdraws, removes
+  superseded sets, and ends the daemon when it is fenced or the host shuts down.
 
 Pure: no clock, disk, socket, thread or environment.  Every failure arrives as an event, none is raised.
 """

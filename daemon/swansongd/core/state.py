@@ -136,7 +136,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class FailedSaves:
-    """Checkpoints that the trainer failed to write since the daemon started: their number and the last one."""
+    """Checkpoints that the trainer failed to write since the daemon started: number and last one."""
 
     count: int = 0
     request_id: str = ""
