@@ -21,9 +21,9 @@ from swansongd.model import (
     CheckpointId,
     CheckpointKind,
     CommitRef,
-    Part,
     StoredShard,
     Verdict,
+    VmPart,
 )
 from swansongd.observe.timeline import ENTRIES_MAX
 
@@ -145,7 +145,7 @@ def test_the_fields_of_a_claim() -> None:
 
 def test_the_fields_of_a_farewell() -> None:
     """The page has the fields of the object, no more and no less."""
-    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, Part(REF, 2))
+    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
     farewell = farewells.Farewell(
         run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
     )
