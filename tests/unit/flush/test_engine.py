@@ -10,12 +10,13 @@ import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.core.events import Flushed, FlushFailed, FlushProgress
+from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
 from swansongd.flush.body import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
 from swansongd.model import CheckpointId
@@ -279,6 +280,33 @@ def test_memory_is_bounded_by_windows(flush: Flush) -> None:
     flush.store.put_part = put_part  # type: ignore[method-assign]
     flush.flushed(staged_set(flush.run_directory, {"a": bytes(300 * PART)}))
     assert sizes == {WINDOW_BYTES}
+
+
+def test_progress_counts_the_bytes_of_parts_in_flight(flush: Flush) -> None:
+    """Progress is posted while no part is finished, and only when a counter has changed."""
+    held = threading.Event()
+    sent = flush.store.put_part
+
+    def put_part(upload: Upload, number: int, body: Body) -> PartReceipt:
+        read_into = body.read_into
+
+        def read_and_hold(window: memoryview) -> None:
+            read_into(window)
+            assert held.wait(20)
+
+        body.read_into = read_and_hold  # type: ignore[method-assign]
+        return sent(upload, number, body)
+
+    flush.store.put_part = put_part  # type: ignore[method-assign]
+    flush.engine.start("f", staged_set(flush.run_directory, {"a": bytes(3 * PART)}), 1)
+    progress: list[Event] = []
+    while FlushProgress("f", 0, 3 * WINDOW_BYTES) not in progress:
+        progress.append(flush.events.get(timeout=20))
+    held.set()
+    while not isinstance(event := flush.events.get(timeout=20), Flushed):
+        progress.append(event)
+    assert progress[0] == FlushProgress("f", 0, 0)
+    assert all(event != following for event, following in pairwise(progress))
 
 
 @pytest.mark.fault("O18", "H07")
