@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committer against a real directory as store: what it claims, commits and leaves behind."""
+"""The committer with a directory as its store: claims, commits and farewells."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOW = "2030-01-01T00:00:00Z"
 
 
 class Desk:
-    """A store, the daemon's own directory, and the committers that come and go there."""
+    """A store, the daemon's own directory, and the committers that use them one after another."""
 
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
@@ -67,7 +67,7 @@ class Desk:
         self.reason = ""
         self.now = NOW
         self.tries = 0
-        """How often the store was asked for its commits."""
+        """Number of listings of the commits."""
 
     @contextmanager
     def committer(
@@ -105,7 +105,7 @@ class Desk:
         return Counting(self.store.url)
 
     def next(self) -> Event:
-        """The next one, but for what is read of earlier generations whenever one was claimed."""
+        """The next event, except those that report earlier generations."""
         while True:
             event = self.events.get(timeout=10)
             if not isinstance(event, HistoryRead | NewestDated):
@@ -113,7 +113,7 @@ class Desk:
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """A plain file lies where the store was."""
+        """Replace the directory of the store by a file for a while."""
         hidden = self.bucket.with_name("hidden")
         os.rename(self.bucket, hidden)
         self.bucket.touch()
@@ -122,7 +122,7 @@ class Desk:
         os.rename(hidden, self.bucket)
 
     def claimed(self, **options: Any) -> int:
-        """Start a committer, and end it when it has its generation."""
+        """Start a committer, and close it when it has claimed a generation."""
         with self.committer(**options):
             event = self.next()
         assert isinstance(event, GenerationClaimed), event
@@ -138,7 +138,7 @@ LOST = Conclude("e1", Verdict.LOST, "nothing was staged", None, 0.0)
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(1, 10), 1.0)
 
 
-def an_order(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
+def a_request(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
     return CommitManifest(f"f{step}", a_set(step, nonce), (), generation, None)
 
 
@@ -146,18 +146,18 @@ def stored(desk: Desk, below: str) -> list[str]:
     return [info.key for info in desk.store.list(below)]
 
 
-# ---------------------------------------------------------------- the claim
+# ---------------------------------------------------------------- claims
 
 
-def test_a_restarted_daemon_goes_on_under_its_number(desk: Desk) -> None:
+def test_a_restarted_daemon_continues_under_its_generation(desk: Desk) -> None:
     """Same boot, URL and run: the recorded claim is used again, and nothing new is claimed."""
     assert desk.claimed() == 1
     assert desk.claimed() == 1
     assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
 
 
-def test_the_claim_says_what_is_committed(desk: Desk) -> None:
-    """GenerationClaimed carries the newest whole commit, of whatever generation."""
+def test_the_claim_reports_the_newest_whole_commit(desk: Desk) -> None:
+    """GenerationClaimed contains the newest whole commit, of any generation."""
     committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
     desk.store.put(KEYS.generation(4), b"{}")
     with desk.committer():
@@ -167,10 +167,10 @@ def test_the_claim_says_what_is_committed(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("now", "age_s"), [("2030-01-01T01:00:00Z", 3600.0), ("2029-01-01T00:00:00Z", 0.0)]
 )
-def test_the_age_of_the_newest_commit_comes_after_the_claim(
+def test_the_age_of_the_newest_commit_is_posted_after_the_claim(
     desk: Desk, now: str, age_s: float
 ) -> None:
-    """NewestDated carries the age by the manifest, and no negative one where a clock is wrong."""
+    """NewestDated contains the age according to the manifest; 0 if the clocks make it negative."""
     committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
     desk.now = now
     with desk.committer():
@@ -179,15 +179,15 @@ def test_the_age_of_the_newest_commit_comes_after_the_claim(
     assert dated == NewestDated(CommitRef(4, 70), age_s)
 
 
-def test_another_boot_claims_anew(desk: Desk) -> None:
-    """A claim outlives the daemon and not the boot: a cloned disk must not bring a generation along."""
+def test_another_boot_claims_another_generation(desk: Desk) -> None:
+    """A claim belongs to one boot: a VM with a cloned disk must not use the generation of the original."""
     assert desk.claimed() == 1
     assert desk.claimed(boot="boot-2") == 2
     assert desk.claimed(boot="boot-2") == 2
 
 
-def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
-    """The record counts for the run and the URL that it names."""
+def test_another_run_or_store_claims_another_generation(desk: Desk, tmp_path: Path) -> None:
+    """The record is valid for one run and one store URL."""
     desk.store.put(KEYS.generation(6), b"{}")
     assert desk.claimed() == 7
     assert desk.claimed(keys=RunKeys("other")) == 1
@@ -212,8 +212,8 @@ def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
         b" " * 20_000 + b"{}",
     ],
 )
-def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) -> None:
-    """Whatever lies there, the daemon gets a generation."""
+def test_an_invalid_record_is_ignored(desk: Desk, content: bytes) -> None:
+    """The daemon claims a generation, whatever the file contains."""
     url = desk.store.url.encode()
     (desk.own / "claim.json").write_bytes(content.replace(b"URL", url))
     assert desk.claimed() == 1
@@ -223,14 +223,14 @@ def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) ->
 
 
 def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
-    """The record that a daemon of this boot has left, changed."""
+    """The record of an earlier daemon of this boot, with changes."""
     made = ClaimRecord("r", desk.store.url, "boot-1", 1, "forged")
     return replace(made, **changes)
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
-    """A forged record leads to a new generation and a line in the log, not to another's generation."""
+def test_a_record_counts_only_if_the_claim_in_the_store_has_its_nonce(desk: Desk) -> None:
+    """A forged record leads to a new generation and a log line, not to the generation of another VM."""
     with desk.committer(boot="another VM"):
         assert desk.next() == GenerationClaimed(1, None)
     a_record(desk).save(desk.own)
@@ -242,15 +242,15 @@ def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: 
 
 
 @pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"nonce": "forged"}'])
-def test_a_record_of_a_claim_that_makes_no_sense_does_not_count(desk: Desk, content: bytes) -> None:
-    """Run and generation have to be right, too."""
+def test_a_record_of_an_invalid_claim_is_ignored(desk: Desk, content: bytes) -> None:
+    """The claim must contain the run, the generation and the nonce of the record."""
     desk.store.put(KEYS.generation(1), content)
     a_record(desk).save(desk.own)
     assert desk.claimed() == 2
 
 
-def test_a_record_outlived_by_its_bucket_does_not_count(desk: Desk) -> None:
-    """The prefix was wiped while the daemon was down: the run begins again, with a claim."""
+def test_a_record_is_ignored_after_the_bucket_was_emptied(desk: Desk) -> None:
+    """All objects were deleted while the daemon was stopped: the daemon claims the first generation again."""
     assert desk.claimed() == 1
     desk.store.delete(KEYS.generation(1))
     assert desk.claimed() == 1
@@ -258,8 +258,8 @@ def test_a_record_outlived_by_its_bucket_does_not_count(desk: Desk) -> None:
     assert desk.claimed() == 1
 
 
-def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
-    """An outage says nothing about the claim: the number is kept."""
+def test_a_record_is_kept_during_an_outage_of_the_store(desk: Desk) -> None:
+    """After the outage the daemon continues under the recorded generation."""
     assert desk.claimed() == 1
     with ExitStack() as committer:
         with desk.outage():
@@ -271,10 +271,10 @@ def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
 
 @pytest.mark.fault("S1", "S3")
 @pytest.mark.parametrize("plant", ["link", "hard link", "directory"])
-def test_a_record_that_this_user_did_not_write_does_not_count(
+def test_a_record_that_this_user_did_not_write_is_ignored(
     desk: Desk, tmp_path: Path, plant: str
 ) -> None:
-    """Any entry under its name: no link is followed, and the daemon claims and continues."""
+    """Links are not followed, and the daemon claims a new generation."""
     assert desk.claimed() == 1
     elsewhere = tmp_path / "elsewhere"
     os.rename(desk.own / "claim.json", elsewhere)
@@ -290,8 +290,8 @@ def test_a_record_that_this_user_did_not_write_does_not_count(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_record_of_another_user_does_not_count(desk: Desk) -> None:
-    """Nor does one in a directory of another user."""
+def test_a_record_of_another_user_is_ignored(desk: Desk) -> None:
+    """So is a record in a directory of another user."""
     assert desk.claimed() == 1
     os.chown(desk.own / "claim.json", 65534, 65534)
     assert desk.claimed() == 2
@@ -301,8 +301,8 @@ def test_a_record_of_another_user_does_not_count(desk: Desk) -> None:
 
 
 @pytest.mark.fault("S25")
-def test_a_claim_beyond_the_format_is_refused_loudly_and_the_daemon_stays(desk: Desk) -> None:
-    """One planted object: one line in the log, the way out in the health; gone, the claim is made."""
+def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(desk: Desk) -> None:
+    """The log contains one line, and the health names the object; after its deletion the claim succeeds."""
     planted = KEYS.generation(bounds.GENERATION_MAX)
     desk.store.put(planted, b"{}")
     with capture_logs() as logs, desk.committer() as committer:
@@ -320,8 +320,8 @@ def test_a_claim_beyond_the_format_is_refused_loudly_and_the_daemon_stays(desk: 
 
 
 @pytest.mark.fault("S25", "G16")
-def test_an_unknown_object_among_the_commits_costs_no_generation(desk: Desk) -> None:
-    """The claim waits, instead of taking a number at each try."""
+def test_an_unknown_object_among_the_commits_uses_up_no_generation(desk: Desk) -> None:
+    """The committer retries before the claim, not after it."""
     planted = f"{KEYS.commits}junk"
     desk.store.put(planted, b"")
     with desk.committer() as committer:
@@ -333,8 +333,8 @@ def test_an_unknown_object_among_the_commits_costs_no_generation(desk: Desk) -> 
         assert desk.next() == GenerationClaimed(1, None)
 
 
-def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> None:
-    """Its own number is recorded, a newer one is claimed: FenceFound, and nothing is claimed."""
+def test_a_restarted_daemon_is_fenced_by_a_newer_claim(desk: Desk) -> None:
+    """It has a recorded generation, so it posts FenceFound and claims nothing."""
     assert desk.claimed() == 1
     desk.store.put(KEYS.generation(2), b"{}")
     with desk.committer():
@@ -342,15 +342,17 @@ def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> 
     assert stored(desk, KEYS.generations)[-1] == KEYS.generation(2)
 
 
-def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None:
-    """Staging is full or gone: the generation is ours, and the next start takes another one."""
+def test_a_claim_that_cannot_be_recorded_is_still_valid(desk: Desk) -> None:
+    """If the record cannot be written, the next daemon claims another generation."""
     shutil.rmtree(desk.own)
     assert desk.claimed() == 1
     assert desk.claimed() == 2
 
 
-def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path) -> None:
-    """The store does not make it: its file system may not be mounted yet."""
+def test_the_claim_is_retried_until_the_directory_of_the_store_exists(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """The store does not create it: its file system may not be mounted yet."""
     with desk.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
         until(lambda: "does not exist" in desk.reason, what="the first failure")
         assert not (tmp_path / "new").exists()
@@ -359,8 +361,8 @@ def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path
         assert desk.next() == GenerationClaimed(1, None)
 
 
-def test_the_claim_waits_for_the_store(desk: Desk) -> None:
-    """Health says that the store fails while it does; then the generation is claimed, and health is ok."""
+def test_the_claim_is_retried_until_the_store_works(desk: Desk) -> None:
+    """The health is not OK during the outage, and OK after the claim."""
     with ExitStack() as committer:
         with desk.outage():
             working = committer.enter_context(desk.committer())
@@ -372,10 +374,10 @@ def test_the_claim_waits_for_the_store(desk: Desk) -> None:
         assert desk.health[-1:] == [Health.OK]
 
 
-def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
+def test_a_notice_cuts_the_backoff_of_the_claim_short(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the committer would have slept, ``hurry`` wakes it."""
+    """``expedite`` ends a pause of 1000 s."""
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
     with ExitStack() as committer:
@@ -386,7 +388,7 @@ def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
         assert desk.next() == GenerationClaimed(1, None)
 
 
-# ---------------------------------------------------------------- orders
+# ---------------------------------------------------------------- requests
 
 
 @pytest.fixture
@@ -397,9 +399,11 @@ def working(desk: Desk) -> Iterator[Committer]:
         yield committer
 
 
-def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Committer) -> None:
-    """What lies in the store is what was ordered."""
-    working.commit(an_order())
+def test_a_commit_creates_the_manifest_and_posts_commit_done(
+    desk: Desk, working: Committer
+) -> None:
+    """The manifest has the values of the request."""
+    working.commit(a_request())
     assert desk.next() == CommitDone("f10", CommitRef(1, 10))
     (key,) = stored(desk, KEYS.commits)
     made = manifest.decode(desk.store.get(key))
@@ -407,19 +411,19 @@ def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Committer) -
     assert made.created == NOW
 
 
-def test_the_same_commit_twice_is_one(desk: Desk, working: Committer) -> None:
-    """A lost reply makes the daemon order it again: its own nonce is found, and that is success."""
+def test_the_same_commit_twice_creates_one_manifest(desk: Desk, working: Committer) -> None:
+    """After a lost reply the request is repeated; it finds its own nonce in the manifest, and succeeds."""
     for _ in range(2):
-        working.commit(an_order())
+        working.commit(a_request())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
     assert len(stored(desk, KEYS.commits)) == 1
 
 
-def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Committer) -> None:
-    """The first one stands."""
-    working.commit(an_order())
+def test_another_set_of_the_same_step_is_a_conflict(desk: Desk, working: Committer) -> None:
+    """The first manifest is not replaced."""
+    working.commit(a_request())
     desk.next()
-    working.commit(an_order(nonce="xyz"))
+    working.commit(a_request(nonce="xyz"))
     event = desk.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
@@ -427,21 +431,21 @@ def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Committer) 
     assert manifest.decode(desk.store.get(key)).nonce == "abc"
 
 
-def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Committer) -> None:
-    """CommitFailed without conflict, health not ok; when the store is back, the same order works."""
+def test_a_failure_of_the_store_is_not_a_conflict(desk: Desk, working: Committer) -> None:
+    """CommitFailed without a conflict; after the outage the same request succeeds."""
     with desk.outage():
-        working.commit(an_order())
+        working.commit(a_request())
         event = desk.next()
     assert isinstance(event, CommitFailed)
     assert not event.conflict
     assert Health.OK not in desk.health[-1:]
-    working.commit(an_order())
+    working.commit(a_request())
     assert desk.next() == CommitDone("f10", CommitRef(1, 10))
     assert desk.health[-1:] == [Health.OK]
 
 
-def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
-    """A fault in the code costs that commit, and neither the thread nor the answer."""
+def test_a_request_that_raises_an_unexpected_error_gets_an_answer(desk: Desk) -> None:
+    """A fault of the daemon fails one commit; the thread continues."""
 
     class Faulty(FileStore):
         def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -451,11 +455,11 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
 
     with desk.committer(store=Faulty(desk.store.url)) as working:
         assert desk.next() == GenerationClaimed(1, None)
-        working.commit(an_order(5))
+        working.commit(a_request(5))
         event = desk.next()
         assert isinstance(event, CommitFailed)
         assert not event.conflict
-        working.commit(an_order(6))
+        working.commit(a_request(6))
         assert desk.next() == CommitDone("f6", CommitRef(1, 6))
 
 
@@ -469,23 +473,23 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
         {"nodes": 10**5},
     ],
 )
-def test_a_set_that_no_manifest_can_hold_is_given_up_once(
+def test_a_set_that_no_manifest_can_contain_is_a_conflict(
     desk: Desk, working: Committer, unusable: dict[str, Any]
 ) -> None:
-    """One answer that makes the set unusable, no object in the store; the sets beside it are committed."""
-    order = an_order(5)
-    working.commit(replace(order, staged=replace(order.staged, **unusable)))
+    """The store gets no object of it; the next set is committed."""
+    request = a_request(5)
+    working.commit(replace(request, staged=replace(request.staged, **unusable)))
     event = desk.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
     assert stored(desk, KEYS.commits) == []
     assert Health.OK in desk.health[-1:]
-    working.commit(an_order(6))
+    working.commit(a_request(6))
     assert desk.next() == CommitDone("f6", CommitRef(1, 6))
 
 
-def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
-    """A store that answers 404 to each GET has no commit to report; once one was read, no more are."""
+def test_the_first_commit_of_a_daemon_is_read_back(desk: Desk) -> None:
+    """If the GET of the manifest fails, the commit fails.  After one success, manifests are not read back."""
 
     class Forgetful(FileStore):
         gets = 0
@@ -501,29 +505,29 @@ def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
     with desk.committer(store=store) as committer:
         assert desk.next() == GenerationClaimed(1, None)
         for _ in range(3):
-            committer.commit(an_order())
+            committer.commit(a_request())
             event = desk.next()
             assert isinstance(event, CommitFailed)
             assert not event.conflict
         store.forgets = False
-        committer.commit(an_order())
+        committer.commit(a_request())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
         gets = store.gets
-        committer.commit(an_order(11))
+        committer.commit(a_request(11))
         assert desk.next() == CommitDone("f11", CommitRef(1, 11))
         assert store.gets == gets
 
 
 @pytest.mark.fault("S25")
-def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> None:
-    """With a higher claim, junk beside it and a higher commit the committer continues, and logs each."""
+def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(desk: Desk) -> None:
+    """A higher claim, an unknown object and a higher commit are logged, and the commit succeeds."""
     keys = RunKeys("r", Signer(b"k" * 32))
     with desk.committer(keys=keys) as committer, capture_logs() as logs:
         assert desk.next() == GenerationClaimed(1, None)
         desk.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
         desk.store.put(f"{KEYS.generations}junk", b"")
         committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
-        committer.commit(an_order())
+        committer.commit(a_request())
         assert desk.next() == CommitDone("f10", CommitRef(1, 10))
         committer.check_fence()
         assert committer.drain(10)
@@ -535,16 +539,18 @@ def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> Non
         assert desk.next() == GenerationClaimed(2, CommitRef(1, 10))
 
 
-def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Committer) -> None:
-    """FenceFound, and no manifest."""
+def test_a_fenced_vm_commits_nothing(desk: Desk, working: Committer) -> None:
+    """The committer posts FenceFound, and writes no manifest."""
     desk.store.put(KEYS.generation(3), b"{}")
-    working.commit(an_order())
+    working.commit(a_request())
     assert desk.next() == FenceFound(3)
     assert not stored(desk, KEYS.commits)
 
 
-def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Committer) -> None:
-    """Our own generation is no fence."""
+def test_a_check_of_the_fence_reports_only_newer_generations(
+    desk: Desk, working: Committer
+) -> None:
+    """The generation of this VM is not reported."""
     working.check_fence()
     assert working.drain(10)
     assert desk.events.empty()
@@ -553,8 +559,8 @@ def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Com
     assert desk.next() == FenceFound(2)
 
 
-def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Committer) -> None:
-    """The clock stands still here; no farewell takes another's name, and none is lost."""
+def test_two_farewells_of_one_second_have_different_keys(desk: Desk, working: Committer) -> None:
+    """The clock of this test does not advance; both verdicts are stored."""
     for conclusion in (LOST, SAFE):
         working.farewell(1, conclusion, [])
     assert working.drain(10)
@@ -564,31 +570,31 @@ def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Committer) -
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
-def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Committer) -> None:
+def test_a_failed_farewell_does_not_stop_the_committer(desk: Desk, working: Committer) -> None:
     with desk.outage():
         working.farewell(1, LOST, [])
         assert working.drain(10)
-    working.commit(an_order())
+    working.commit(a_request())
     assert desk.next() == CommitDone("f10", CommitRef(1, 10))
 
 
-def test_drain_waits_for_what_was_ordered_and_not_for_ever(desk: Desk) -> None:
-    """With a store that never lets the committer claim, False comes within the time given."""
+def test_drain_waits_for_earlier_requests_until_its_timeout(desk: Desk) -> None:
+    """It returns False if the claim has not succeeded by then."""
     with desk.outage(), desk.committer() as committer:
         committer.farewell(1, LOST, [])
         assert not committer.drain(0.05)
 
 
-def test_orders_are_carried_out_in_order(desk: Desk, working: Committer) -> None:
-    """Twenty commits, ordered at once, answered one after the other."""
+def test_requests_are_carried_out_in_order(desk: Desk, working: Committer) -> None:
+    """Twenty commits that were requested together are answered one after another."""
     for step in range(1, 21):
-        working.commit(an_order(step))
+        working.commit(a_request(step))
     answers = list(itertools.islice(iter(desk.next, None), 20))
     assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
 
 
-def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
-    """What it has stored can be referenced; a commit of which a node is missing is none."""
+def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(desk: Desk) -> None:
+    """Its shards can be referenced.  A newer commit without the part of one VM is skipped."""
     old = committed.commit(desk.store, {"model": b"m" * 2500}, step=10)
     committed.commit(desk.store, {"model": b"n" * 2500}, step=20, nodes=2)
     with desk.committer():
@@ -596,24 +602,25 @@ def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
     assert known.shard == old.shards[0]
 
 
-def test_what_was_committed_is_known(desk: Desk) -> None:
-    """The journal hears of a commit before anybody else does."""
+def test_the_journal_knows_a_commit_before_commit_done_is_posted(desk: Desk) -> None:
     made = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
     shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
     with desk.committer() as committer:
         assert isinstance(desk.next(), GenerationClaimed)
-        order = replace(an_order(), shards=(shard,))
-        desk.journal.shard_stored(str(order.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
-        committer.commit(order)
+        request = replace(a_request(), shards=(shard,))
+        desk.journal.shard_stored(
+            str(request.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3)
+        )
+        committer.commit(request)
         assert isinstance(desk.next(), CommitDone)
         known = desk.journal.known("model")
     assert known is not None
     assert known.shard == shard
 
 
-def test_a_commit_that_cannot_be_read_seeds_nothing(desk: Desk) -> None:
-    """The claim stands, and the committer goes on working."""
+def test_a_damaged_commit_is_not_added_to_the_journal(desk: Desk) -> None:
+    """The claim is valid, and the committer continues."""
     made = committed.commit(desk.store, {"model": b"m"})
     committed.flip_bit(desk.bucket / KEYS.commit(made.ref, 0, 1), 99)
     with desk.committer() as committer:
@@ -622,8 +629,8 @@ def test_a_commit_that_cannot_be_read_seeds_nothing(desk: Desk) -> None:
     assert desk.journal.known("model") is None
 
 
-def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: Desk) -> None:
-    """After a rollback, for the same boot; a restarted daemon goes on under it.  Never over a newer VM's."""
+def test_the_next_generation_is_claimed_on_request_unless_fenced(desk: Desk) -> None:
+    """A restarted daemon continues under it.  If a newer VM has claimed one, FenceFound is posted."""
     with desk.committer() as committer:
         assert desk.next() == GenerationClaimed(1, None)
         committer.claim_next(ClaimGeneration(1))
@@ -636,8 +643,8 @@ def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: D
         assert desk.next() == FenceFound(3)
 
 
-def test_what_became_of_earlier_vms_is_told(desk: Desk) -> None:
-    """Once for each claim, after it; a first VM has nothing to tell."""
+def test_the_history_of_earlier_vms_is_posted_after_the_claim(desk: Desk) -> None:
+    """The first VM of a run posts none."""
     with desk.committer(boot="first"):
         assert desk.next() == GenerationClaimed(1, None)
     with desk.committer(boot="second"):
