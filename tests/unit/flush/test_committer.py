@@ -229,7 +229,7 @@ def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_only_if_the_claim_in_the_store_has_its_nonce(desk: Desk) -> None:
+def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
     """A forged record leads to a new generation and a log line, not to the generation of another VM."""
     with desk.committer(boot="another VM"):
         assert desk.next() == GenerationClaimed(1, None)
