@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored bytes are not sent again: after another set, after a restart, or if another set has the same file."""
+"""Stored bytes are not sent again: after another set, after a restart, if another set has the same bytes."""
 
 from __future__ import annotations
 
