@@ -26,7 +26,7 @@ from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
@@ -290,13 +290,13 @@ def retrying(store: ObjectStore, **options: Any) -> Retrying:
 
 
 def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> bytes:
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range(key, offset, size_bytes, sink)
     return sink.data
 
 
 def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
-    return store.put_part(upload, number, BytesBody(piece))
+    return store.put_part(upload, number, CountedBody(piece))
 
 
 def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:

@@ -14,7 +14,7 @@ from swansongd.stores import responses
 from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
 from swansongd.stores.http.client import Response
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import (
@@ -336,7 +336,7 @@ def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
     upload = store.begin("shard", len(CONTENT), PART)
     calls: dict[str, Callable[[ObjectStore], object]] = {
         "put": lambda each: each.put("key", CONTENT),
-        "put_shard": lambda each: each.put_shard("key", BytesBody(CONTENT)),
+        "put_shard": lambda each: each.put_shard("key", CountedBody(CONTENT)),
         "put_part": lambda each: each.complete(upload, [send_part(each, upload, 1, CONTENT)]),
     }
     cloud.order("spoil", how="without", field="ETag", method="PUT")

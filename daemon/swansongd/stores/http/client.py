@@ -50,21 +50,6 @@ class Response:
     """Of the body that was sent; 0 without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class WireCounters:
-    """What a wire has done so far."""
-
-    requests: int
-    """That got an answer, or failed."""
-    sent_bytes: int
-    """Of bodies, as far as they were handed to the network."""
-    received_bytes: int
-    """Handed to sinks."""
-    connections_opened: int
-    cuts: int
-    """Requests that were ended because nothing moved, or far too slowly."""
-
-
 @dataclass(slots=True)
 class _Request:
     method: str
@@ -73,8 +58,6 @@ class _Request:
     body: Body | None
     trailer: str | None
     sink: Sink | None
-    sent_bytes: int = 0
-    received_bytes: int = 0
     range: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,9 +105,6 @@ class Wire:
         self._proxy_lines = _authorization(self._proxy) if self._proxy is not None else []
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
-        self._requests = 0
-        self._sent_bytes = 0
-        self._received_bytes = 0
         self._pool = Pool(
             self._dial, connections=connections, stall_s=stall_s, first_byte_s=first_byte_s
         )
@@ -172,22 +152,6 @@ class Wire:
             return response
         finally:
             self._pool.give_back(connection, keep=keep)
-            with self._lock:
-                self._requests += 1
-                self._sent_bytes += request.sent_bytes
-                self._received_bytes += request.received_bytes
-
-    def counters(self) -> WireCounters:
-        """What was done so far."""
-        lent = self._pool.lent()
-        with self._lock:
-            return WireCounters(
-                requests=self._requests,
-                sent_bytes=self._sent_bytes,
-                received_bytes=self._received_bytes,
-                connections_opened=lent.opened,
-                cuts=lent.cuts,
-            )
 
     def close(self) -> None:
         """Close the idle connections, and the others when their requests are done."""
@@ -239,7 +203,6 @@ class Wire:
             buffer[start:HEAD_ROOM_BYTES] = before
             buffer[end : end + len(after)] = after
             connection.send(buffer[start : end + len(after)])
-            request.sent_bytes += count
             before = b""
         return value
 
@@ -282,12 +245,13 @@ class Wire:
                 connection.total_bytes = head.size_bytes or 0
                 request.sink.rewind()
                 wanted_bytes = _span_bytes(request.range)
+                received_bytes = 0
                 for piece in reader.pieces(head, window):
-                    request.received_bytes += piece.nbytes
-                    if wanted_bytes is not None and request.received_bytes > wanted_bytes:
+                    received_bytes += piece.nbytes
+                    if wanted_bytes is not None and received_bytes > wanted_bytes:
                         raise Transient("the answer is longer than its range")
                     connection.run_local(request.sink.write, piece)
-                if wanted_bytes not in (None, request.received_bytes):
+                if wanted_bytes not in (None, received_bytes):
                     raise Transient("the answer is shorter than its range")
         else:
             limit_bytes = REFUSAL_BYTES_MAX if is_refusal else RESPONSE_BYTES_MAX

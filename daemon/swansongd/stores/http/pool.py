@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 
 from swansongd.errors import Transient
@@ -180,14 +179,6 @@ class HttpConnection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCounters:
-    """What became of the connections so far."""
-
-    opened: int
-    cuts: int
-
-
 class Pool:
     """Lends connections; the one that was used last goes out first.
 
@@ -218,8 +209,6 @@ class Pool:
         """The eldest request first."""
         self._once: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
         """Requests that were cut as outliers: none is a second time."""
-        self._opened = 0
-        self._cuts = 0
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -231,10 +220,8 @@ class Pool:
             self._lent += 1
             connection = self._reusable()
         try:
-            is_new = connection is None
             connection = connection or self._dial()
             with self._lock:
-                self._opened += is_new
                 self._lend(connection, request)
         except BaseException as error:
             if connection is not None:
@@ -266,10 +253,6 @@ class Pool:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.sock.close()
-
-    def lent(self) -> PoolCounters:
-        with self._lock:
-            return PoolCounters(self._opened, self._cuts)
 
     # ------------------------------------------------------------ under the lock
 
@@ -313,20 +296,16 @@ class Pool:
             if connection.cut:
                 continue
             if now_mono_s > connection.limit_mono_s:
-                self._cut(connection, "no whole answer in time")
+                connection.shut("no whole answer in time")
             elif connection.hangs(now_mono_s, self._stall_s, self._first_byte_s):
                 still_s = now_mono_s - connection.moved_mono_s
-                self._cut(connection, f"nothing moved for {still_s:.1f} s")
+                connection.shut(f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
             self._once.append(outlier.request)
-            self._cut(outlier, "far slower than the other connections")
+            outlier.shut("far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
-
-    def _cut(self, connection: HttpConnection, why: str) -> None:
-        self._cuts += 1
-        connection.shut(why)
 
     def _outlier(self, now_mono_s: float) -> HttpConnection | None:
         """A request that would be done sooner if it began again on another connection."""
