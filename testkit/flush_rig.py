@@ -52,7 +52,7 @@ def found_set(
     )
 
 
-class Flush:
+class FlushRig:
     """A flush engine, its staging directory, its store and its events."""
 
     def __init__(

@@ -52,7 +52,7 @@ KEYS = RunKeys("r")
 NOW = "2030-01-01T00:00:00Z"
 
 
-class Desk:
+class CommitterRig:
     """A store, the daemon's own directory, and the committers that use them one after another."""
 
     def __init__(self, directory: Path) -> None:
@@ -95,11 +95,11 @@ class Desk:
             committer.close()
 
     def _counting(self) -> ObjectStore:
-        desk = self
+        rig = self
 
         class Counting(FileStore):
             def list(self, prefix: str) -> Iterator[ObjectInfo]:
-                desk.tries += prefix == KEYS.commits
+                rig.tries += prefix == KEYS.commits
                 return super().list(prefix)
 
         return Counting(self.store.url)
@@ -130,8 +130,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def rig(tmp_path: Path) -> CommitterRig:
+    return CommitterRig(tmp_path)
 
 
 LOST = Conclude("e1", Verdict.LOST, "nothing was staged", None, 0.0)
@@ -142,58 +142,58 @@ def a_request(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> Com
     return CommitManifest(f"f{step}", a_set(step, nonce), (), generation, None)
 
 
-def stored(desk: Desk, below: str) -> list[str]:
-    return [info.key for info in desk.store.list(below)]
+def stored(rig: CommitterRig, below: str) -> list[str]:
+    return [info.key for info in rig.store.list(below)]
 
 
 # ---------------------------------------------------------------- claims
 
 
-def test_a_restarted_daemon_continues_under_its_generation(desk: Desk) -> None:
+def test_a_restarted_daemon_continues_under_its_generation(rig: CommitterRig) -> None:
     """Same boot, URL and run: the recorded claim is used again, and nothing new is claimed."""
-    assert desk.claimed() == 1
-    assert desk.claimed() == 1
-    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
+    assert rig.claimed() == 1
+    assert rig.claimed() == 1
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
 
 
-def test_the_claim_reports_the_newest_whole_commit(desk: Desk) -> None:
+def test_the_claim_reports_the_newest_whole_commit(rig: CommitterRig) -> None:
     """GenerationClaimed contains the newest whole commit, of any generation."""
-    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
-    desk.store.put(KEYS.generation(4), b"{}")
-    with desk.committer():
-        assert desk.next() == GenerationClaimed(5, CommitRef(4, 70))
+    committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
+    rig.store.put(KEYS.generation(4), b"{}")
+    with rig.committer():
+        assert rig.next() == GenerationClaimed(5, CommitRef(4, 70))
 
 
 @pytest.mark.parametrize(
     ("now", "age_s"), [("2030-01-01T01:00:00Z", 3600.0), ("2029-01-01T00:00:00Z", 0.0)]
 )
 def test_the_age_of_the_newest_commit_is_posted_after_the_claim(
-    desk: Desk, now: str, age_s: float
+    rig: CommitterRig, now: str, age_s: float
 ) -> None:
     """NewestDated contains the age according to the manifest; 0 if the clocks make it negative."""
-    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
-    desk.now = now
-    with desk.committer():
-        events = iter(lambda: desk.events.get(timeout=10), None)
+    committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
+    rig.now = now
+    with rig.committer():
+        events = iter(lambda: rig.events.get(timeout=10), None)
         dated = next(event for event in events if isinstance(event, NewestDated))
     assert dated == NewestDated(CommitRef(4, 70), age_s)
 
 
-def test_another_boot_claims_another_generation(desk: Desk) -> None:
+def test_another_boot_claims_another_generation(rig: CommitterRig) -> None:
     """A claim belongs to one boot: a VM with a cloned disk must not use the generation of the original."""
-    assert desk.claimed() == 1
-    assert desk.claimed(boot="boot-2") == 2
-    assert desk.claimed(boot="boot-2") == 2
+    assert rig.claimed() == 1
+    assert rig.claimed(boot="boot-2") == 2
+    assert rig.claimed(boot="boot-2") == 2
 
 
-def test_another_run_or_store_claims_another_generation(desk: Desk, tmp_path: Path) -> None:
+def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_path: Path) -> None:
     """The record is valid for one run and one store URL."""
-    desk.store.put(KEYS.generation(6), b"{}")
-    assert desk.claimed() == 7
-    assert desk.claimed(keys=RunKeys("other")) == 1
+    rig.store.put(KEYS.generation(6), b"{}")
+    assert rig.claimed() == 7
+    assert rig.claimed(keys=RunKeys("other")) == 1
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert desk.claimed(store=FileStore(f"file://{elsewhere}")) == 1
+    assert rig.claimed(store=FileStore(f"file://{elsewhere}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -212,239 +212,243 @@ def test_another_run_or_store_claims_another_generation(desk: Desk, tmp_path: Pa
         b" " * 20_000 + b"{}",
     ],
 )
-def test_an_invalid_record_is_ignored(desk: Desk, content: bytes) -> None:
+def test_an_invalid_record_is_ignored(rig: CommitterRig, content: bytes) -> None:
     """The daemon claims a generation, whatever the file contains."""
-    url = desk.store.url.encode()
-    (desk.own / "claim.json").write_bytes(content.replace(b"URL", url))
-    assert desk.claimed() == 1
-    record = ClaimRecord.load(desk.own)
+    url = rig.store.url.encode()
+    (rig.own / "claim.json").write_bytes(content.replace(b"URL", url))
+    assert rig.claimed() == 1
+    record = ClaimRecord.load(rig.own)
     assert record is not None
-    assert replace(record, nonce="") == ClaimRecord("r", desk.store.url, "boot-1", 1, "")
+    assert replace(record, nonce="") == ClaimRecord("r", rig.store.url, "boot-1", 1, "")
 
 
-def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
+def a_record(rig: CommitterRig, **changes: Any) -> ClaimRecord:
     """The record of an earlier daemon of this boot, with changes."""
-    made = ClaimRecord("r", desk.store.url, "boot-1", 1, "forged")
+    made = ClaimRecord("r", rig.store.url, "boot-1", 1, "forged")
     return replace(made, **changes)
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
+def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(
+    rig: CommitterRig,
+) -> None:
     """A forged record leads to a new generation and a log line, not to the generation of another VM."""
-    with desk.committer(boot="another VM"):
-        assert desk.next() == GenerationClaimed(1, None)
-    a_record(desk).save(desk.own)
+    with rig.committer(boot="another VM"):
+        assert rig.next() == GenerationClaimed(1, None)
+    a_record(rig).save(rig.own)
     with capture_logs() as logs:
-        assert desk.claimed() == 2
+        assert rig.claimed() == 2
     (line,) = [line for line in logs if line["event"] == "claim_record_refused"]
-    assert line["claim"] == f"{desk.store.url}/{KEYS.generation(1)}"
-    assert desk.claimed() == 2
+    assert line["claim"] == f"{rig.store.url}/{KEYS.generation(1)}"
+    assert rig.claimed() == 2
 
 
 @pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"nonce": "forged"}'])
-def test_a_record_of_an_invalid_claim_is_ignored(desk: Desk, content: bytes) -> None:
+def test_a_record_of_an_invalid_claim_is_ignored(rig: CommitterRig, content: bytes) -> None:
     """The claim must contain the run, the generation and the nonce of the record."""
-    desk.store.put(KEYS.generation(1), content)
-    a_record(desk).save(desk.own)
-    assert desk.claimed() == 2
+    rig.store.put(KEYS.generation(1), content)
+    a_record(rig).save(rig.own)
+    assert rig.claimed() == 2
 
 
-def test_a_record_is_ignored_after_the_bucket_was_emptied(desk: Desk) -> None:
+def test_a_record_is_ignored_after_the_bucket_was_emptied(rig: CommitterRig) -> None:
     """All objects were deleted while the daemon was stopped: the daemon claims the first generation again."""
-    assert desk.claimed() == 1
-    desk.store.delete(KEYS.generation(1))
-    assert desk.claimed() == 1
-    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
-    assert desk.claimed() == 1
+    assert rig.claimed() == 1
+    rig.store.delete(KEYS.generation(1))
+    assert rig.claimed() == 1
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+    assert rig.claimed() == 1
 
 
-def test_a_record_is_kept_during_an_outage_of_the_store(desk: Desk) -> None:
+def test_a_record_is_kept_during_an_outage_of_the_store(rig: CommitterRig) -> None:
     """After the outage the daemon continues under the recorded generation."""
-    assert desk.claimed() == 1
+    assert rig.claimed() == 1
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
 @pytest.mark.fault("S1", "S3")
 @pytest.mark.parametrize("plant", ["link", "hard link", "directory"])
 def test_a_record_that_this_user_did_not_write_is_ignored(
-    desk: Desk, tmp_path: Path, plant: str
+    rig: CommitterRig, tmp_path: Path, plant: str
 ) -> None:
     """Links are not followed, and the daemon claims a new generation."""
-    assert desk.claimed() == 1
+    assert rig.claimed() == 1
     elsewhere = tmp_path / "elsewhere"
-    os.rename(desk.own / "claim.json", elsewhere)
+    os.rename(rig.own / "claim.json", elsewhere)
     if plant == "link":
-        (desk.own / "claim.json").symlink_to(elsewhere)
+        (rig.own / "claim.json").symlink_to(elsewhere)
     elif plant == "hard link":
-        os.link(elsewhere, desk.own / "claim.json")
+        os.link(elsewhere, rig.own / "claim.json")
     else:
-        (desk.own / "claim.json").mkdir()
+        (rig.own / "claim.json").mkdir()
     before = elsewhere.read_bytes()
-    assert desk.claimed() == 2
+    assert rig.claimed() == 2
     assert elsewhere.read_bytes() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_record_of_another_user_is_ignored(desk: Desk) -> None:
+def test_a_record_of_another_user_is_ignored(rig: CommitterRig) -> None:
     """So is a record in a directory of another user."""
-    assert desk.claimed() == 1
-    os.chown(desk.own / "claim.json", 65534, 65534)
-    assert desk.claimed() == 2
-    assert desk.claimed() == 2
-    os.chown(desk.own, 65534, 65534)
-    assert desk.claimed() == 3
+    assert rig.claimed() == 1
+    os.chown(rig.own / "claim.json", 65534, 65534)
+    assert rig.claimed() == 2
+    assert rig.claimed() == 2
+    os.chown(rig.own, 65534, 65534)
+    assert rig.claimed() == 3
 
 
 @pytest.mark.fault("S25")
-def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(desk: Desk) -> None:
+def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(
+    rig: CommitterRig,
+) -> None:
     """The log contains one line, and the health names the object; after its deletion the claim succeeds."""
     planted = KEYS.generation(bounds.GENERATION_MAX)
-    desk.store.put(planted, b"{}")
-    with capture_logs() as logs, desk.committer() as committer:
-        until(lambda: desk.health, what="the first failure")
+    rig.store.put(planted, b"{}")
+    with capture_logs() as logs, rig.committer() as committer:
+        until(lambda: rig.health, what="the first failure")
         committer.expedite()
-        until(lambda: desk.tries > 2, what="another try")
-        assert desk.events.empty()
-        assert stored(desk, "") == [planted]
-        assert Health.OK not in desk.health
-        assert planted in desk.reason
-        desk.store.delete(planted)
-        assert desk.next() == GenerationClaimed(1, None)
+        until(lambda: rig.tries > 2, what="another try")
+        assert rig.events.empty()
+        assert stored(rig, "") == [planted]
+        assert Health.OK not in rig.health
+        assert planted in rig.reason
+        rig.store.delete(planted)
+        assert rig.next() == GenerationClaimed(1, None)
     (line,) = [line for line in logs if line["event"] == "claim_refused"]
     assert planted in line["hint"]
 
 
 @pytest.mark.fault("S25", "G16")
-def test_an_unknown_object_among_the_commits_uses_up_no_generation(desk: Desk) -> None:
+def test_an_unknown_object_among_the_commits_uses_up_no_generation(rig: CommitterRig) -> None:
     """The committer retries before the claim, not after it."""
     planted = f"{KEYS.commits}junk"
-    desk.store.put(planted, b"")
-    with desk.committer() as committer:
-        until(lambda: desk.health, what="the first failure")
+    rig.store.put(planted, b"")
+    with rig.committer() as committer:
+        until(lambda: rig.health, what="the first failure")
         committer.expedite()
-        until(lambda: desk.tries > 2, what="another try")
-        assert stored(desk, "") == [planted]
-        desk.store.delete(planted)
-        assert desk.next() == GenerationClaimed(1, None)
+        until(lambda: rig.tries > 2, what="another try")
+        assert stored(rig, "") == [planted]
+        rig.store.delete(planted)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
-def test_a_restarted_daemon_is_fenced_by_a_newer_claim(desk: Desk) -> None:
+def test_a_restarted_daemon_is_fenced_by_a_newer_claim(rig: CommitterRig) -> None:
     """It has a recorded generation, so it posts FenceFound and claims nothing."""
-    assert desk.claimed() == 1
-    desk.store.put(KEYS.generation(2), b"{}")
-    with desk.committer():
-        assert desk.next() == FenceFound(2)
-    assert stored(desk, KEYS.generations)[-1] == KEYS.generation(2)
+    assert rig.claimed() == 1
+    rig.store.put(KEYS.generation(2), b"{}")
+    with rig.committer():
+        assert rig.next() == FenceFound(2)
+    assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
 
 
-def test_a_claim_that_cannot_be_recorded_is_still_valid(desk: Desk) -> None:
+def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> None:
     """If the record cannot be written, the next daemon claims another generation."""
-    shutil.rmtree(desk.own)
-    assert desk.claimed() == 1
-    assert desk.claimed() == 2
+    shutil.rmtree(rig.own)
+    assert rig.claimed() == 1
+    assert rig.claimed() == 2
 
 
 def test_the_claim_is_retried_until_the_directory_of_the_store_exists(
-    desk: Desk, tmp_path: Path
+    rig: CommitterRig, tmp_path: Path
 ) -> None:
     """The store does not create it: its file system may not be mounted yet."""
-    with desk.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
-        until(lambda: "does not exist" in desk.reason, what="the first failure")
+    with rig.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
+        until(lambda: "does not exist" in rig.reason, what="the first failure")
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
         committer.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
-def test_the_claim_is_retried_until_the_store_works(desk: Desk) -> None:
+def test_the_claim_is_retried_until_the_store_works(rig: CommitterRig) -> None:
     """The health is not OK during the outage, and OK after the claim."""
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
-            assert Health.OK not in desk.health[-1:]
-            assert desk.events.empty()
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
+            assert Health.OK not in rig.health[-1:]
+            assert rig.events.empty()
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
-        assert desk.health[-1:] == [Health.OK]
+        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.health[-1:] == [Health.OK]
 
 
 def test_a_notice_cuts_the_backoff_of_the_claim_short(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    rig: CommitterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``expedite`` ends a pause of 1000 s."""
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
 # ---------------------------------------------------------------- requests
 
 
 @pytest.fixture
-def working(desk: Desk) -> Iterator[Committer]:
+def working(rig: CommitterRig) -> Iterator[Committer]:
     """A committer that has claimed generation 1."""
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         yield committer
 
 
 def test_a_commit_creates_the_manifest_and_posts_commit_done(
-    desk: Desk, working: Committer
+    rig: CommitterRig, working: Committer
 ) -> None:
     """The manifest has the values of the request."""
     working.commit(a_request())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    (key,) = stored(desk, KEYS.commits)
-    made = manifest.decode(desk.store.get(key))
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    (key,) = stored(rig, KEYS.commits)
+    made = manifest.decode(rig.store.get(key))
     assert (made.run, made.generation, made.step, made.nonce) == ("r", 1, 10, "abc")
     assert made.created == NOW
 
 
-def test_the_same_commit_twice_creates_one_manifest(desk: Desk, working: Committer) -> None:
+def test_the_same_commit_twice_creates_one_manifest(rig: CommitterRig, working: Committer) -> None:
     """After a lost reply the request is repeated; it finds its own nonce in the manifest, and succeeds."""
     for _ in range(2):
         working.commit(a_request())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    assert len(stored(desk, KEYS.commits)) == 1
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert len(stored(rig, KEYS.commits)) == 1
 
 
-def test_another_set_of_the_same_step_is_a_conflict(desk: Desk, working: Committer) -> None:
+def test_another_set_of_the_same_step_is_a_conflict(rig: CommitterRig, working: Committer) -> None:
     """The first manifest is not replaced."""
     working.commit(a_request())
-    desk.next()
+    rig.next()
     working.commit(a_request(nonce="xyz"))
-    event = desk.next()
+    event = rig.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
-    (key,) = stored(desk, KEYS.commits)
-    assert manifest.decode(desk.store.get(key)).nonce == "abc"
+    (key,) = stored(rig, KEYS.commits)
+    assert manifest.decode(rig.store.get(key)).nonce == "abc"
 
 
-def test_a_failure_of_the_store_is_not_a_conflict(desk: Desk, working: Committer) -> None:
+def test_a_failure_of_the_store_is_not_a_conflict(rig: CommitterRig, working: Committer) -> None:
     """CommitFailed without a conflict; after the outage the same request succeeds."""
-    with desk.outage():
+    with rig.outage():
         working.commit(a_request())
-        event = desk.next()
+        event = rig.next()
     assert isinstance(event, CommitFailed)
     assert not event.conflict
-    assert Health.OK not in desk.health[-1:]
+    assert Health.OK not in rig.health[-1:]
     working.commit(a_request())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    assert desk.health[-1:] == [Health.OK]
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert rig.health[-1:] == [Health.OK]
 
 
-def test_a_request_that_raises_an_unexpected_error_gets_an_answer(desk: Desk) -> None:
+def test_a_request_that_raises_an_unexpected_error_gets_an_answer(rig: CommitterRig) -> None:
     """A fault of the daemon fails one commit; the thread continues."""
 
     class Faulty(FileStore):
@@ -453,14 +457,14 @@ def test_a_request_that_raises_an_unexpected_error_gets_an_answer(desk: Desk) ->
                 raise TypeError("a fault in the code")
             super().put(key, data, if_absent=if_absent)
 
-    with desk.committer(store=Faulty(desk.store.url)) as working:
-        assert desk.next() == GenerationClaimed(1, None)
+    with rig.committer(store=Faulty(rig.store.url)) as working:
+        assert rig.next() == GenerationClaimed(1, None)
         working.commit(a_request(5))
-        event = desk.next()
+        event = rig.next()
         assert isinstance(event, CommitFailed)
         assert not event.conflict
         working.commit(a_request(6))
-        assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+        assert rig.next() == CommitDone("f6", CommitRef(1, 6))
 
 
 @pytest.mark.parametrize(
@@ -474,21 +478,21 @@ def test_a_request_that_raises_an_unexpected_error_gets_an_answer(desk: Desk) ->
     ],
 )
 def test_a_set_that_no_manifest_can_contain_is_a_conflict(
-    desk: Desk, working: Committer, unusable: dict[str, Any]
+    rig: CommitterRig, working: Committer, unusable: dict[str, Any]
 ) -> None:
     """The store gets no object of it; the next set is committed."""
     request = a_request(5)
     working.commit(replace(request, staged=replace(request.staged, **unusable)))
-    event = desk.next()
+    event = rig.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
-    assert stored(desk, KEYS.commits) == []
-    assert Health.OK in desk.health[-1:]
+    assert stored(rig, KEYS.commits) == []
+    assert Health.OK in rig.health[-1:]
     working.commit(a_request(6))
-    assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+    assert rig.next() == CommitDone("f6", CommitRef(1, 6))
 
 
-def test_the_first_commit_of_a_daemon_is_read_back(desk: Desk) -> None:
+def test_the_first_commit_of_a_daemon_is_read_back(rig: CommitterRig) -> None:
     """If the GET of the manifest fails, the commit fails.  After one success, manifests are not read back."""
 
     class Forgetful(FileStore):
@@ -501,152 +505,154 @@ def test_the_first_commit_of_a_daemon_is_read_back(desk: Desk) -> None:
                 raise NotFound(key)
             return super().get(key)
 
-    store = Forgetful(desk.store.url)
-    with desk.committer(store=store) as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+    store = Forgetful(rig.store.url)
+    with rig.committer(store=store) as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         for _ in range(3):
             committer.commit(a_request())
-            event = desk.next()
+            event = rig.next()
             assert isinstance(event, CommitFailed)
             assert not event.conflict
         store.forgets = False
         committer.commit(a_request())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
         gets = store.gets
         committer.commit(a_request(11))
-        assert desk.next() == CommitDone("f11", CommitRef(1, 11))
+        assert rig.next() == CommitDone("f11", CommitRef(1, 11))
         assert store.gets == gets
 
 
 @pytest.mark.fault("S25")
-def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(desk: Desk) -> None:
+def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: CommitterRig) -> None:
     """A higher claim, an unknown object and a higher commit are logged, and the commit succeeds."""
     keys = RunKeys("r", Signer(b"k" * 32))
-    with desk.committer(keys=keys) as committer, capture_logs() as logs:
-        assert desk.next() == GenerationClaimed(1, None)
-        desk.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
-        desk.store.put(f"{KEYS.generations}junk", b"")
-        committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
+    with rig.committer(keys=keys) as committer, capture_logs() as logs:
+        assert rig.next() == GenerationClaimed(1, None)
+        rig.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+        rig.store.put(f"{KEYS.generations}junk", b"")
+        committed.commit(rig.store, {"w": b"1"}, generation=99_999_999, step=70)
         committer.commit(a_request())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
         committer.check_fence()
         assert committer.drain(10)
-        assert desk.events.empty()
+        assert rig.events.empty()
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
-    with desk.committer(keys=keys):
-        assert desk.next() == GenerationClaimed(1, CommitRef(1, 10))
-    with desk.committer(keys=keys, boot="boot-2"):
-        assert desk.next() == GenerationClaimed(2, CommitRef(1, 10))
+    with rig.committer(keys=keys):
+        assert rig.next() == GenerationClaimed(1, CommitRef(1, 10))
+    with rig.committer(keys=keys, boot="boot-2"):
+        assert rig.next() == GenerationClaimed(2, CommitRef(1, 10))
 
 
-def test_a_fenced_vm_commits_nothing(desk: Desk, working: Committer) -> None:
+def test_a_fenced_vm_commits_nothing(rig: CommitterRig, working: Committer) -> None:
     """The committer posts FenceFound, and writes no manifest."""
-    desk.store.put(KEYS.generation(3), b"{}")
+    rig.store.put(KEYS.generation(3), b"{}")
     working.commit(a_request())
-    assert desk.next() == FenceFound(3)
-    assert not stored(desk, KEYS.commits)
+    assert rig.next() == FenceFound(3)
+    assert not stored(rig, KEYS.commits)
 
 
 def test_a_check_of_the_fence_reports_only_newer_generations(
-    desk: Desk, working: Committer
+    rig: CommitterRig, working: Committer
 ) -> None:
     """The generation of this VM is not reported."""
     working.check_fence()
     assert working.drain(10)
-    assert desk.events.empty()
-    desk.store.put(KEYS.generation(2), b"{}")
+    assert rig.events.empty()
+    rig.store.put(KEYS.generation(2), b"{}")
     working.check_fence()
-    assert desk.next() == FenceFound(2)
+    assert rig.next() == FenceFound(2)
 
 
-def test_two_farewells_of_one_second_have_different_keys(desk: Desk, working: Committer) -> None:
+def test_two_farewells_of_one_second_have_different_keys(
+    rig: CommitterRig, working: Committer
+) -> None:
     """The clock of this test does not advance; both verdicts are stored."""
     for conclusion in (LOST, SAFE):
         working.farewell(1, conclusion, [])
     assert working.drain(10)
-    keys = stored(desk, KEYS.farewells)
-    bodies = [json.loads(desk.store.get(key)) for key in keys]
+    keys = stored(rig, KEYS.farewells)
+    bodies = [json.loads(rig.store.get(key)) for key in keys]
     assert {body["verdict"] for body in bodies} == {"LOST", "SAFE"}
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
-def test_a_failed_farewell_does_not_stop_the_committer(desk: Desk, working: Committer) -> None:
-    with desk.outage():
+def test_a_failed_farewell_does_not_stop_the_committer(
+    rig: CommitterRig, working: Committer
+) -> None:
+    with rig.outage():
         working.farewell(1, LOST, [])
         assert working.drain(10)
     working.commit(a_request())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
 
 
-def test_drain_waits_for_earlier_requests_until_its_timeout(desk: Desk) -> None:
+def test_drain_waits_for_earlier_requests_until_its_timeout(rig: CommitterRig) -> None:
     """It returns False if the claim has not succeeded by then."""
-    with desk.outage(), desk.committer() as committer:
+    with rig.outage(), rig.committer() as committer:
         committer.farewell(1, LOST, [])
         assert not committer.drain(0.05)
 
 
-def test_requests_are_carried_out_in_order(desk: Desk, working: Committer) -> None:
+def test_requests_are_carried_out_in_order(rig: CommitterRig, working: Committer) -> None:
     """Twenty commits that were requested together are answered one after another."""
     for step in range(1, 21):
         working.commit(a_request(step))
-    answers = list(itertools.islice(iter(desk.next, None), 20))
+    answers = list(itertools.islice(iter(rig.next, None), 20))
     assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
 
 
-def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(desk: Desk) -> None:
+def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(rig: CommitterRig) -> None:
     """Its shards can be referenced.  A newer commit without the part of one VM is skipped."""
-    old = committed.commit(desk.store, {"model": b"m" * 2500}, step=10)
-    committed.commit(desk.store, {"model": b"n" * 2500}, step=20, nodes=2)
-    with desk.committer():
-        known = until(lambda: desk.journal.known("model"), what="the newest commit to be read")
+    old = committed.commit(rig.store, {"model": b"m" * 2500}, step=10)
+    committed.commit(rig.store, {"model": b"n" * 2500}, step=20, nodes=2)
+    with rig.committer():
+        known = until(lambda: rig.journal.known("model"), what="the newest commit to be read")
     assert known.shard == old.shards[0]
 
 
-def test_the_journal_knows_a_commit_before_commit_done_is_posted(desk: Desk) -> None:
-    made = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
+def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterRig) -> None:
+    made = committed.commit(rig.store, {"model": b"m" * 2500}, run="other").shards[0]
     shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
-    with desk.committer() as committer:
-        assert isinstance(desk.next(), GenerationClaimed)
+    with rig.committer() as committer:
+        assert isinstance(rig.next(), GenerationClaimed)
         request = replace(a_request(), shards=(shard,))
-        desk.journal.shard_stored(
-            str(request.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3)
-        )
+        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
         committer.commit(request)
-        assert isinstance(desk.next(), CommitDone)
-        known = desk.journal.known("model")
+        assert isinstance(rig.next(), CommitDone)
+        known = rig.journal.known("model")
     assert known is not None
     assert known.shard == shard
 
 
-def test_a_damaged_commit_is_not_added_to_the_journal(desk: Desk) -> None:
+def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
     """The claim is valid, and the committer continues."""
-    made = committed.commit(desk.store, {"model": b"m"})
-    committed.flip_bit(desk.bucket / KEYS.commit(made.ref, 0, 1), 99)
-    with desk.committer() as committer:
-        assert isinstance(desk.next(), GenerationClaimed)
+    made = committed.commit(rig.store, {"model": b"m"})
+    committed.flip_bit(rig.bucket / KEYS.commit(made.ref, 0, 1), 99)
+    with rig.committer() as committer:
+        assert isinstance(rig.next(), GenerationClaimed)
         assert committer.drain(10)
-    assert desk.journal.known("model") is None
+    assert rig.journal.known("model") is None
 
 
-def test_the_next_generation_is_claimed_on_request_unless_fenced(desk: Desk) -> None:
+def test_the_next_generation_is_claimed_on_request_unless_fenced(rig: CommitterRig) -> None:
     """A restarted daemon continues under it.  If a newer VM has claimed one, FenceFound is posted."""
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         committer.claim_next(ClaimGeneration(1))
-        assert desk.next() == GenerationClaimed(2, None, is_rollback=True)
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(2, None)
-        with desk.committer(boot="other"):
-            assert desk.next() == GenerationClaimed(3, None)
+        assert rig.next() == GenerationClaimed(2, None, is_rollback=True)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(2, None)
+        with rig.committer(boot="other"):
+            assert rig.next() == GenerationClaimed(3, None)
         committer.claim_next(ClaimGeneration(2))
-        assert desk.next() == FenceFound(3)
+        assert rig.next() == FenceFound(3)
 
 
-def test_the_history_of_earlier_vms_is_posted_after_the_claim(desk: Desk) -> None:
+def test_the_history_of_earlier_vms_is_posted_after_the_claim(rig: CommitterRig) -> None:
     """The first VM of a run posts none."""
-    with desk.committer(boot="first"):
-        assert desk.next() == GenerationClaimed(1, None)
-    with desk.committer(boot="second"):
-        assert desk.next() == GenerationClaimed(2, None)
-        assert desk.events.get(timeout=10) == HistoryRead(0.0, 1)
+    with rig.committer(boot="first"):
+        assert rig.next() == GenerationClaimed(1, None)
+    with rig.committer(boot="second"):
+        assert rig.next() == GenerationClaimed(2, None)
+        assert rig.events.get(timeout=10) == HistoryRead(0.0, 1)

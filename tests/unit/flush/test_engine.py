@@ -23,20 +23,20 @@ from swansongd.model import CheckpointId
 from swansongd.stores.base import Body, PartReceipt, Upload
 from swansongd.util.concurrency import FIRST
 
-from testkit.flush_rig import PART, SET, Flush, staged_set
+from testkit.flush_rig import PART, SET, FlushRig, staged_set
 from testkit.memory_store import WINDOW_BYTES
 from testkit.waiting import until
 
 
 @pytest.fixture
-def flush(tmp_path: Path) -> Iterator[Flush]:
-    made = Flush(tmp_path)
+def flush(tmp_path: Path) -> Iterator[FlushRig]:
+    made = FlushRig(tmp_path)
     yield made
     until(lambda: not made.open_files(), what="every staged file to be closed")
     assert not made.store.overwritten, "no key is written twice with different bytes"
 
 
-def test_every_byte_is_stored_under_the_generation(flush: Flush) -> None:
+def test_every_byte_is_stored_under_the_generation(flush: FlushRig) -> None:
     """Empty, small and large files arrive identical, with digest and CRC32C."""
     sizes = (0, 1, PART - 1, PART, PART + 1, 7 * PART, 7 * PART + 13)
     files = {f"d/{size}": random.Random(size).randbytes(size) for size in sizes}
@@ -49,7 +49,7 @@ def test_every_byte_is_stored_under_the_generation(flush: Flush) -> None:
 
 @pytest.mark.parametrize(("step", "node"), [(10**12, 0), (5, 10**5)])
 def test_a_set_with_a_number_that_no_key_can_contain_is_void(
-    flush: Flush, step: int, node: int
+    flush: FlushRig, step: int, node: int
 ) -> None:
     """No reader would find its shards.  The flush fails immediately, and the next set is sent."""
     staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART}, step=6)
@@ -62,7 +62,7 @@ def test_a_set_with_a_number_that_no_key_can_contain_is_void(
     flush.flushed(staged)
 
 
-def test_markers_are_sent_after_all_data_that_they_cover(flush: Flush) -> None:
+def test_markers_are_sent_after_all_data_that_they_cover(flush: FlushRig) -> None:
     """A marker in the store guarantees that all other files are stored."""
     files = {".metadata": b"m" * 10, "0/a": b"a" * 5 * PART, "0/b": b"b", "0/c": b"c" * PART}
     seen: list[set[str]] = []
@@ -83,7 +83,7 @@ def test_markers_are_sent_after_all_data_that_they_cover(flush: Flush) -> None:
 
 @pytest.mark.fault("D09", "S5")
 @pytest.mark.parametrize("damage", ["changed", "cut", "replaced", "more", "gone"])
-def test_a_set_that_changes_during_the_flush_is_void(flush: Flush, damage: str) -> None:
+def test_a_set_that_changes_during_the_flush_is_void(flush: FlushRig, damage: str) -> None:
     """A file is changed, truncated, replaced, added or deleted while the set is read."""
     staged = staged_set(flush.run_directory, {"a": b"a" * 20 * PART, "b": b"b"})
     path = flush.run_directory / SET / "a"
@@ -112,7 +112,7 @@ def test_a_set_that_changes_during_the_flush_is_void(flush: Flush, damage: str) 
 
 
 @pytest.mark.fault("D03")
-def test_a_file_that_cannot_be_read_voids_its_set_only(flush: Flush) -> None:
+def test_a_file_that_cannot_be_read_voids_its_set_only(flush: FlushRig) -> None:
     """The event contains the reason, and the next set is flushed."""
     staged = staged_set(flush.run_directory, {"a": b"a", "b": b"b" * 3 * PART})
     (flush.run_directory / SET / "b").unlink()
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_voids_its_set_only(flush: Flush) -> None:
 
 @pytest.mark.fault("D03")
 def test_a_bad_sector_voids_its_set_and_is_read_once(
-    flush: Flush, monkeypatch: pytest.MonkeyPatch
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO within a shard is not retried, and voids the set; the next set is flushed."""
     staged = staged_set(flush.run_directory, {"bad": bytes(3 * PART), "good": b"good"})
@@ -152,7 +152,7 @@ def test_a_bad_sector_voids_its_set_and_is_read_once(
 
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
 def test_a_store_error_fails_the_flush_but_does_not_void_the_set(
-    flush: Flush, error: Exception
+    flush: FlushRig, error: Exception
 ) -> None:
     """The next flush of the set succeeds."""
 
@@ -172,7 +172,7 @@ def test_a_store_error_fails_the_flush_but_does_not_void_the_set(
 
 
 @pytest.mark.fault("H08")
-def test_an_unexpected_error_becomes_an_event(flush: Flush) -> None:
+def test_an_unexpected_error_becomes_an_event(flush: FlushRig) -> None:
     """No fault of the daemon ends a worker: afterwards all three workers still take tasks."""
 
     def before(what: str, key: str) -> None:
@@ -194,7 +194,7 @@ def test_an_unexpected_error_becomes_an_event(flush: Flush) -> None:
     assert isinstance(flush.outcome(), Flushed)
 
 
-def test_a_cancelled_flush_begins_no_task_and_posts_no_outcome(flush: Flush) -> None:
+def test_a_cancelled_flush_begins_no_task_and_posts_no_outcome(flush: FlushRig) -> None:
     """Parts in flight are interrupted, and the files are closed."""
     held = threading.Event()
     begun = threading.Event()
@@ -215,7 +215,7 @@ def test_a_cancelled_flush_begins_no_task_and_posts_no_outcome(flush: Flush) -> 
     assert not any(isinstance(e, Flushed | FlushFailed) for e in list(flush.events.queue))
 
 
-def test_a_new_flush_begins_while_requests_of_the_old_one_hang(flush: Flush) -> None:
+def test_a_new_flush_begins_while_requests_of_the_old_one_hang(flush: FlushRig) -> None:
     """Only the outcome of the new flush is posted."""
     held = threading.Event()
     begun = threading.Semaphore(0)
@@ -240,7 +240,7 @@ def test_a_new_flush_begins_while_requests_of_the_old_one_hang(flush: Flush) -> 
     assert flush.events.empty() or isinstance(flush.events.get(), FlushProgress)
 
 
-def test_flushed_is_posted_after_every_completion(flush: Flush) -> None:
+def test_flushed_is_posted_after_every_completion(flush: FlushRig) -> None:
     """It is not posted while the completion of one upload is in flight."""
     held = threading.Event()
     waiting = threading.Event()
@@ -262,7 +262,7 @@ def test_flushed_is_posted_after_every_completion(flush: Flush) -> None:
 
 
 @pytest.mark.fault("H06")
-def test_memory_is_limited_to_windows(flush: Flush) -> None:
+def test_memory_is_limited_to_windows(flush: FlushRig) -> None:
     """The engine buffers no bytes: it only fills the windows of the store."""
     sizes: set[int] = set()
     sent = flush.store.put_part
@@ -286,7 +286,7 @@ def test_memory_is_limited_to_windows(flush: Flush) -> None:
     assert sizes == {WINDOW_BYTES}
 
 
-def test_progress_counts_the_bytes_of_parts_in_flight(flush: Flush) -> None:
+def test_progress_counts_the_bytes_of_parts_in_flight(flush: FlushRig) -> None:
     """Progress is posted while no part is finished, and only when a counter has changed."""
     held = threading.Event()
     sent = flush.store.put_part
@@ -314,7 +314,7 @@ def test_progress_counts_the_bytes_of_parts_in_flight(flush: Flush) -> None:
 
 
 @pytest.mark.fault("O18", "H07")
-def test_open_files_are_limited_by_connections(flush: Flush) -> None:
+def test_open_files_are_limited_by_connections(flush: FlushRig) -> None:
     """A set may have more files than a process may open; each file is closed after it is sent."""
     most = 0
 
@@ -328,7 +328,7 @@ def test_open_files_are_limited_by_connections(flush: Flush) -> None:
 
 
 @pytest.mark.fault("H07")
-def test_without_a_free_descriptor_the_flush_fails_and_the_set_is_not_void(flush: Flush) -> None:
+def test_without_a_free_descriptor_the_flush_fails_and_the_set_is_not_void(flush: FlushRig) -> None:
     """The file may be good; the next flush of the set succeeds."""
     staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART, "b": b"b"})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -370,7 +370,7 @@ def test_parts_have_the_configured_size_or_twice_that_for_large_files() -> None:
 
 def test_a_flush_begins_with_few_workers(tmp_path: Path) -> None:
     """The concurrency limit does not grow before the rate is sampled."""
-    flush = Flush(tmp_path, connections=20, monotonic=lambda: 100.0)
+    flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
     held = threading.Event()
     begun: list[str] = []
 
@@ -392,7 +392,7 @@ def test_a_flush_begins_with_few_workers(tmp_path: Path) -> None:
 
 def test_a_set_that_is_ordered_again_keeps_its_concurrency_limit(tmp_path: Path) -> None:
     """A set that is being written is ordered again at each file, and must not begin with two workers."""
-    flush = Flush(tmp_path, connections=21)
+    flush = FlushRig(tmp_path, connections=21)
     held = threading.Event()
     begun: list[str] = []
 
@@ -416,7 +416,7 @@ def test_a_set_that_is_ordered_again_keeps_its_concurrency_limit(tmp_path: Path)
 
 def test_more_workers_begin_while_all_requests_hang(tmp_path: Path) -> None:
     """The limit is also sampled while no byte is sent."""
-    flush = Flush(tmp_path, connections=20)
+    flush = FlushRig(tmp_path, connections=20)
     held = threading.Event()
     begun: list[str] = []
 

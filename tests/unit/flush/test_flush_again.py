@@ -16,15 +16,15 @@ from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Exists, Permanent, Transient
 from swansongd.flush.body import FileBody
 
-from testkit.flush_rig import PART, SET, Flush, found_set, staged_set
+from testkit.flush_rig import PART, SET, FlushRig, found_set, staged_set
 from testkit.waiting import until
 
 PARTIAL = f"{SET}.partial"
 
 
 @pytest.fixture
-def flush(tmp_path: Path) -> Iterator[Flush]:
-    made = Flush(tmp_path)
+def flush(tmp_path: Path) -> Iterator[FlushRig]:
+    made = FlushRig(tmp_path)
     yield made
     until(lambda: not made.open_files(), what="every staged file to be closed")
     assert not made.store.overwritten, "no key is written twice with different bytes"
@@ -42,7 +42,7 @@ def files() -> dict[str, bytes]:
 
 
 def stop_at(
-    flush: Flush, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
+    flush: FlushRig, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
 ) -> threading.Event:
     """Hold the request with this number and all later ones until the event is set; then they fail."""
     held = threading.Event()
@@ -60,7 +60,7 @@ def stop_at(
 # ---------------------------------------------------------------------- in one daemon
 
 
-def test_an_interrupted_set_resumes_after_another_set(flush: Flush) -> None:
+def test_an_interrupted_set_resumes_after_another_set(flush: FlushRig) -> None:
     """No byte is sent twice, and no upload is begun twice."""
     first = staged_set(flush.run_directory, files())
     other = staged_set(flush.run_directory, {"o": noise(5 * PART)}, step=6, directory="step-6.abc")
@@ -80,7 +80,7 @@ def test_an_interrupted_set_resumes_after_another_set(flush: Flush) -> None:
 
 
 @pytest.mark.parametrize("times", [3, 40])
-def test_a_set_arrives_whole_after_many_cancelled_flushes(flush: Flush, times: int) -> None:
+def test_a_set_arrives_whole_after_many_cancelled_flushes(flush: FlushRig, times: int) -> None:
     """Each flush is cancelled at another request."""
     staged = staged_set(flush.run_directory, files())
     total = len(flush.store.requests)
@@ -95,7 +95,7 @@ def test_a_set_arrives_whole_after_many_cancelled_flushes(flush: Flush, times: i
 
 
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
-def test_after_a_failure_only_missing_bytes_are_sent(flush: Flush, error: Exception) -> None:
+def test_after_a_failure_only_missing_bytes_are_sent(flush: FlushRig, error: Exception) -> None:
     """The first progress event of the next flush contains the bytes stored before the failure."""
     staged = staged_set(flush.run_directory, files())
     numbers = itertools.count(1)
@@ -122,7 +122,7 @@ def test_after_a_failure_only_missing_bytes_are_sent(flush: Flush, error: Except
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_shards_of_an_unsealed_set_are_not_sent_again(flush: Flush) -> None:
+def test_shards_of_an_unsealed_set_are_not_sent_again(flush: FlushRig) -> None:
     """Files are sent while others are written; the sealed set sends the others, and markers last."""
     early = {"a": noise(20 * PART), "b": b"b", ".metadata": b"early"}
     staged = staged_set(flush.run_directory, early, (".metadata",), directory=PARTIAL)
@@ -141,7 +141,7 @@ def test_shards_of_an_unsealed_set_are_not_sent_again(flush: Flush) -> None:
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_sealing_interrupts_no_part_in_flight(flush: Flush) -> None:
+def test_sealing_interrupts_no_part_in_flight(flush: FlushRig) -> None:
     """The directory is renamed while parts are in flight: they are stored, and no further one fails."""
     staged = staged_set(flush.run_directory, {"a": noise(9 * PART)}, directory=PARTIAL)
     held = threading.Event()
@@ -159,7 +159,7 @@ def test_sealing_interrupts_no_part_in_flight(flush: Flush) -> None:
     assert flush.store.bytes_sent == sealed.size_bytes
 
 
-def test_a_missing_file_does_not_void_an_unsealed_set(flush: Flush) -> None:
+def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:
     """A set that is being written may change, so no failure is posted; the sealed set is checked again."""
     staged = staged_set(flush.run_directory, {"a": noise(3 * PART), "b": b"b"}, directory=PARTIAL)
     (flush.run_directory / PARTIAL / "a").unlink()
@@ -172,7 +172,7 @@ def test_a_missing_file_does_not_void_an_unsealed_set(flush: Flush) -> None:
 
 
 @pytest.mark.fault("D09")
-def test_a_changed_file_gets_another_key(flush: Flush) -> None:
+def test_a_changed_file_gets_another_key(flush: FlushRig) -> None:
     """Other bytes under the same path are written to a new key; the object under the old key stays."""
     old = staged_set(flush.run_directory, {"a": noise(1500), "b": b"same"}, directory=PARTIAL)
     flush.engine.start("early", old, 1, is_sealed=False)
@@ -186,7 +186,7 @@ def test_a_changed_file_gets_another_key(flush: Flush) -> None:
     assert len(done.shards) == 2
 
 
-def test_a_lost_upload_is_restarted_under_a_new_key(flush: Flush) -> None:
+def test_a_lost_upload_is_restarted_under_a_new_key(flush: FlushRig) -> None:
     """The store loses the upload of one shard after ten parts; other shards are not sent again."""
     staged = staged_set(flush.run_directory, {"a": noise(20 * PART), "b": noise(5 * PART)})
     lost: list[str] = []
@@ -208,7 +208,7 @@ def test_a_lost_upload_is_restarted_under_a_new_key(flush: Flush) -> None:
     assert flush.store.bytes_sent <= staged.size_bytes + 20 * PART
 
 
-def test_a_store_that_loses_every_upload_fails_the_flush(flush: Flush) -> None:
+def test_a_store_that_loses_every_upload_fails_the_flush(flush: FlushRig) -> None:
     """The number of restarts is limited."""
     flush.store.after = lambda what, _: what == "begin" and flush.store.open.clear()
     flush.engine.start("f", staged_set(flush.run_directory, {"a": noise(3 * PART)}), 1)
@@ -219,7 +219,7 @@ def test_a_store_that_loses_every_upload_fails_the_flush(flush: Flush) -> None:
 
 
 @pytest.mark.fault("O09", "O13")
-def test_a_key_with_other_bytes_is_not_used_again(flush: Flush) -> None:
+def test_a_key_with_other_bytes_is_not_used_again(flush: FlushRig) -> None:
     """The store has other bytes under the key, and replaces no object: the shard gets another key."""
     staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
     taken: list[str] = []
@@ -235,7 +235,7 @@ def test_a_key_with_other_bytes_is_not_used_again(flush: Flush) -> None:
     assert not {shard.key for shard in done.shards} & set(taken)
 
 
-def test_a_store_that_has_every_key_fails_the_flush(flush: Flush) -> None:
+def test_a_store_that_has_every_key_fails_the_flush(flush: FlushRig) -> None:
     """The number of new keys is limited, and the set is not void."""
 
     def before(what: str, key: str) -> None:
@@ -252,7 +252,7 @@ def test_a_store_that_has_every_key_fails_the_flush(flush: Flush) -> None:
 
 
 @pytest.mark.fault("O11")
-def test_a_completion_with_a_lost_reply_is_not_repeated(flush: Flush) -> None:
+def test_a_completion_with_a_lost_reply_is_not_repeated(flush: FlushRig) -> None:
     """The flush fails; the next one finds the object, and sends nothing."""
     staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
 
@@ -284,7 +284,7 @@ def test_a_restarted_daemon_resumes_after_any_request(tmp_path: Path, when: str)
 def stopped_at(directory: Path, request: int, when: str) -> bool:
     """False if the flush needs fewer requests."""
     directory.mkdir()
-    flush = Flush(directory, connections=1)
+    flush = FlushRig(directory, connections=1)
     content = {"a": noise(4 * PART + 1), "b": b"b", "c": noise(3 * PART)}
     staged = staged_set(flush.run_directory, content)
     numbers = itertools.count(1)
@@ -308,7 +308,7 @@ def stopped_at(directory: Path, request: int, when: str) -> bool:
     return True
 
 
-def interrupt_and_restart(flush: Flush) -> None:
+def interrupt_and_restart(flush: FlushRig) -> None:
     """Stop the daemon in the middle of a flush, and start another one."""
     staged = staged_set(flush.run_directory, files())
     held = stop_at(flush, 30)
@@ -321,7 +321,7 @@ def interrupt_and_restart(flush: Flush) -> None:
     flush.start_daemon()
 
 
-def test_a_new_generation_references_what_the_old_one_stored(flush: Flush) -> None:
+def test_a_new_generation_references_what_the_old_one_stored(flush: FlushRig) -> None:
     """After a reboot with the same disk, uploads resume under their earlier keys."""
     interrupt_and_restart(flush)
     done = flush.flushed(found_set(flush.run_directory), generation=2)
@@ -329,7 +329,7 @@ def test_a_new_generation_references_what_the_old_one_stored(flush: Flush) -> No
     assert flush.store.bytes_sent == found_set(flush.run_directory).size_bytes
 
 
-def test_parts_that_differ_in_the_store_are_sent_again(flush: Flush) -> None:
+def test_parts_that_differ_in_the_store_are_sent_again(flush: FlushRig) -> None:
     """A part with another ETag or checksum, or a missing part, is sent again; the others are not."""
     interrupt_and_restart(flush)
     (open_,) = [o for o in flush.store.open.values() if o.upload.key.endswith("large")]
@@ -349,7 +349,7 @@ def test_parts_that_differ_in_the_store_are_sent_again(flush: Flush) -> None:
 
 
 @pytest.mark.fault("H01")
-def test_without_list_parts_unfinished_shards_are_sent_again(flush: Flush) -> None:
+def test_without_list_parts_unfinished_shards_are_sent_again(flush: FlushRig) -> None:
     """The store or the role refuses ListParts, so the shards get new keys."""
     interrupt_and_restart(flush)
     first_keys = {upload.upload.key for upload in flush.store.open.values()}
@@ -364,7 +364,7 @@ def test_without_list_parts_unfinished_shards_are_sent_again(flush: Flush) -> No
     assert not {shard.key for shard in done.shards} & first_keys
 
 
-def test_a_store_that_refuses_every_request_loses_no_upload(flush: Flush) -> None:
+def test_a_store_that_refuses_every_request_loses_no_upload(flush: FlushRig) -> None:
     """If HEAD is refused too, for example for invalid credentials, the uploads are kept."""
     interrupt_and_restart(flush)
 
@@ -381,7 +381,7 @@ def test_a_store_that_refuses_every_request_loses_no_upload(flush: Flush) -> Non
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_an_emptied_store_gets_all_shards_again(flush: Flush) -> None:
+def test_an_emptied_store_gets_all_shards_again(flush: FlushRig) -> None:
     """The store has lost all uploads and objects: all shards are sent under new keys."""
     interrupt_and_restart(flush)
     flush.store.open.clear()
@@ -392,7 +392,7 @@ def test_an_emptied_store_gets_all_shards_again(flush: Flush) -> None:
     assert flush.store.bytes_sent == sent + staged.size_bytes
 
 
-def test_a_file_that_changed_before_the_restart_is_sent_whole(flush: Flush) -> None:
+def test_a_file_that_changed_before_the_restart_is_sent_whole(flush: FlushRig) -> None:
     """A record of the journal is valid for one inode, size and modification time."""
     interrupt_and_restart(flush)
     path = flush.run_directory / SET / "large"
@@ -404,7 +404,7 @@ def test_a_file_that_changed_before_the_restart_is_sent_whole(flush: Flush) -> N
 
 @pytest.mark.fault("D02")
 def test_a_flush_succeeds_without_a_writable_journal(
-    flush: Flush, monkeypatch: pytest.MonkeyPatch
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full; the flush uses the records in memory."""
     monkeypatch.setattr("swansong.openat.write_all", no_space)
@@ -418,10 +418,10 @@ def no_space(*_: object) -> None:
 # ---------------------------------------------------------------------- references
 
 
-class Tuned:
+class LoraRun:
     """A LoRA-like run: the frozen weights never change, the adapters always do."""
 
-    def __init__(self, flush: Flush, *, frozen_bytes: int, adapter_bytes: int) -> None:
+    def __init__(self, flush: FlushRig, *, frozen_bytes: int, adapter_bytes: int) -> None:
         self.flush = flush
         self.frozen = noise(frozen_bytes)
         self.adapter_bytes = adapter_bytes
@@ -439,9 +439,9 @@ class Tuned:
         return done
 
 
-def test_frozen_weights_are_sent_once(flush: Flush) -> None:
+def test_frozen_weights_are_sent_once(flush: FlushRig) -> None:
     """Five commits, with a restart in between, send the weights once."""
-    run = Tuned(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
+    run = LoraRun(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
     assert run.step(1).bytes_referenced == 0
     for step in range(2, 6):
         done = run.step(step)
@@ -453,10 +453,10 @@ def test_frozen_weights_are_sent_once(flush: Flush) -> None:
 
 
 def test_a_file_that_differs_is_hashed_up_to_the_first_different_part(
-    flush: Flush, monkeypatch: pytest.MonkeyPatch
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters that change everywhere differ in their first part."""
-    run = Tuned(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
+    run = LoraRun(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
     run.step(1)
     hashed: list[int] = []
     read_all = FileBody.read_all
@@ -467,9 +467,9 @@ def test_a_file_that_differs_is_hashed_up_to_the_first_different_part(
     assert sorted(hashed) == [PART, PART], "one part of the adapters, and all of the weights"
 
 
-def test_a_file_with_one_different_bit_is_sent(flush: Flush) -> None:
+def test_a_file_with_one_different_bit_is_sent(flush: FlushRig) -> None:
     """The size and the first part are equal, and the last byte differs."""
-    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
     run.step(1)
     frozen = bytearray(run.frozen)
     frozen[-1] ^= 1
@@ -477,15 +477,15 @@ def test_a_file_with_one_different_bit_is_sent(flush: Flush) -> None:
     assert run.step(2).bytes_referenced == 0
 
 
-def test_a_deleted_object_is_not_referenced(flush: Flush) -> None:
+def test_a_deleted_object_is_not_referenced(flush: FlushRig) -> None:
     """The shard is sent again."""
-    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
     done = run.step(1)
     del flush.store.objects[next(s.key for s in done.shards if s.path == "model.bin")]
     assert run.step(2).bytes_referenced == 0
 
 
-def test_an_uncommitted_shard_is_not_referenced(flush: Flush) -> None:
+def test_an_uncommitted_shard_is_not_referenced(flush: FlushRig) -> None:
     """Only objects of a manifest are protected from deletion."""
     for step in (1, 2):
         staged = staged_set(
@@ -501,18 +501,18 @@ def test_a_new_vm_references_the_newest_commit_unless_urgent(
     """Only the digest of the whole shard is known, so the whole file must be read."""
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
-    old = Flush(tmp_path / "old")
-    done = Tuned(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
-    new = Flush(tmp_path / "new")
+    old = FlushRig(tmp_path / "old")
+    done = LoraRun(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
+    new = FlushRig(tmp_path / "new")
     new.store = old.store
     new.start_daemon()
     new.is_urgent = is_urgent
     new.journal.seed(done.shards)
-    referenced = Tuned(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
+    referenced = LoraRun(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
     assert referenced == (0 if is_urgent else 20 * PART)
 
 
-def test_the_journal_contains_uploads_until_the_set_is_committed(flush: Flush) -> None:
+def test_the_journal_contains_uploads_until_the_set_is_committed(flush: FlushRig) -> None:
     """The sweeper must not abort them."""
     interrupt_and_restart(flush)
     assert flush.store.open

@@ -32,7 +32,7 @@ from swansongd.flush.journal import (
 from swansongd.model import StagedFile, StoredShard
 from swansongd.stores.base import PartReceipt, Upload
 
-from testkit.flush_rig import PART, Flush, staged_set
+from testkit.flush_rig import PART, FlushRig, staged_set
 
 FILE = StagedFile(path="d/a", size_bytes=2500, mtime_ns=17, inode=4)
 HEADER = {"is": "journal", "version": 1, "run": "r", "store": "s3://b"}
@@ -137,7 +137,7 @@ def test_a_damaged_journal_is_read_up_to_a_whole_line(
 def test_a_set_arrives_whole_whatever_the_journal_lost(cut: float, failing: int, seed: int) -> None:
     """A flush fails and its journal is truncated; the next daemon stores the set completely."""
     with tempfile.TemporaryDirectory() as name:
-        flush = Flush(Path(name))
+        flush = FlushRig(Path(name))
         content = random.Random(seed).randbytes(9 * PART + 5)
         staged = staged_set(flush.run_directory, {"a": content, "b": content[:PART], "c": b""})
         numbers = count(1)
