@@ -2,7 +2,7 @@
 """Every backend before every server that it can talk to: the fixtures of the store tests.
 
 What a foreign server cannot do stands in ``LACKS``, one line each; a test that is about it then says
-"does not apply".  docs/stores.md tells users the same.
+"does not apply".  docs/operations/store-compatibility.md tells users the same.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
@@ -56,7 +57,7 @@ class Strict:
 
     def restored(self, place: Path) -> dict[str, bytes]:
         """The newest whole commit, as a fresh VM gets it."""
-        restore(self.store, RunKeys("run"), place)
+        restore(self.store, RunKeys("run"), RestoreTarget(place))
         return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
     def parts_sent(self) -> Counter[tuple[str, str]]:

@@ -21,7 +21,7 @@ from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
-from swansongd.flush.committer import ClaimRecord
+from swansongd.flush.claim_record import ClaimRecord
 from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file import mounts
 from swansongd.stores.file.io import classified

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong._checkpoint import restore
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong._daemon.channel import Channel
 from swansong._daemon.progress import Reporter
 from swansong._ranks.agreement import Agreement
@@ -838,7 +838,7 @@ def test_reports_are_rare() -> None:
     reporter = Reporter(said.append)
     begun_s = time.monotonic()
     for step in range(1000):
-        reporter.tick(step, 1.0, Measured())
+        reporter.tick(step, 1.0, SaveCost())
     assert len(said) <= time.monotonic() - begun_s
 
 

@@ -274,7 +274,7 @@ def test_a_stopped_restore_keeps_what_it_has(place: Place, number: signal.Signal
         process.send_signal(number)
         _, complaint = process.communicate(timeout=30)
     assert process.returncode == 9
-    assert "swansong: stopped before it was done. What was fetched is kept" in complaint
+    assert "swansong: stopped before it was done. The fetched parts stay" in complaint
     assert "Traceback" not in complaint
     assert not place.to.exists()
     done = place.run("restore", "--to", str(place.to))

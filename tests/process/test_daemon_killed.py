@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
@@ -114,7 +115,7 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
                 tap.arm(request, when, daemon.kill)
                 until(partial(_is_dead_or_committed, daemon), what="its end, or its commit")
             place = tmp_path / f"restored-{request}"
-            restore(store, RunKeys("run"), place)
+            restore(store, RunKeys("run"), RestoreTarget(place))
             restored = {
                 str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()
             }

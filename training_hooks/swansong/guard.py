@@ -235,7 +235,7 @@ class Guard:
         self._agreement.step = step
         self._started(step)
         self._agreement.plan_periodic(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
+        self._saver.cost.saved_mono_s = time.monotonic()
         return step
 
     def rollback(self) -> int:
@@ -270,10 +270,10 @@ class Guard:
         self._saver.forget()
         restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
         self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
-        self._health.forget()
+        self._health.reset()
         self._agreement.step = step
         self._started(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
+        self._saver.cost.saved_mono_s = time.monotonic()
         self._session.rolled_back(self._ranks)
         return step
 
@@ -316,7 +316,7 @@ class Guard:
     @property
     def healthy(self) -> bool:
         """Whether the loss of the last step is finite, or not known; a tensor is waited for here."""
-        return self._health.look(int(self._agreement.step)).get("loss_is_finite") != 0.0
+        return self._health.evaluate(int(self._agreement.step)).get("loss_is_finite") != 0.0
 
     @property
     def fenced(self) -> bool:
@@ -378,19 +378,19 @@ class Guard:
             nodes=self._ranks.nodes,
             request_id=due.request_id,
             start_id=self._session.start_id,
-            health=self._health.look(step),
+            health=self._health.evaluate(step),
         )
 
     # ------------------------------------------------------------ background thread
 
     def _tick(self) -> None:
-        measured = self._saver.measured
-        if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
+        cost = self._saver.cost
+        if self._every_s is not None and time.monotonic() - cost.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
         step = int(self._agreement.step)
         if self._reporter.is_behind(step):
             self._started(step)
-        self._reporter.tick(step, self._health.loss, measured, self._polls)
+        self._reporter.tick(step, self._health.loss, cost, self._polls)
         self._pauses.tick(step, self._polls, self._session.grace_s)
 
     # ------------------------------------------------------------ the end

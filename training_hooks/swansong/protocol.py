@@ -351,7 +351,7 @@ class StatusQuery(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """The daemon's state; docs/operations.md describes ``report``."""
+    """The daemon's state; docs/operations/status.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
     report: Report
@@ -454,7 +454,7 @@ def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
 #     rank-00000.json                                  rank manifest, the last file that the rank writes
 #     rank-00000/...                                   the files that it lists
 # <staging>/<run>/restored/                            checkpoints that the daemon has fetched for a trainer
-# <staging>/<run>/.<name>                              temporary files, and the private directory of the daemon
+# <staging>/<run>/.<name>                              temporary files; private directory of the daemon
 # <staging>/<run>/<other>                              a checkpoint of another framework, see ADOPTED_NAMES
 
 RESTORED_DIRECTORY = "restored"

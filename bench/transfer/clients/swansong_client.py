@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours as the daemon runs it: the flush engine from a staged set to Flushed, or a whole restore.
+"""Swansong as in the daemon: the flush engine from a staged set to ``Flushed``, or a whole restore.
 
-Digests and checksums are on, the store is wrapped as the service wraps it, part size and connections
-are the defaults of the configuration.
+Digests and checksums are on, and the store has the daemon's wrappers.  Part size and connections are the
+defaults of the configuration.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
 
 
 def staged_set(job: Job, number: int) -> Staged:
-    """The directory of the job as the scan would report it."""
+    """The directory of the job as a scan reports it."""
     files = []
     for name, size_bytes in job.files:
         facts = os.stat(job.directory / name)
@@ -68,7 +69,7 @@ def prepare(job: Job) -> Callable[[], object]:
     keys = RunKeys(job.prefix)
 
     def download() -> None:
-        restore(retrying, keys, job.directory / "restored")
+        restore(retrying, keys, RestoreTarget(job.directory / "restored"))
 
     events: SimpleQueue[Event] = SimpleQueue()
     own = tempfile.mkdtemp(dir=job.directory.parent)

@@ -35,9 +35,9 @@ from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.observe.log import printable
-from swansongd.restore.restore import CONNECTIONS
+from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.opening import open_store

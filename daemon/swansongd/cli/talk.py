@@ -84,7 +84,7 @@ class Daemon:
         return self._channel.recv(MAX_MESSAGE_BYTES + 1)
 
     def report(self) -> dict[str, Any]:
-        """Its state; docs/operations.md describes it."""
+        """Its state; docs/operations/status.md describes it."""
         return self.ask(StatusQuery(), Status).report
 
     def peer_uid(self) -> int:

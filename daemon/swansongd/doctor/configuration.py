@@ -112,7 +112,7 @@ def judge_environment(names: Iterable[str], whose: str) -> Judgement:
     """
     there = sorted(set(names))
     redirected = [name for name in there if name in _REDIRECT]
-    # With NO_PROXY for the metadata service a proxy is a decision, described in docs/operations.md.
+    # With NO_PROXY for the metadata service a proxy is intended, see docs/operations/credentials.md.
     has_exceptions = any(name.lower() == "no_proxy" for name in there)
     proxied = [name for name in there if name.lower() in _PROXY and not has_exceptions]
     if not redirected and not proxied:

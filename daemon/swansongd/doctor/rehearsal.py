@@ -33,7 +33,9 @@ from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, 
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.staging import scan
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -161,7 +163,12 @@ class Rehearsal:
                 f"contains {len(found)}"
             )
         source, copy = self._directory() / _SET, self._directory() / "restored"
-        restored = restore(self._store, self.keys, copy, connections=_CONNECTIONS)
+        restored = restore(
+            self._store,
+            self.keys,
+            RestoreTarget(copy),
+            options=ReadOptions(connections=_CONNECTIONS),
+        )
         for shard in self._shards:
             if not filecmp.cmp(source / shard.path, copy / shard.path, shallow=False):
                 raise CorruptError(f"{shard.key} came back with other bytes than were sent")

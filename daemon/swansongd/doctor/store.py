@@ -29,7 +29,7 @@ from swansongd.doctor.findings import (
 )
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.file import mounts

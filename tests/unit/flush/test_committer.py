@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -36,11 +35,12 @@ from swansongd.core.events import (
 )
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
-from swansongd.flush.committer import ClaimRecord, Committer
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
 from swansongd.flush.journal import ShardRecord, UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
-from swansongd.observe.health import HealthTracker
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -78,17 +78,15 @@ class Desk:
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
+        opened = store or self._counting()
         committer = Committer(
-            store or self._counting(),
+            opened,
             keys,
-            self.own,
             self.events.put,
+            Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
             journal=self.journal,
-            boot_id=boot,
             wall=lambda: self.now,
-            health=StoreHealth(
-                HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note)
-            ),
+            health=StoreHealth(note),
         )
         committer.start()
         try:

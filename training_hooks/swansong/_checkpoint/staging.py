@@ -22,14 +22,12 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong import bounds, openat, protocol
 from swansong.openat import UnsafeFileError
@@ -55,22 +53,6 @@ class Written:
     """Of this rank's files."""
     is_sealed: bool
     """Whether the set has its sealed name; else other ranks of this node are still writing."""
-
-
-def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite ones among loss and metrics, and whether the loss is (``loss_is_finite``, 0 or 1)."""
-    health: dict[str, float] = {}
-    for name, value in {**metrics, "loss": loss}.items():
-        try:
-            # A loss that still has its graph would be warned of, and the warning may be an error.
-            number = float(value.detach() if hasattr(value, "detach") else value)
-        except Exception:  # noqa: S112 - no metric must cost a checkpoint
-            continue
-        if math.isfinite(number):
-            health[name] = number
-        if name == "loss":
-            health["loss_is_finite"] = float(math.isfinite(number))
-    return health
 
 
 def write_checkpoint(
