@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits made for tests: shards and manifests put into a store as the daemon would lay them."""
+"""Creates commits for tests: shards and manifests with the keys that the daemon uses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 
 PART_SIZE_BYTES = 1000
-"""Small, so that a few kilobytes have many parts."""
+"""Small: a few kilobytes have many parts."""
 
 
 Store = TypeVar("Store", bound=FileStore)
 
 
 def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type: ignore[assignment]
-    """A store in a directory of its own, made if it is not there."""
+    """A store in its own directory, which is created if it does not exist."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = kind(f"file://{directory}")
     store.check()
@@ -61,7 +61,7 @@ def commit(
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
 ) -> Manifest:
-    """Store the files as one node's part of a checkpoint, and commit it."""
+    """Store the files as one node's part of a checkpoint, and commit the part."""
     keys = RunKeys(run)
     checkpoint = CheckpointId(step, "abc")
     shards = []
