@@ -393,8 +393,7 @@ def _own_directory(
 
 
 def _give_to_group(fd: int, parent_fd: int) -> None:
-    """Set the group of a file or directory to that of its parent: without ACLs the daemon reads through
-    it."""
+    """Give a file or directory to the group of its parent, by which the daemon reads without ACLs."""
     group = os.fstat(parent_fd).st_gid
     if os.fstat(fd).st_gid != group:
         with contextlib.suppress(PermissionError):  # this user is not in that group

@@ -264,8 +264,7 @@ class Agreement:
         return active.request if active is not None and active.timed_out_at is None else None
 
     def decide(self, step: int) -> Due | None:
-        """Return the checkpoint to take at the boundary after ``step``.  Waits for a target, within
-        limits."""
+        """Return the checkpoint to take after ``step``; waits for the target, within limits."""
         with self._changed:
             due = self._decide_request(step)
             if due is None and step >= self._periodic_at:
