@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -83,7 +84,7 @@ def vm(new_vm: NewVm, bucket: Bucket, aws: Aws) -> Vm:
 
 
 def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> None:
-    """The exit code is 0, every path and every kind of request was checked, no object is left in the bucket."""
+    """The exit code is 0, every path and kind of request was checked, no object is left in the bucket."""
     code, findings = examine(vm)
     assert code == 0, findings
     assert names(findings, "failure") == set()
@@ -419,8 +420,8 @@ def test_staging_not_writable(open_disk: Path) -> None:
         os.chown(store, 65534, 65534)
     with Vm(open_disk, {"url": store.as_uri()}) as vm:
         vm.staging.chmod(0o555)
-        nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
-        prefix = nobody if os.geteuid() == 0 else ()
+        unprivileged = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+        prefix = unprivileged if os.geteuid() == 0 else ()
         code, findings = examine(vm, "--trial", prefix=prefix)
         vm.staging.chmod(0o755)
     assert code == 12
@@ -428,7 +429,7 @@ def test_staging_not_writable(open_disk: Path) -> None:
     assert names(findings, "failure") == {"staging rights"}
     assert findings["daemon"]["level"] == "skipped"
     assert "may not write" in findings["staging rights"]["found"]
-    assert "chown nobody " in findings["staging rights"]["fix"]
+    assert f"chown {pwd.getpwuid(65534).pw_name} " in findings["staging rights"]["fix"]
     assert findings["disk speed"]["level"] == "skipped"
 
 

@@ -28,7 +28,7 @@ EXAMPLES = {
     "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (
         "sudo swansong notify --in 90s --wait"
     ),
-    "An announced maintenance: take a checkpoint now and evacuate before the deadline.": (
+    "An announced maintenance: take a checkpoint now, and evacuate when the deadline is near.": (
         "sudo swansong notify --in 1h --reason 'maintenance window'"
     ),
     "The VM will not be terminated after all: continue training.": (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong status``: what the daemon on this VM is doing."""
+"""``swansong status``: show the state of the daemon on this VM."""
 
 from __future__ import annotations
 

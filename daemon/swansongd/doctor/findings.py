@@ -23,7 +23,7 @@ class Level(StrEnum):
     FAILURE = "failure"
     """Checkpoints would be lost."""
     SKIPPED = "skipped"
-    """Could not be checked, does not apply here, or depends on a check that failed."""
+    """Could not be checked, does not apply here, or depends on a check that did not succeed."""
 
 
 @dataclass(frozen=True, slots=True)
