@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a flush costs the trainer beside it: ``make bench-beside``.
+"""Measures the cost of a flush for a training loop on the same machine: ``make bench-beside``.
 
-Two loops stand for a trainer, each one thread: small matrix products, which live in the processor, and
-sums over arrays larger than any cache, which live in memory.  Each is timed with no flush, beside the
-background flush at a bandwidth limit, and beside the flush of an evacuation, which has none; in random
-order within every repetition.  The flush is ours as the daemon runs it, again and again, against the TLS
-sink.
+Two loops replace the trainer, each with one thread.  One computes small matrix products, which need the
+processor; the other adds arrays larger than any cache, which need the memory.  Each loop runs without a
+flush, with background flushes at two bandwidth limits, and with the unlimited flush of an evacuation.  The
+order is random within every repetition.  The flush engine of the daemon sends the same set to the TLS sink
+again and again.
 
-Flush, loop and sink each run in a session of their own, so that the scheduler shares the cores among them
-as it does among services under systemd.  The sink takes cores too, where in life it would be another
-machine: the cost shown here is an upper bound.
+Flush, loop and sink each run in their own session, so the scheduler shares the cores as it does between
+services under systemd.  The sink also uses these cores; a real store does not.  So the measured cost is an
+upper bound.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FLUSH_STARTS_S = 10.0
 
 @contextmanager
 def flushing(program: Path, data: Path, options: list[str]) -> Iterator[sink.Sink]:
-    """A process that flushes without end, under way when this enters."""
+    """A process that flushes in a loop; its first bytes have arrived when the context is entered."""
     with sink.Sink(program, data, sink.DIRECT) as far:
         job = job_file(
             data,
@@ -77,7 +77,9 @@ def flushing(program: Path, data: Path, options: list[str]) -> Iterator[sink.Sin
             give_up_s = time.monotonic() + FLUSH_STARTS_S
             while not far.counters().bytes_in:
                 if process.poll() is not None or time.monotonic() > give_up_s:
-                    raise SystemExit(f"no flush began:\n{(data / 'output').read_text()[-2000:]}")
+                    raise SystemExit(
+                        f"the flush sent nothing:\n{(data / 'output').read_text()[-2000:]}"
+                    )
                 time.sleep(0.05)
             yield far
             if process.poll() is not None:
@@ -88,7 +90,7 @@ def flushing(program: Path, data: Path, options: list[str]) -> Iterator[sink.Sin
 
 
 def steps_a_s(loop: str, seconds: float) -> float:
-    """Steps a second of the loop, in a process of its own."""
+    """Steps per second of the loop, in its own process."""
     command = [str(interpreter("beside", BUILD)), str(CLIENTS / "loop.py"), loop, str(seconds)]
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -100,11 +102,15 @@ def steps_a_s(loop: str, seconds: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-beside", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
     parser.add_argument("--quick", action="store_true", help="one short repetition")
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm"), help="for the files flushed")
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
-    parser.add_argument("--write", action="store_true", help="the table into docs/performance.md")
+    parser.add_argument(
+        "--data", type=Path, default=Path("/dev/shm"), help="directory for the files"
+    )
+    parser.add_argument("--json", type=Path, help="file for all measurements")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into docs/performance/"
+    )
     options = parser.parse_args()
     repeats, seconds = (1, 1.0) if options.quick else (options.repeats, options.seconds)
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -136,17 +142,17 @@ def main() -> None:
                     steps.setdefault((loop, condition), []).append(value)
                     print(f"{loop}, {condition}: {value:.1f} steps/s", file=sys.stderr)
     if options.json:
-        told = {f"{loop}, {condition}": values for (loop, condition), values in steps.items()}
-        options.json.write_text(json.dumps(told, indent=1))
+        measured = {f"{loop}, {condition}": values for (loop, condition), values in steps.items()}
+        options.json.write_text(json.dumps(measured, indent=1))
     print(table(steps, rates))
     if options.write:
         write_page("make bench-beside", table(steps, rates))
 
 
 def table(steps: dict[tuple[str, str], list[float]], rates: dict[str, list[float]]) -> str:
-    """Steps a second as a share of those without a flush, of the same repetition."""
+    """Steps per second as a share of those without a flush in the same repetition."""
     lines = [
-        "| | flush moves, MB/s | loop bound by the processor | loop bound by memory |",
+        "| | flush, MB/s | loop bound by the processor | loop bound by memory |",
         "| --- | --- | --- | --- |",
     ]
     for condition in CONDITIONS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What five commits of a LoRA-like run send: ``make bench-frozen``.
+"""Counts the bytes that five commits of a LoRA-like run send: ``make bench-frozen``.
 
-A real ``swansongd`` before the strict S3 emulator; between them a relay counts the bytes on their way to
-the store.  Each set holds the same frozen weights and an adapter that is new every time.
+A real ``swansongd`` stores into the strict S3 emulator through a relay, which counts the bytes.  Each set
+contains the same frozen weights and a new adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MB = 10**6
 
 
 class Relay:
-    """Forwards to ``url``; ``sent_bytes`` counts what went there."""
+    """Forwards connections to ``url`` and counts the bytes sent there in ``sent_bytes``."""
 
     def __init__(self, url: str) -> None:
         host, _, port = url.removeprefix("http://").partition(":")
@@ -52,7 +52,7 @@ class Relay:
                         self.sent_bytes += len(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # either end may leave at any time
+            return  # either end may close at any time
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
             total_bytes = relay.sent_bytes - total_bytes
             print(f"| all | {set_bytes:,} | {total_bytes:,} |")
             restored = bucket.restored(Path(disk) / "restored")
-            assert restored == content, "the newest commit is not what was sealed last"
+            assert restored == content, "the newest commit differs from the last sealed set"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guard.step() costs a training loop when no request is out: median of nanoseconds per call.
+"""Measures ``guard.step()`` without a checkpoint request: the median in nanoseconds per call.
 
 python bench/hooks_step.py
 """
@@ -18,7 +18,7 @@ CALLS, REPEATS = 200_000, 15
 
 class Nothing:
     def step(self, step: int, loss: object = None, **metrics: object) -> None:
-        """The least that a call of this shape can cost."""
+        """The cheapest possible call with these arguments."""
 
 
 def median_ns(call: Callable[[int], None]) -> float:

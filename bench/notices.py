@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long from the cloud's word to the trainer's knowing: ``make bench-notices``.
+"""Measures the time from a notice in the metadata service to the checkpoint request: ``make bench-notices``.
 
-A real ``swansongd`` watches a metadata emulator; a peer on the trainer socket notes when the checkpoint
-request arrives.  Beside it, in the same minutes and against emulators of their own, plain pollers at the
-5 s that AWS suggests and at the 2 s of aws-node-termination-handler.  Each notice comes at a random
-phase of the polls.  Also: what the daemon asks of the metadata service in an hour, and what it costs
-while nothing happens.
+A real ``swansongd`` polls a metadata emulator, and a peer on the trainer socket records the time of the
+request.  Two plain pollers run during the same minutes against their own emulators: every 5 s, which AWS
+suggests, and every 2 s, as aws-node-termination-handler does.  Each notice appears at a random phase of
+the polls.  The benchmark also counts requests, CPU time and memory of an idle daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ GCP_KEY = "instance/preempted"
 
 
 class Peer:
-    """Says hello like a rank, and notes when it is asked for a checkpoint."""
+    """Sends the Hello of a rank and records the time of a checkpoint request."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,7 +69,7 @@ def withdraw(cloud: str, url: str) -> None:
 
 
 def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
-    """One daemon, one emulator, so many notices."""
+    """Send ``notices`` notices to one daemon and record the delays."""
     module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -96,7 +95,7 @@ def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
 
 
 def poller_lane(intervals_s: tuple[float, ...], notices: int, samples: Samples) -> None:
-    """Pollers that ask at fixed intervals, as the documentation of AWS has it."""
+    """Send ``notices`` notices to pollers with fixed intervals, as the documentation of AWS describes."""
     with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as cloud_vm:
         url = f"{cloud_vm.url}/latest/meta-data/spot/instance-action"
         token = requests.put(
@@ -139,7 +138,7 @@ def poller_lane(intervals_s: tuple[float, ...], notices: int, samples: Samples) 
 
 
 def idle_cost(cloud: str, duration_s: float) -> tuple[float, float, float]:
-    """(requests per hour, CPU seconds per hour, resident MB) of a daemon that has nothing to do."""
+    """(requests per hour, CPU seconds per hour, resident MB) of an idle daemon."""
     module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -191,10 +190,8 @@ def in_parallel(tasks: list[Callable[[], None]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--notices", type=int, default=200, help="of each contestant")
-    parser.add_argument(
-        "--idle-s", type=float, default=600.0, help="how long to watch an idle daemon"
-    )
+    parser.add_argument("--notices", type=int, default=200, help="number for each contestant")
+    parser.add_argument("--idle-s", type=float, default=600.0, help="time to measure idle daemons")
     args = parser.parse_args()
     samples: Samples = {
         name: []
@@ -208,7 +205,7 @@ def main() -> None:
         tasks.append(lambda: poller_lane((2.0, 5.0), each, samples))
     tasks.append(lambda: daemon_lane("gcp", args.notices, samples))
     in_parallel(tasks)
-    print(f"{'from the flip to the request':30} {'n':>4} {'median':>9} {'worst':>9}")
+    print(f"{'from the change to the request':30} {'n':>4} {'median':>9} {'worst':>9}")
     for name, values in samples.items():
         print(f"{name:30} {len(values):4} {statistics.median(values):7.3f} s {max(values):7.3f} s")
     print(f"\n{'idle':30} {'requests/h':>10} {'CPU s/h':>8} {'MB':>6}")

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The far end of the transfer benchmark: speaks enough of S3 and of GCS for every contestant, stores nothing.
+// The server of the transfer benchmark: implements the parts of S3 and GCS that the contestants use.
 //
-// One thread a connection.  TLS 1.3 with a real OpenSSL handshake; then the traffic secrets, which the
-// keylog callback tells, let this program skip the records of a body undecrypted (MSG_TRUNC discards them
-// in the kernel) and open only those that hold a header or the framing of a chunk.  So nearly all of the
-// box is the client's.  It verifies nothing: correctness is shown by the contract tests, not here.  With
-// --hashing it opens every record and answers with the CRC32C of the body, which clients of GCS compare.
+// Each connection has one thread.  After a real TLS 1.3 handshake, the keylog callback of OpenSSL provides
+// the traffic secrets.  The program then skips the records of a body without decrypting them (MSG_TRUNC
+// discards them in the kernel), and decrypts only records with a header or with the framing of a chunk.  So
+// the clients get nearly all CPU time.  The program verifies nothing; the contract tests verify the bytes.
+// With --hashing it decrypts every record and returns the CRC32C of the body, which clients of GCS compare.
 //
-// What was stored is remembered as key and size only, so listings and HEAD are truthful.  Reading gives a
-// pattern, or, for the keys of --objects that name a file, that file.  One line on stdin makes it print its
-// counters as one line of JSON; the end of stdin makes it print them and end.
+// The program records only key and size of an object, for listings and HEAD.  A GET returns a pattern, or the
+// file that --objects names for the key.  For each line on stdin it prints its counters as one line of JSON;
+// at the end of stdin it prints them and exits.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -42,7 +42,7 @@ enum {
 // ---------------------------------------------------------------- settings and counters
 
 static double rate_bytes_s, latency_s, share_503, share_stall, share_reset;
-static bool is_hashing; // opens every record of a body, and tells its CRC32C
+static bool is_hashing; // decrypts every record of a body and returns its CRC32C
 static SSL_CTX *tls;  // NULL: plain HTTP
 static int secrets_index;
 static uint8_t *pattern;
@@ -62,7 +62,7 @@ static void sleep_until(double when_s) {
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR) {}
 }
 
-// ---------------------------------------------------------------- what is stored: keys and sizes
+// ---------------------------------------------------------------- stored objects: keys and sizes
 
 struct object { char *key; uint64_t size; char *content; };
 struct upload { char *key; char id[32]; uint64_t sizes[PARTS_MAX]; uint32_t crc32c[PARTS_MAX]; };
@@ -137,12 +137,12 @@ struct connection {
     int fd;
     struct direction in, out;
     uint8_t plain[RECORD + 256 + 1], record[5 + RECORD + 256 + TAG];
-    size_t at, end;  // of what is read and not yet used, in plain
-    bool is_patient; // is woken for BATCH bytes, not for each segment
+    size_t at, end;  // unread bytes in plain
+    bool is_patient; // wakes up for BATCH bytes, not for each segment
     uint8_t *sealed; // room for OUT_RECORDS records
     double body_began_s;
     uint64_t body_bytes;
-    uint32_t crc32c; // of the body, where that is asked for
+    uint32_t crc32c; // of the body, with --hashing
 };
 
 static bool receive(int fd, void *into, size_t size, int flags) {
@@ -226,7 +226,7 @@ static bool handshake(struct connection *c) {
     SSL_set_fd(ssl, c->fd);
     bool is_done = SSL_accept(ssl) == 1 && got.has_client && got.has_server;
     SSL_set_quiet_shutdown(ssl, 1);
-    SSL_free(ssl); // the socket is not its own: it stays open
+    SSL_free(ssl); // SSL does not own the socket, which stays open
     if (is_done) {
         prepare(&c->in, got.client, false);
         prepare(&c->out, got.server, true);
@@ -240,7 +240,7 @@ static bool record_size(struct connection *c, size_t *size) {
     return c->record[0] == 23 && *size > TAG && *size <= RECORD + 256;
 }
 
-// Read and open the record whose header lies in c->record.
+// Read and decrypt the record whose header is in c->record.
 static bool open_record(struct connection *c, size_t size) {
     if (!receive(c->fd, c->record + 5, size, 0)) return false;
     int got = 0, rest = 0;
@@ -250,7 +250,7 @@ static bool open_record(struct connection *c, size_t size) {
     EVP_DecryptUpdate(c->in.cipher, c->plain, &got, c->record + 5, (int)(size - TAG));
     if (EVP_DecryptFinal_ex(c->in.cipher, c->plain + got, &rest) != 1) return false;
     while (got > 0 && !c->plain[got - 1]) got--; // padding
-    if (got <= 0 || c->plain[got - 1] != 23) return false; // an alert, or a key update that we do not do
+    if (got <= 0 || c->plain[got - 1] != 23) return false; // an alert, or an unsupported key update
     c->at = 0;
     c->end = (size_t)got - 1;
     return true;
@@ -319,7 +319,7 @@ static uint32_t product(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// The CRC32C of two runs of bytes, one after the other.
+// The CRC32C of two successive runs of bytes.
 static uint32_t crc32c_joined(uint32_t first, uint32_t second, uint64_t second_bytes) {
     uint32_t power = 1u << 23; // x to the power of eight: one byte
     for (; second_bytes; second_bytes >>= 1, power = product(power, power))
@@ -327,17 +327,17 @@ static uint32_t crc32c_joined(uint32_t first, uint32_t second, uint64_t second_b
     return first ^ second;
 }
 
-// Be woken when so much has come that waking pays, as long as so much is sure to come.
+// Let the kernel wake this thread only for BATCH bytes, if at least that many will follow.
 static void wait_for_batches(struct connection *c, bool is_patient) {
     if (c->is_patient == is_patient) return;
     c->is_patient = is_patient;
     setsockopt(c->fd, SOL_SOCKET, SO_RCVLOWAT, &(int){is_patient ? BATCH : 1}, sizeof(int));
 }
 
-// Pass over the next bytes of a body.
+// Skip the next bytes of a body.
 static bool skip(struct connection *c, uint64_t size) {
     while (size) {
-        // With room for a record of which one half is read: what is awaited must still be on its way.
+        // The margin covers a half-read record: BATCH bytes must still be in flight.
         wait_for_batches(c, tls && size >= BATCH + 2 * SEALED);
         if (c->at < c->end) {
             uint64_t here = c->end - c->at < size ? c->end - c->at : size;
@@ -351,7 +351,7 @@ static bool skip(struct connection *c, uint64_t size) {
             size_t sealed;
             if (!record_size(c, &sealed)) return false;
             size_t inside = sealed - TAG - 1;
-            if (inside > size) { // it also holds what comes after the body
+            if (inside > size) { // the record also contains bytes after the body
                 if (!open_record(c, sealed)) return false;
                 continue;
             }
@@ -430,12 +430,12 @@ struct request {
     char *method, *path, *query, *headers;
     char key[2048];              // bucket/name, decoded
     uint64_t size_bytes;         // of the object or part in the body
-    char captured[CAPTURE_MAX + 1]; // the whole of a small body, the beginning of another
+    char captured[CAPTURE_MAX + 1]; // a small body, or the start of a larger one
     size_t captured_bytes;
     bool wants_close;
 };
 
-// The value of a header, in a buffer of this thread; NULL where there is none.
+// The value of a header, in a buffer of this thread; NULL if it is missing.
 static const char *header(const struct request *r, const char *name) {
     static _Thread_local char values[4][1024];
     static _Thread_local int turn;
@@ -468,7 +468,7 @@ static void decode(const char *from, size_t size, char *to, size_t room) {
     to[used] = 0;
 }
 
-// Whether the query has such a name; its value is decoded into value.
+// Whether the query has this name; its decoded value is written to value.
 static bool query(const struct request *r, const char *name, char *value, size_t room) {
     size_t length = strlen(name);
     for (const char *at = r->query; at && *at;) {
@@ -520,7 +520,7 @@ __attribute__((format(printf, 5, 6))) static bool answer_with(struct connection 
 #define ETAG "\"0123456789abcdef0123456789abcdef-1\""
 #define MODIFIED "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
 
-// The checksums that the request carried: clients want to read them again in the answer.
+// The CRC32C as a header of GCS.
 static size_t say_crc32c(uint32_t value, char *into, size_t room) {
     uint8_t bytes[4] = {(uint8_t)(value >> 24), (uint8_t)(value >> 16), (uint8_t)(value >> 8), (uint8_t)value};
     unsigned char text[16];
@@ -546,7 +546,7 @@ static int by_key(const void *a, const void *b) {
     return strcmp(((const struct object *)a)->key, ((const struct object *)b)->key);
 }
 
-// Of what stands under bucket/prefix: a thousand a page, as S3 or GCS words it.
+// The objects below bucket/prefix, at most 1,000 per page, in the format of S3 or GCS.
 static bool answer_list(struct connection *c, const struct request *r, const char *bucket, bool is_json) {
     char prefix[1024] = "", from[1024] = "", start[2048];
     char *body = NULL;
@@ -622,7 +622,7 @@ static enum fate draw_fate(void) {
     return GOOD;
 }
 
-// Say no more until the client has given up; always false.
+// Send nothing more until the client closes the connection; always false.
 static bool fall_silent(struct connection *c) {
     made_stall++;
     struct pollfd p = {.fd = c->fd, .events = POLLRDHUP};
@@ -684,7 +684,7 @@ static bool answer_bytes(struct connection *c, const struct request *r, const ch
 
 // ---- GCS, JSON
 
-// A string value in the beginning of a JSON body; leaves into alone where there is none.
+// A string value at the start of a JSON body; leaves into unchanged if it is missing.
 static void json_string(const char *text, const char *name, char *into, size_t room) {
     char wanted[64];
     snprintf(wanted, sizeof wanted, "\"%s\"", name);
@@ -725,7 +725,7 @@ static bool gcs_upload(struct connection *c, struct request *r, const char *buck
         return answer(c, r, "200 OK", extra, NULL);
     }
     uint64_t size = r->size_bytes;
-    if (!strcmp(kind, "multipart")) { // two parts: metadata, then the object; the frame is the two of them less it
+    if (!strcmp(kind, "multipart")) { // metadata, then the object: subtract the metadata and the framing
         const char *body = strstr(r->captured, "\r\n\r\n");
         body = body ? strstr(body + 4, "\r\n\r\n") : NULL;
         const char *line = strstr(r->captured, "\r\n");
@@ -867,7 +867,7 @@ static bool read_head(struct connection *c, struct request *r) {
     }
 }
 
-// Take or pass over a body of known length; of a broken fate only half of it.
+// Read or skip a body of known length; only half of it for a stall or a reset.
 static bool read_sized(struct connection *c, struct request *r, uint64_t size, enum fate fate) {
     if (fate == FATE_STALL || fate == FATE_RESET) {
         if (!skip(c, size / 2)) return false;
@@ -986,7 +986,7 @@ static char *whole_file(const char *path, size_t *size) {
     return data;
 }
 
-// Lines of key, size and the path of the content or "-", parted by tabs.
+// Read lines with key, size and path of the content (or "-"), separated by tabs.
 static void read_objects(const char *path) {
     FILE *file = fopen(path, "r");
     if (!file) {

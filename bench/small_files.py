@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of many small files: seconds and processor time of flush, commit, verify and restore.
+"""Measures flush, commit, verify and restore of a checkpoint with many small files: ``make bench-small``.
 
-``make bench-small`` measures a directory store, the strict S3 emulator and a store in memory whose every
-answer takes 10 ms.  ``bare get`` and ``bare put`` are the rates of the same client without the flush or the
-restore around it: where ours come close to them, the store is the limit, and packs would be the remedy.
+The stores are a directory, the strict S3 emulator, and a store in memory that answers after 10 ms.
+``bare get`` and ``bare put`` are the rates of the same client without flush and restore.  If the flush
+reaches nearly the same rate, the store is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import queue
 import tempfile
@@ -23,12 +22,15 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore, verify
+from swansongd.restore.target import RestoreTarget
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.threads import parallel
 
@@ -46,7 +48,7 @@ SET = "step-000000000001.abc"
 
 
 def stage(run: Path, files: int, size_bytes: int) -> Staged:
-    """A sealed set of so many files, no two of them the same."""
+    """A sealed set of ``files`` different files."""
     for number in range(files):
         path = run / SET / f"d{number // PER_DIRECTORY:04d}" / f"{number:06d}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,17 +65,14 @@ def stage(run: Path, files: int, size_bytes: int) -> Staged:
 def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
     events: queue.Queue[Event] = queue.Queue()
     (run / ".swansongd").mkdir(mode=0o700)
-    attempts = itertools.count()
     engine = FlushEngine(
         store,
         RunKeys("r"),
         run,
         events.put,
-        journal=Journal(run / ".swansongd", run="r", store_url=store.url),
-        nonce=lambda: f"n{next(attempts)}",
+        journal=UploadJournal(run / ".swansongd", run="r", store_url=store.url),
         connections=CONNECTIONS,
         part_size_bytes=16 * 2**20,
-        is_urgent=lambda: False,
     )
     engine.start("flush", staged, 1)
     while not isinstance(event := events.get(), Flushed | FlushFailed):
@@ -111,9 +110,20 @@ def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: P
     flushed: list[Flushed] = []
     timed(f"{name} flush", lambda: flushed.append(flush(store, run, staged)), files)
     made = manifest_of(flushed[0])
-    timed(f"{name} commit", lambda: commit.commit(store, keys, made, reads_back=True), files)
-    timed(f"{name} verify", lambda: verify(store, keys, connections=CONNECTIONS), files)
-    timed(f"{name} restore", lambda: restore(store, keys, to, connections=CONNECTIONS), files)
+    claim = commit.claim_generation(store, keys, identity={}, nonce="n").content
+    timed(f"{name} commit", lambda: commit.commit(store, keys, made, claim, reads_back=True), files)
+    timed(
+        f"{name} verify",
+        lambda: verify(store, keys, options=ReadOptions(connections=CONNECTIONS)),
+        files,
+    )
+    timed(
+        f"{name} restore",
+        lambda: restore(
+            store, keys, RestoreTarget(to), options=ReadOptions(connections=CONNECTIONS)
+        ),
+        files,
+    )
     assert sum(path.is_file() for path in to.rglob("*")) == files
     some = [shard.key for shard in made.shards[:2000]]
     timed(f"{name} bare get", lambda: bare(some, store.get), len(some))
@@ -130,11 +140,11 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--size-bytes", type=int, default=4096)
     parser.add_argument("--stores", nargs="+", default=STORES, choices=STORES)
-    parser.add_argument("--data", type=Path, help="where the files go; default: TMPDIR")
+    parser.add_argument("--data", type=Path, help="directory for the files; default: TMPDIR")
     options = parser.parse_args()
     os.environ.update(ACCOUNT)
     memory.PAGE_KEYS, memory.WINDOW_BYTES = 1000, 2**20
-    print("| what | seconds | CPU seconds | files a second |\n| --- | --- | --- | --- |")
+    print("| operation | seconds | CPU seconds | files per second |\n| --- | --- | --- | --- |")
     for name in options.stores:
         with ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.data)))
@@ -147,7 +157,10 @@ def main() -> None:
                     "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
                 )
                 url = stack.enter_context(server).url
-                store = S3Store("s3://ckpt/p", url, "us-east-1", CONNECTIONS)
+                store = S3Store(
+                    "s3://ckpt/p",
+                    S3Options(endpoint=url, region="us-east-1", connections=CONNECTIONS),
+                )
             else:
                 store = MemoryStore()
                 store.before = lambda _what, _key: time.sleep(ANSWER_S)

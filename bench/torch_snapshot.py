@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint costs the training loop, and how long until it is in staging: ``make bench-torch``.
+"""Measures the cost of a checkpoint for the training loop, and the time to staging: ``make bench-torch``.
 
-- ``guard.step()`` with nothing to do, beside an empty call of its shape.
-- How long training stands still for a copy of the state, and when all is written; ours, ``torch.save`` and
-  ``torch.distributed.checkpoint.async_save``, in random order within each repetition, after one round that
-  is told apart because memory is new then.  While a copy is written the loop goes on: its steps per
-  second, as a share of those just before.
-- From the daemon's request to the word that the set is sealed, with the same state spread over 1, 2 and
-  4 ranks that meet in an all-reduce of gloo at every step.  A stand-in has the daemon's end of the socket.
+- The time of ``guard.step()`` without a request, and of an empty call with the same arguments.
+- The time that training stops for a copy of the state, and the time until all files are written: Swansong,
+  ``torch.save`` and ``torch.distributed.checkpoint.async_save``, in random order within each repetition.
+  The first round is reported separately, because its memory is new.  The loop continues during the write;
+  its speed is a share of the speed just before the save.
+- The time from the daemon's request to ``Sealed``, with the same state on 1, 2 and 4 ranks.  The ranks meet
+  in an all-reduce of gloo at every step.  A fake daemon has the other end of the socket.
 
-The loop is one thread of small matrix products.  Needs about five times the size of the state in memory.
+The loop is one thread of small matrix products.  The benchmark needs memory for five times the state.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from testkit.waiting import until
 NAME = "make bench-torch"
 OURS, SAVE, ASYNC = "swansong", "torch.save", "dcp.async_save"
 BEFORE_S = 0.5
-"""So long the loop runs before a save, to see how fast it is alone."""
+"""Time that the loop runs before a save, to measure its undisturbed speed."""
 LIMIT_S = 120.0
 
 Save = Callable[[Path], Callable[[], object]]
-"""Begins a save into a directory; what it returns waits until it is written."""
+"""Starts a save into a directory and returns a function that blocks until the files are written."""
 
 
 @dataclass
 class Cost:
-    """Of the saves of one contestant."""
+    """Measurements of the saves of one contestant."""
 
     blocked_s: list[float] = field(default_factory=list)
     written_s: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
-    """Of the loop during the write, as a share of that before."""
+    """Speed of the loop during the write, as a share of its speed before the save."""
     first_blocked_s: float = 0.0
 
 
 def trained(size_bytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose weights and Adam moments together have about this size."""
+    """A model and its optimizer; weights and Adam moments together have about this size."""
     layers = 16
     width = max(1, round((size_bytes / (layers * 4 * 3)) ** 0.5))
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
@@ -80,7 +80,7 @@ def trained(size_bytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimi
 
 
 class Loop:
-    """Small matrix products, a step of which takes a millisecond or so."""
+    """Small matrix products; a step takes about a millisecond."""
 
     def __init__(self) -> None:
         self._matrix = torch.eye(256)
@@ -102,7 +102,7 @@ class Loop:
 
 
 def saved(save: Save, directory: Path, device: str, loop: Loop) -> tuple[float, float, float]:
-    """Seconds blocked, seconds until written, and the loop's speed meanwhile."""
+    """Seconds blocked, seconds until written, and the loop's speed during the write."""
     directory.mkdir()
     gc.collect()
     alone = loop.alone()
@@ -147,13 +147,13 @@ def contestants(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> dict[str, Cost]:
-    """The saves of all contestants."""
+    """Measure the saves of all contestants."""
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     saves = contestants(*trained(size_bytes, device))
     loop = Loop()
     costs = {name: Cost() for name in saves}
-    # async_save wants a process group even for one process.
+    # async_save needs a process group even for one process.
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
     for repetition in range(repeats + 2):
         for name in random.sample(list(saves), len(saves)):
@@ -163,7 +163,7 @@ def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> di
             cost = costs[name]
             if repetition == 0:
                 cost.first_blocked_s = blocked_s
-            if repetition > 1:  # both of our copies have their memory by then
+            if repetition > 1:  # both copies of TrainingState have their memory by then
                 cost.blocked_s.append(blocked_s)
                 cost.written_s.append(written_s)
                 cost.speed.append(speed)
@@ -176,7 +176,7 @@ def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> di
 
 
 class Clock(FakeDaemon):
-    """Remembers when it was told of which request that it is done."""
+    """Records when each request was done."""
 
     def __init__(self, directory: Path) -> None:
         self.done_mono_s: dict[str, float] = {}
@@ -189,13 +189,13 @@ class Clock(FakeDaemon):
 
 
 def as_rank(size_bytes: int, store: str) -> None:
-    """One rank: trains until it is killed."""
+    """Train as one rank until the process is killed."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     state = TrainingState(*trained(size_bytes // ranks, "cpu"))
     state.snapshot()
-    state.snapshot()  # memory is there, as it is from the second checkpoint of a run on
+    state.snapshot()  # allocates the second copy, as the second checkpoint of a run does
     guard = swansong.attach(state)
     loop, together = Loop(), torch.ones(1)
     dist.barrier()
@@ -246,7 +246,7 @@ def training(daemon: FakeDaemon, root: Path, ranks: int, size_bytes: int) -> Ite
 
 
 def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> list[float]:
-    """Seconds from the request until the set is sealed."""
+    """Seconds from each request until the set is sealed."""
     directory = root / f"ranks-{ranks}"
     directory.mkdir()
     seconds = []
@@ -259,7 +259,7 @@ def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> 
             failed = daemon.all_of(Failed)
             if failed:
                 raise SystemExit(f"{ranks} ranks: {failed[0].reason}")
-            if number:  # the first warms everything up
+            if number:  # the first one is a warm-up
                 seconds.append(daemon.done_mono_s[name] - begun)
             print(f"{ranks} ranks: {daemon.done_mono_s[name] - begun:.3f} s", file=sys.stderr)
             for sealed in daemon.sealed():
@@ -272,7 +272,7 @@ def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> 
 
 
 def of(values: list[float], form: str) -> str:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     low, high = format(min(values), form), format(max(values), form)
     return f"{statistics.median(values):{form}} ({low}-{high})"
 
@@ -282,8 +282,8 @@ def table(
 ) -> str:
     head = (
         f"{size_bytes / 1e9:g} GB of state, one process",
-        "training stands still, s",
-        "the first time, s",
+        "training stopped, s",
+        "first save, s",
         "written after, s",
         "loop during the write",
     )
@@ -296,7 +296,7 @@ def table(
         )
     lines += [
         "",
-        "| the same state over | request to sealed, s | n |",
+        "| the same state on | request to sealed, s | n |",
         "| --- | --- | --- |",
     ]
     for count, seconds in ranks.items():
@@ -304,7 +304,7 @@ def table(
         lines.append(f"| {count} {word} | {of(seconds, '.2f')} | {len(seconds)} |")
     device = "GPU" if torch.cuda.is_available() else "CPU"
     facts = (
-        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns a call; an empty method call:"
+        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns per call; an empty method call:"
         f" {step['empty_ns']:.0f} ns. torch {torch.__version__}, {device}, {os.cpu_count()} cores,"
         " files on tmpfs."
     )
@@ -326,9 +326,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="20 MB, once: does everything run?")
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm"), help="where to write")
-    parser.add_argument("--write", action="store_true", help="the table into docs/performance.md")
+    parser.add_argument(
+        "--quick", action="store_true", help="20 MB, once: a test of the benchmark itself"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("/dev/shm"), help="directory for the files"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables into docs/performance/"
+    )
     parser.add_argument("--as-rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()

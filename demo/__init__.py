@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job, live: ``python -m demo`` loses a VM in the middle of a training run, and goes on."""
+"""The main task, live: ``python -m demo`` loses a VM during a training run and resumes on another VM."""

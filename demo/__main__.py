@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m demo --store auto|s3|gcs|file --cloud aws|gcp --signal none|usr1``; ``make demo`` runs it.
 
-Exit code 0 when all was as promised, 1 when it was not, 130 after Ctrl-C.
+The exit code is 0 if all promises were kept, 1 if not, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from demo.screen import Screen
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m demo", description="Lose a spot VM in the middle of training, and go on."
+        prog="python -m demo",
+        description="Lose a spot VM during training and resume on another VM.",
     )
-    parser.add_argument("--store", choices=("auto", *STORES), default="auto", help="of the cloud")
-    parser.add_argument("--cloud", choices=tuple(CLOUDS), default="aws")
-    parser.add_argument("--signal", choices=("none", "usr1"), default="none", help="no hooks")
+    parser.add_argument(
+        "--store",
+        choices=("auto", *STORES),
+        default="auto",
+        help="kind of store; auto: the store of the cloud",
+    )
+    parser.add_argument("--cloud", choices=tuple(CLOUDS), default="aws", help="emulated cloud")
+    parser.add_argument(
+        "--signal", choices=("none", "usr1"), default="none", help="usr1: a trainer without hooks"
+    )
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -32,7 +40,7 @@ def main() -> int:
             screen.fault(str(broken), broken.lines)
             return 1
         except KeyboardInterrupt:
-            screen.fault("interrupted; every process is ended and nothing is left behind", [])
+            screen.fault("interrupted; all processes ended and all files were removed", [])
             return 130
 
 

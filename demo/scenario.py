@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in the demo: two VMs as real processes, one after the other, and only the cloud emulated."""
+"""The scenario: two VMs as real processes, one after the other; only the cloud is emulated."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ T = TypeVar("T")
 EVERY_STEPS = 40
 STEP_DELAY_S = 0.1
 PAD_MB = 32
-"""So large that the way of a checkpoint to the store can be seen."""
+"""Padding that makes a flush long enough to watch."""
 
 
 class Broken(Exception):
-    """The demo cannot go on; ``lines`` are the last ones of the process that is to blame."""
+    """The demo cannot continue; ``lines`` are the last lines of the process that failed."""
 
     def __init__(self, text: str, lines: list[str]) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Cloud:
-    """``grace_s`` is from the notice to the power cut; ``steps`` more than vm-1 reaches until then."""
+    """``grace_s`` is the time from notice to power cut; vm-1 cannot reach ``steps`` before it."""
 
     emulator: str
     store: str
@@ -53,44 +53,52 @@ class Cloud:
 
 CLOUDS = {
     "aws": Cloud(
-        "emulators.aws_imds", "s3", 15, 320, "AWS announces the end 120 s ahead, here 15 s"
+        "testkit.emulators.aws_imds",
+        "s3",
+        15,
+        320,
+        "AWS sends it 120 s before the end, the demo 15 s",
     ),
     "gcp": Cloud(
-        "emulators.gcp_metadata", "gcs", 30, 480, "30 s as at Google; swansongd counts on 25 s"
+        "testkit.emulators.gcp_metadata",
+        "gcs",
+        30,
+        480,
+        "30 s, as on Google Cloud; swansongd assumes 25 s",
     ),
 }
 STORES = ("s3", "gcs", "file")
 MOMENTS = {
     "notice": "notice from {source}, {seconds_left:.1f} s left; plan {plan}: {why}",
-    "request": "trainer asked for a checkpoint",
+    "request": "checkpoint requested from the trainer",
     "signal": "SIGUSR1 to the trainer",
-    "accepted": "trainer has it",
+    "accepted": "trainer accepted the request",
     "target": "checkpoint at the boundary of step {step}",
     "sealed": "step {step} sealed in staging",
-    "flush": "flush of step {step} begins",
-    "flushed": "all of step {step} is stored",
+    "flush": "flush of step {step} starts",
+    "flushed": "all shards of step {step} are stored",
     "committed": "manifest of step {step} created: durable from here",
     "verdict": "{verdict}, {slack_s:.1f} s before swansongd's deadline",
 }
-"""The evacuation by phase, in words; filled in from what the daemon logs."""
+"""Text for each phase of the evacuation, with fields of the daemon's log line."""
 
 
 def describe(line: dict[str, Any]) -> str:
-    """A moment of the evacuation, from the line that the daemon logged."""
+    """The text for a log line of the evacuation."""
     phase = str(line.get("phase", line["event"]))
     return MOMENTS.get(phase, phase + " {reason}").format_map({"reason": "", **line})
 
 
 class Watch:
-    """Looks at one VM while the demo waits: tells what its daemon logs, and notices who died."""
+    """Watches one VM: shows the log of its daemon and fails when a process dies."""
 
     def __init__(self, screen: Screen, name: str, vm: Vm, emulators: dict[int, str]) -> None:
         self.name = name
         self.vm = vm
         self.power_off_at: float | None = None
-        """Wall clock, once it is known."""
+        """Wall-clock time of the power cut, once known."""
         self.timeline: list[tuple[float, dict[str, Any]]] = []
-        """What the daemon logs of the evacuation, up to the verdict, each with its wall-clock time."""
+        """Log lines of the evacuation until the verdict, each with its wall-clock time."""
         self.commits: list[int] = []
         self._screen = screen
         self._emulators = emulators
@@ -99,20 +107,20 @@ class Watch:
         self._pending_bytes = 0
         self.daemon = vm.start_daemon(ready=False)
         self.alive = {"swansongd": self.daemon}
-        """Processes that must not end, or not with a failure."""
+        """Processes that must not fail; the daemon must not end at all."""
         self.until(lambda: self.daemon.lines.all(event="started"), "the daemon to start")
 
     @property
     def steps(self) -> list[int]:
-        """The steps that the trainer says it has done."""
+        """The steps that the trainer reported."""
         lines = self.alive["the trainer"].lines.all() if "the trainer" in self.alive else []
         return [line["step"] for line in lines if "step" in line]
 
     def until(self, found: Callable[[], T], what: str, timeout_s: float = 120.0) -> T:
-        """The first truthy value of ``found``; what happens meanwhile is shown.
+        """Show events until ``found`` returns a truthy value; returns that value.
 
         Raises:
-            Broken: none came within ``timeout_s``, or a process died.
+            Broken: ``timeout_s`` passed, or a process died.
         """
         give_up = time.monotonic() + timeout_s
         while True:
@@ -121,12 +129,12 @@ class Watch:
             if value:
                 return value
             if time.monotonic() > give_up:
-                text = f"waited {timeout_s:.0f} s in vain for {what}; above, swansongd's last lines"
+                text = f"timed out after {timeout_s:.0f} s: {what}; above, swansongd's last lines"
                 raise Broken(text, self.daemon.lines.raw)
             time.sleep(0.05)
 
     def until_ended(self, who: str) -> None:
-        """Wait until this process has ended, well."""
+        """Wait until this process has ended with exit code 0."""
         process = self.alive[who]
         self.until(lambda: process.popen.poll() == 0, f"the end of {who}")
         process.lines.drained()
@@ -140,7 +148,7 @@ class Watch:
                 raise Broken(text, process.lines.raw)
         for pid, module in self._emulators.items():
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                raise Broken(f"{module} has ended", [])  # what it wrote is on the terminal
+                raise Broken(f"{module} ended", [])  # its output is on the terminal
         lines = self.daemon.lines.all()
         for line in lines[self._told :]:
             self._tell(line, datetime.fromisoformat(line["timestamp"]).timestamp())
@@ -161,7 +169,7 @@ class Watch:
                 self.commits.append(line["step"])
                 lag = f"{at - self._sealed[line['step']]:.1f} s after it was sealed"
                 text = f"step {line['step']} committed: {megabytes(line)}, {lag}"
-                if is_over or not self.timeline:  # the timeline tells it in its own words
+                if is_over or not self.timeline:  # the timeline shows it otherwise
                     self._screen.say(self.name, text, at=at, style="green")
             case "evacuation" | "verdict" if not is_over:
                 self.timeline.append((at, line))
@@ -176,7 +184,7 @@ class Watch:
                 self._screen.say(self.name, f"swansongd: {event}: {said}", at=at, style="red")
 
     def _tell_flush(self) -> None:
-        """Ask the daemon how far it is, as ``swansong status`` does."""
+        """Show the bytes still to store, from the same query as ``swansong status``."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
             channel.settimeout(5.0)
             try:
@@ -184,7 +192,7 @@ class Watch:
                 channel.send(encode(StatusQuery()))
                 answer = decode(channel.recv(MAX_MESSAGE_BYTES))
             except (OSError, ProtocolError):
-                return  # it has died: the next look says so
+                return  # the daemon died: the next look reports it
         assert isinstance(answer, Status)
         pending_bytes = int(answer.report["pending_bytes"])
         evacuation = answer.report["evacuation"]
@@ -195,7 +203,7 @@ class Watch:
 
 
 class Stage:
-    """Where the demo plays: everything on it ends, and its directory goes, with ``stack``."""
+    """Store, emulators, VMs and reference run; ``stack`` ends them and deletes their directory."""
 
     def __init__(
         self, stack: ExitStack, screen: Screen, cloud_name: str, store: str, *, by_signal: bool
@@ -214,7 +222,7 @@ class Stage:
             "store",
             " at ".join(self._store[key] for key in ("url", "endpoint") if key in self._store),
         )
-        # No daemon listens there: the hooks do nothing.
+        # No daemon listens on this socket, so the hooks do nothing.
         nowhere = str(self._disk / "no.sock")
         command = ["nice", *self._trainer()]
         self.reference = Process(command, lines_on="stdout", SWANSONG_SOCKET=nowhere)
@@ -222,13 +230,13 @@ class Stage:
         screen.say("reference", f"the same run without interruption, {self._cloud.steps} steps")
 
     def first_vm(self) -> Watch:
-        """Trains from the beginning."""
+        """Start vm-1 and train from step 0."""
         watch = self._start_vm("vm-1")
         self._train(watch, "--step-delay-s", str(STEP_DELAY_S))
         return watch
 
     def take_back(self, watch: Watch) -> tuple[float, float]:
-        """The cloud takes the VM; returns when the notice was set, and when the power went."""
+        """Send the notice, then power the VM off; returns the times of both."""
         url = self.metadata_url
         noticed_at = time.time()
         if self._cloud_name == "aws":
@@ -240,7 +248,7 @@ class Stage:
         watch.power_off_at = power_off_at
         self._screen.say("cloud", f"notice set: {self._cloud.honest}", at=noticed_at, style="bold")
         watch.until(lambda: watch.daemon.lines.all(event="verdict"), "a verdict")
-        self._screen.say(watch.name, "trains on until the power goes")
+        self._screen.say(watch.name, "continues to train until the power is off")
         watch.until(lambda: time.time() >= power_off_at, "the power cut")
         watch.vm.power_off()
         watch.alive["the trainer"].lines.drained()
@@ -249,7 +257,7 @@ class Stage:
         return noticed_at, power_off_at
 
     def second_vm(self) -> tuple[Watch, int]:
-        """Trains from the newest commit to the end; returns that commit's step as well."""
+        """Start vm-2, train from the newest commit to the end; returns the step of that commit too."""
         watch = self._start_vm("vm-2")
         if self._by_signal:
             to = str(watch.vm.disk / "restored")
@@ -272,19 +280,19 @@ class Stage:
         return watch, int(found["step"])
 
     def _start_store(self, kind: str) -> dict[str, str]:
-        """Table ``[store]`` of the configuration."""
+        """Start the store; returns table ``[store]`` of the configuration."""
         if kind == "file":
             store = self._disk / "store"
             store.mkdir(mode=0o700)
             return {"url": f"file://{store}"}
-        endpoint = self._emulator(f"emulators.{kind}_server", "--bucket", "ckpt")
+        endpoint = self._emulator(f"testkit.emulators.{kind}_server", "--bucket", "ckpt")
         if kind == "gcs":
             return {"url": "gs://ckpt/demo", "endpoint": endpoint}
         return {"url": "s3://ckpt/demo", "endpoint": endpoint, "region": "us-east-1"}
 
     def _emulator(self, module: str, *arguments: str) -> str:
-        """Start it; returns its URL."""
-        # Ctrl-C in a terminal reaches the whole group, and is ours to act on: we end the emulators.
+        """Start an emulator; returns its URL."""
+        # Ctrl-C reaches the whole process group. The demo ends the emulators itself, so they ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             emulator = self._stack.enter_context(EmulatorProcess(module, *arguments))
@@ -298,7 +306,7 @@ class Stage:
         disk.mkdir()
         self.metadata_url = self._emulator(self._cloud.emulator)
         settings: dict[str, dict[str, Any]] = {
-            "flush": {"part_size_bytes": "5MiB"},  # with larger ones there would be little to see
+            "flush": {"part_size_bytes": "5MiB"},  # larger parts would show no progress
             "deadline": {"assumed_grace_s": 25},
         }
         if self._by_signal:
@@ -312,7 +320,7 @@ class Stage:
         return watch
 
     def _trainer(self, *more: str) -> list[str]:
-        """The command, both streams in one, so that the trainer's last words are at hand."""
+        """The trainer's command; stderr joins stdout, so that its last lines contain the error."""
         script = str(EXAMPLES / ("usr1_trainer.py" if self._by_signal else "char_lm.py"))
         fixed = ("--steps", str(self._cloud.steps), "--pad-mb", str(PAD_MB))
         return ["sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, "-u", script, *fixed, *more]
@@ -328,19 +336,19 @@ class Stage:
 
 
 def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
-    """The whole demo; whether all was as promised.
+    """Run the demo; returns whether all promises were kept.
 
     Raises:
-        Broken: it could not be played to the end.
+        Broken: the demo could not run to its end.
     """
     with ExitStack() as stack:
         stage = Stage(stack, screen, cloud, store, by_signal=by_signal)
         screen.chapter("The first VM trains; checkpoints are replicated in the background")
         first = stage.first_vm()
         first.until(lambda: len(first.commits) >= 2, "two commits")
-        screen.chapter("The cloud takes the VM back")
+        screen.chapter("The cloud terminates the VM")
         noticed_at, power_off_at = stage.take_back(first)
-        screen.chapter("A second VM goes on")
+        screen.chapter("A second VM resumes")
         second, restored = stage.second_vm()
 
     screen.quiet()
@@ -359,7 +367,7 @@ def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
     kept = (
         screen.check(f"{verdict['verdict']} at step {verdict['step']}, in time", kept=is_safe),
         screen.check(
-            f"vm-2 began with step {second.steps[0]}: all that was SAFE is there",
+            f"vm-2 started with step {second.steps[0]}: nothing that was SAFE is lost",
             kept=second.steps[0] == restored + 1 and restored >= (verdict["step"] or 0),
         ),
         screen.check("the weights are those of the uninterrupted run", kept=ours == theirs),
@@ -374,14 +382,14 @@ def _figures(
     size = next((megabytes(line) for _, line in watch.timeline if "size_bytes" in line), "nothing")
     if {"accepted", "sealed"} <= when.keys():
         save_s = when["sealed"] - when["accepted"]
-        yield "save", f"{size}, sealed {save_s:.2f} s after the trainer had the request"
+        yield "save", f"{size}, sealed {save_s:.2f} s after the trainer accepted the request"
     if {"flush", "flushed"} <= when.keys():
         flush_s = when["flushed"] - when["flush"]
         speed = float(size.split()[0]) / flush_s
         yield "flush", f"{size} in {flush_s:.2f} s, {speed:.0f} MB/s"
     yield "slack", f"{power_off_at - when['verdict']:.1f} s from the verdict to the power cut"
     reached = watch.steps[-1]
-    lost = f"{reached - restored} lost and trained again"
+    lost = f"{reached - restored} lost and repeated"
     yield "steps", f"{reached} done at the power cut, {restored} restored, {lost}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo shows: lines that stay, one live line below them on a terminal, and tables at the end."""
+"""The output of the demo: permanent lines, one live line on a terminal, and tables at the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.status import Status
 from rich.text import Text
 
 _PLAIN_INTERVAL_S = 5.0
-"""Where there is no live line, its text becomes a line of its own this often."""
+"""Without a terminal, the text of the live line is printed at this interval."""
 
 
 class Screen:
-    """Times are seconds since the demo began."""
+    """Prints lines with the seconds since the start of the demo."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -30,7 +30,7 @@ class Screen:
         self._print(Text(title, "bold"))
 
     def say(self, who: str, text: str, *, at: float | None = None, style: str = "") -> None:
-        """One line that stays; ``at`` is the wall-clock time at which it happened, if not now."""
+        """Print a permanent line; ``at`` is the wall-clock time of the event, by default now."""
         seconds = (time.time() if at is None else at) - self._began
         self._plain_due = time.time() + _PLAIN_INTERVAL_S
         self._print(
@@ -38,7 +38,7 @@ class Screen:
         )
 
     def live(self, who: str, text: str) -> None:
-        """What is going on this moment."""
+        """Show the current activity in the live line."""
         if not self._console.is_terminal:
             if time.time() >= self._plain_due:
                 self.say(who, text)
@@ -50,19 +50,19 @@ class Screen:
         self._live.update(line)
 
     def quiet(self) -> None:
-        """No live line until there is something to say again."""
+        """Remove the live line until the next call of :meth:`live`."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def table(self, rows: Iterable[tuple[str, str]]) -> None:
-        """A short column and a long one; numbers to the right."""
+        """Print rows of a short column and a long one; numbers are aligned to the right."""
         for head, text in rows:
             cell = f"{head:>8}" if head[:1].isdecimal() else f"{head:<9}"
             self._print(Text.assemble("  ", (cell, "cyan"), "  ", text))
 
     def check(self, text: str, *, kept: bool) -> bool:
-        """One promise, and whether it was kept; returns that."""
+        """Print a promise and whether it was kept; returns ``kept``."""
         word = ("  kept    ", "bold green") if kept else ("  BROKEN  ", "bold red")
         self._print(Text.assemble(word, text))
         return kept

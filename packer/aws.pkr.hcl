@@ -17,7 +17,7 @@ source "amazon-ebs" "swansong" {
     most_recent = true
   }
 
-  # Of a Debian image, 8 GB; base images with GPU drivers bring what they need.
+  # A Debian image has 8 GB; base images with GPU drivers have the size that they need.
   dynamic "launch_block_device_mappings" {
     for_each = var.aws_disk_gb > 0 ? [var.aws_disk_gb] : []
     content {
@@ -31,8 +31,8 @@ source "amazon-ebs" "swansong" {
   encrypt_boot = var.aws_encrypt
   kms_key_id   = var.aws_kms_key
 
-  # Version 2 of the metadata service: for the build VM, and for VMs of the image.
-  # Packer 1.6 knows neither: leave the four lines out there.
+  # Version 2 of the metadata service, for VMs of the image and for the build VM.
+  # Packer 1.6 knows neither setting: remove the four lines for it.
   imds_support = "v2.0"
   metadata_options {
     http_tokens = "required"

@@ -8,7 +8,7 @@ locals {
 build {
   sources = ["source.amazon-ebs.swansong", "source.googlecompute.swansong"]
 
-  # The shape of the repository, as far as provision.sh needs it.
+  # The directories of the repository that provision.sh needs.
   provisioner "shell" {
     inline = ["mkdir -p /tmp/swansong/packer /tmp/swansong/wheelhouse"]
   }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Packer 1.7 and later fetches these with `packer init`.  Kept alone in this file because the builders
-# are part of Packer 1.6, which knows no such block: leave the file out there.
+# Packer 1.7 and later fetches these plugins with `packer init`.  Packer 1.6 contains the builders and does not know
+# this block: remove the file for it.
 
 packer {
   required_plugins {

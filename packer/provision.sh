@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Puts Swansong on this machine.  The images and the tests use this same script, and so can you on a VM
-# that exists.  Running it again changes nothing, or upgrades.  It enables the daemon and never starts it.
+# Installs Swansong on this machine.  Images, tests and existing VMs use the same script.  A second run changes
+# nothing, or upgrades.  The script enables the daemon and never starts it.
 set -euo pipefail
 
 readonly VENV=/opt/swansong
@@ -10,15 +10,15 @@ readonly CONFIG=/etc/swansong/swansong.toml
 usage() {
 	cat <<-'TEXT'
 		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL] [--no-packages] [--image]
-		  --wheelhouse DIR  install from the wheels in DIR, without a package index ("make wheelhouse" makes one);
-		                    else from the sources beside this script, their dependencies from the index
-		  --config FILE     becomes /etc/swansong/swansong.toml, unless that exists; else the commented example
+		  --wheelhouse DIR  install from the wheels in DIR, without a package index ("make wheelhouse" builds them);
+		                    the default is the sources beside this script, with dependencies from the index
+		  --config FILE     use FILE as /etc/swansong/swansong.toml, unless that exists; the default is the example
 		  --run NAME, --store URL
-		                    become run.name and store.url of a configuration that is new
-		  --no-packages     install nothing with the package manager: fail when Python is missing
-		  --image           at the end, forget the identity of this machine, for it becomes an image, and let
-		                    swansong doctor --image look at it: what it finds fails the script
-		PYTHON names the interpreter to use; else the first of 3.11 or later that is found.
+		                    set run.name and store.url in a new configuration
+		  --no-packages     install nothing with the package manager; fail if Python is missing
+		  --image           prepare an image: remove the identity of this machine, run swansong doctor --image,
+		                    and fail if doctor finds a failure
+		PYTHON names the interpreter; the default is the first one of version 3.11 or later.
 	TEXT
 }
 
@@ -29,7 +29,7 @@ die() {
 	exit 1
 }
 
-# Prints the first interpreter that is new enough and can make a venv.
+# Prints the first interpreter that is new enough and can create a venv.
 find_python() {
 	local candidate
 	for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
@@ -42,7 +42,7 @@ find_python() {
 	return 1
 }
 
-# Installs packages without a word; what the package manager said goes to package_errors when it fails.
+# Installs packages quietly; on failure the output of the package manager is added to package_errors.
 install_packages() {
 	local said
 	if command -v apt-get >/dev/null; then
@@ -62,28 +62,28 @@ install_packages() {
 
 ensure_packages() {
 	if ! find_python >/dev/null; then
-		# The distribution's own Python first; Ubuntu 22.04 and Amazon Linux have 3.11 beside an older one.
+		# Prefer the distribution's own Python; Ubuntu 22.04 and Amazon Linux have 3.11 beside an older one.
 		install_packages python3 python3-venv ca-certificates || true
 		find_python >/dev/null || install_packages python3.11 python3.11-venv || install_packages python3.11 || true
 		find_python >/dev/null ||
 			die "Python 3.11 or later with the venv module cannot be installed; name one with PYTHON=...$package_errors"
 	fi
-	# Without polkit logind refuses a delay lock to anyone but root; the daemon then works without it.
+	# Without polkit, logind gives a delay lock only to root, and the daemon works without the lock.
 	if ! command -v pkaction >/dev/null; then
 		install_packages polkitd || install_packages polkit ||
-			die "polkit cannot be installed; with --no-packages, shutdowns that nobody announced do not wait for the flush$package_errors"
+			die "polkit cannot be installed; with --no-packages, unannounced shutdowns do not wait for the flush$package_errors"
 	fi
 }
 
 install_distributions() {
 	local python
 	python=$(find_python) || die "Python 3.11 or later with the venv module is needed; name one with PYTHON=..."
-	# Always -I: the directory that this was called from is no place to import from, as root.
+	# Always -I: as root, nothing may be imported from the working directory of the caller.
 	if ! "$VENV/bin/python" -I -c 'import pip' 2>/dev/null; then
 		"$python" -I -m venv --clear "$VENV"
 	fi
-	# Packages of others are installed only as the files whose hashes constraints.txt has, and never built
-	# here: a build would fetch more, and run it as root.
+	# Third-party packages must match the hashes in constraints.txt, and are never built here: a build would fetch
+	# more code and run it as root.
 	local pip=("$VENV/bin/python" -I -m pip --quiet --no-input --no-cache-dir --disable-pip-version-check)
 	local install=("${pip[@]}" install --no-deps)
 	local hashed=(--require-hashes --only-binary :all: --requirement "$source/constraints.txt")
@@ -93,13 +93,13 @@ install_distributions() {
 		"${install[@]}" "${wheels[@]}" --only-binary :all: --upgrade swansong swansongd
 	else
 		"${install[@]}" "${hashed[@]}"
-		# A copy, and without what earlier builds left: a build leaves files beside its sources, and takes them up.
+		# A clean copy: a build leaves files beside its sources, and a later build would include them.
 		scratch=$(mktemp -d)
 		trap 'rm -rf "$scratch"' EXIT
 		"$source/packer/sources.sh" "$scratch"
 		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
 	fi
-	"${pip[@]}" check || die "what is in $VENV does not fit together: take constraints.txt and the wheels from one version, or remove $VENV first"
+	"${pip[@]}" check || die "the packages in $VENV do not fit together; take constraints.txt and the wheels from one version, or remove $VENV first"
 	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong
 }
 
@@ -108,7 +108,7 @@ install_system_files() {
 	install -D -m 0644 "$units/sysusers.d/swansong.conf" /usr/lib/sysusers.d/swansong.conf
 	install -D -m 0644 "$units/tmpfiles.d/swansong.conf" /usr/lib/tmpfiles.d/swansong.conf
 	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket
-	# For those who want it: neither enabled nor started here.
+	# Optional: neither enabled nor started here.
 	install -D -m 0644 -t /etc/systemd/system "$units/swansong-nvme.service"
 	install -D -m 0755 "$units/nvme/swansong_nvme.py" /usr/lib/swansong/swansong-nvme
 	install -D -m 0644 "$units/nvme/staging.conf" /usr/lib/swansong/nvme-staging.conf
@@ -118,7 +118,7 @@ install_system_files() {
 	systemd-tmpfiles --create swansong.conf
 }
 
-# A Python below /root, say, would do for us but not for the daemon.
+# A Python below /root, for example, works for root and not for the daemon.
 check_daemon_can_run() {
 	runuser -u swansong -- "$VENV/bin/python" -I -c 'import swansongd' ||
 		die "user swansong cannot run $(realpath "$VENV/bin/python"): remove $VENV, name another with PYTHON=..."
@@ -134,7 +134,7 @@ install_config() {
 		example=$("$VENV/bin/python" -I -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
 	fi
 	install -D -m 0644 "${config:-$example}" "$CONFIG"
-	# The two keys that begin so, and no other does.
+	# Only these two keys begin a line with these words.
 	[ -z "$run" ] || sed -i "s|^name = .*|name = \"$run\"|" "$CONFIG"
 	[ -z "$store" ] || sed -i "s|^url = .*|url = \"$store\"|" "$CONFIG"
 	say "wrote $CONFIG"
@@ -153,7 +153,7 @@ enable_service() {
 	systemctl enable --quiet swansongd.service
 }
 
-# A daemon that runs goes on with the program that it was started from.
+# A running daemon keeps the old program until it is restarted.
 next_steps() {
 	if [ "$booted" = yes ] && systemctl --quiet is-active swansongd.service; then
 		echo "systemctl restart swansongd, when swansong status shows no evacuation, then swansong doctor"
@@ -162,15 +162,15 @@ next_steps() {
 	fi
 }
 
-# What tells one VM from another; the first boot of the image makes it anew.
+# Removes the identity of this machine; the first boot of the image creates a new one.
 forget_this_machine() {
 	if command -v cloud-init >/dev/null; then
 		cloud-init clean --logs
 	fi
 	: >/etc/machine-id
-	# The first boot would take the old identity from there, and random numbers that it shares.
+	# The first boot would read the old identity, and a random seed that all VMs share, from these files.
 	rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
-	rm -f /var/lib/swansong/nvme.uuid # which disk swansong-nvme formatted
+	rm -f /var/lib/swansong/nvme.uuid # the disk that swansong-nvme formatted
 }
 
 lists_updated=no package_errors=''
@@ -200,7 +200,7 @@ while [ $# -gt 0 ]; do
 	esac
 	shift
 done
-[ "$(id -u)" = 0 ] || die "must be root: it makes a user, units and $VENV"
+[ "$(id -u)" = 0 ] || die "must be root: it creates a user, units and $VENV"
 umask 022
 shopt -s nullglob
 booted=no
@@ -215,7 +215,7 @@ configure_logind
 enable_service
 if [ "$image" = yes ]; then
 	forget_this_machine
-	"$VENV/bin/swansong" --config "$CONFIG" doctor --image || die "this must not become an image"
+	"$VENV/bin/swansong" --config "$CONFIG" doctor --image || die "this machine must not become an image"
 else
 	say "done: $(next_steps)"
 fi

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copies the sources of our two distributions to a directory, ready to be built there:
 #   packer/sources.sh TARGET
-# From a git clone they get the version of the commit, such as 0.1.0+20260131235959.g0123456789ab: numbered by the
-# time of the commit, so that an upgrade is always the higher version.  Without git the version is the plain 0.1.0.
+# From a git clone they get the version of the commit, such as 0.1.0+20260131235959.g0123456789ab.  The number is the
+# time of the commit, so that an upgrade always has the higher version.  Without git the version is the plain 0.1.0.
 set -euo pipefail
 source=$(realpath "$(dirname "$0")/..")
 target=$1
 
-# Whatever umask made the clone, the wheels have the same modes.
+# The wheels get the same modes under any umask.
 mkdir -p "$target"
 tar -C "$source" --exclude=__pycache__ --mode=u=rwX,go=rX -c \
 	training_hooks/{pyproject.toml,swansong} daemon/{pyproject.toml,swansongd} | tar -C "$target" -x
@@ -17,7 +17,7 @@ in_clone() {
 	TZ=UTC git -C "$source" -c safe.directory="$source" "$@" 2>/dev/null
 }
 
-# In a directory of another repository, such as one that vendors these sources, its commits say nothing about us.
+# If another repository contains these sources, its commits do not describe their version.
 if [ "$(in_clone rev-parse --show-toplevel)" = "$source" ] && in_clone rev-parse --verify HEAD >/dev/null; then
 	time=$(in_clone log -1 --date=format-local:%Y%m%d%H%M%S --format=%cd)
 	commit=$(in_clone describe --always --dirty --abbrev=12 --exclude '*')

@@ -12,7 +12,7 @@ variable "config_file" {
   description = "Becomes /etc/swansong/swansong.toml in the image. Holds no secret."
 }
 
-# Empty: as config_file has it, for every VM to name its own; see first-boot/.
+# Empty: the value of config_file, and each VM sets its own on the first boot; see first-boot/.
 
 variable "run_name" {
   type        = string
@@ -32,8 +32,8 @@ variable "image_name" {
   description = "Name of the image; a time stamp is added."
 }
 
-# The bases are plain Debian. For GPUs name an image that has drivers: its Python may be 3.11 or later,
-# or provision.sh installs one beside it.
+# The default bases are plain Debian. For GPUs name an image that has drivers. If its Python is older than 3.11,
+# provision.sh installs another one beside it.
 
 variable "aws_region" {
   type    = string
@@ -43,7 +43,7 @@ variable "aws_region" {
 variable "aws_subnet" {
   type        = string
   default     = ""
-  description = "Subnet of the build VM, with a way to the package indexes; empty: the default VPC."
+  description = "Subnet of the build VM, with a route to the package indexes; empty: the default VPC."
 }
 
 variable "aws_instance_type" {
@@ -55,7 +55,7 @@ variable "aws_instance_type" {
 variable "aws_disk_gb" {
   type        = number
   default     = 0
-  description = "Root disk of the image; 0: as the base image has it."
+  description = "Root disk of the image; 0: the size of the base image."
 }
 
 variable "aws_root_device" {
@@ -73,7 +73,7 @@ variable "aws_encrypt" {
 variable "aws_kms_key" {
   type        = string
   default     = ""
-  description = "Key for that; empty: the account's own for EBS."
+  description = "Key of the encryption; empty: the account's own key for EBS."
 }
 
 variable "aws_source_image" {
@@ -96,7 +96,7 @@ variable "aws_ssh_username" {
 variable "gcp_project" {
   type        = string
   default     = ""
-  description = "Project that the image is made in."
+  description = "Project of the image."
 }
 
 variable "gcp_zone" {
@@ -118,19 +118,19 @@ variable "gcp_machine_type" {
 variable "gcp_disk_gb" {
   type        = number
   default     = 20
-  description = "Boot disk of the image; not less than the base image has."
+  description = "Boot disk of the image; at least the size of the base image."
 }
 
 variable "gcp_disk_type" {
   type        = string
   default     = "pd-balanced"
-  description = "Of the build VM's boot disk."
+  description = "Type of the build VM's boot disk."
 }
 
 variable "gcp_iap" {
   type        = bool
   default     = false
-  description = "Reach the build VM through Identity-Aware Proxy, without an external address; needs gcloud, and a way out."
+  description = "Reach the build VM through Identity-Aware Proxy, without an external address; needs gcloud and outgoing access."
 }
 
 variable "gcp_source_family" {

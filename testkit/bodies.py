@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 
-class BytesBody:
+class CountedBody:
     """A body that is in memory.  ``passes`` counts how often it was begun."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
@@ -24,7 +24,7 @@ class BytesBody:
         self._at = end
 
 
-class BytesSink:
+class CountedSink:
     """Keeps what it is given in memory.  ``passes`` counts how often it was begun."""
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class Bucket:
         return {"url": url, "endpoint": self.endpoint, "region": "us-east-1"}
 
     def order(self, name: str, **query: object) -> Any:
-        """Trouble on order, see :mod:`emulators.store_control`."""
+        """Trouble on order, see :mod:`testkit.emulators.store_control`."""
         return control(self.endpoint, f"{name}?{urlencode(query)}")
 
     def keys(self, below: str = "") -> list[str]:

@@ -106,7 +106,7 @@ class FakeDaemon:
 
     def partial(self) -> list[str]:
         names = os.listdir(self.staging)
-        return [name for name in names if name.endswith(protocol.PARTIAL_SUFFIX)]
+        return [name for name in names if protocol.parse_partial_name(name)]
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from pathlib import Path
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
@@ -75,7 +75,7 @@ class Flush:
     def start_daemon(self) -> None:
         """Another life of the daemon, with nothing but the disk of the one before."""
         self.events: queue.Queue[Event] = queue.Queue()
-        self.journal = Journal(self.own_directory, run="r", store_url=self.store.url)
+        self.journal = UploadJournal(self.own_directory, run="r", store_url=self.store.url)
         self.engine = FlushEngine(
             self.store,
             RunKeys("r"),

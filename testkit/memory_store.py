@@ -23,10 +23,10 @@ from swansongd.stores.base import (
     PartReceipt,
     Sink,
     Upload,
+    confirm_completion,
     expect_all_parts,
     expect_part,
     listed,
-    settle_completion,
 )
 from swansongd.stores.checksums import crc32c
 
@@ -166,7 +166,7 @@ class MemoryStore:
                     raise Permanent(f"invalid part of {upload.key}")
                 del self.open[upload.upload_id]
         if known is None:
-            settle_completion(self, upload, NotFound(f"upload {upload.upload_id}"))
+            confirm_completion(self, upload, NotFound(f"upload {upload.upload_id}"))
         else:
             self._store(upload.key, b"".join(data for _, data in theirs), is_sent=False)
         self.after("complete", upload.key)

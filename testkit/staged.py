@@ -48,7 +48,7 @@ def seal_files(run_directory: Path, step: int, files: Mapping[str, bytes]) -> di
     content = {f"rank-00000/{name}": data for name, data in files.items()}
     content[protocol.rank_manifest_name(0)] = manifest.encode()
     sealed = run_directory / protocol.sealed_name(step, "abc")
-    write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
+    write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
     return content
 
 

@@ -2,7 +2,7 @@
 """Every backend before every server that it can talk to: the fixtures of the store tests.
 
 What a foreign server cannot do stands in ``LACKS``, one line each; a test that is about it then says
-"does not apply".  docs/stores.md tells users the same.
+"does not apply".  docs/operations/store-compatibility.md tells users the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import pytest
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
@@ -103,12 +104,12 @@ class Cloud:
     def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
         where = f"{bucket}/{self.prefix}"
         if self.ca is not None:
-            options = {"ca_bundle": str(self.ca), **options}
+            options = {"ca_bundle": self.ca, **options}
         endpoint = endpoint or self.server.url
         if self.is_s3:
             options = {"region": "us-east-1", **options}
-            return S3Store(f"s3://{where}", endpoint, **options)
-        return GcsStore(f"gs://{where}", endpoint, **options)
+            return S3Store(f"s3://{where}", S3Options(endpoint=endpoint, **options))
+        return GcsStore(f"gs://{where}", GcsOptions(endpoint=endpoint, **options))
 
     def by(self, proxy: FaultProxy) -> str:
         """The endpoint that leads through a proxy."""
@@ -178,7 +179,10 @@ def store_servers(
                 module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
                 extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
                 process = EmulatorProcess(
-                    f"emulators.{module[name.partition('-')[0]]}", "--bucket", BUCKET, *extra
+                    f"testkit.emulators.{module[name.partition('-')[0]]}",
+                    "--bucket",
+                    BUCKET,
+                    *extra,
                 )
             running[name] = process
             ends.append(process.kill)
@@ -286,13 +290,13 @@ def retrying(store: ObjectStore, **options: Any) -> Retrying:
 
 
 def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> bytes:
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range(key, offset, size_bytes, sink)
     return sink.data
 
 
 def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
-    return store.put_part(upload, number, BytesBody(piece))
+    return store.put_part(upload, number, CountedBody(piece))
 
 
 def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:

@@ -10,10 +10,11 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from testkit.store_backends import BUCKET, Cloud
+from testkit.foreign_servers import BUCKET
+from testkit.store_backends import Cloud
 
 
-class Signer(S3SigV4Auth):  # type: ignore[misc,unused-ignore]
+class UncheckedSigner(S3SigV4Auth):  # type: ignore[misc,unused-ignore]
     """Signs what the request says of its payload, true or not."""
 
     def __init__(self, secret_key: str = "test") -> None:
@@ -39,7 +40,7 @@ def signed(
     url = f"{cloud.server.url}/{BUCKET}/{cloud.prefix}/{os.urandom(4).hex()}"
     request = AWSRequest(method, url, headers=headers or {}, data=body)
     if cloud.is_s3:
-        Signer(secret_key).add_auth(request)
+        UncheckedSigner(secret_key).add_auth(request)
     return requests.request(
         method,
         url,

@@ -14,6 +14,8 @@ from urllib.parse import urlencode
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.rig import control
@@ -36,7 +38,7 @@ class Strict:
 
     @property
     def store(self) -> S3Store:
-        return S3Store(self.table()["url"], self.url, "us-east-1")
+        return S3Store(self.table()["url"], S3Options(endpoint=self.url, region="us-east-1"))
 
     def order(self, name: str, **query: object) -> None:
         control(self.url, f"{name}?{urlencode(query)}")
@@ -55,7 +57,7 @@ class Strict:
 
     def restored(self, place: Path) -> dict[str, bytes]:
         """The newest whole commit, as a fresh VM gets it."""
-        restore(self.store, RunKeys("run"), place)
+        restore(self.store, RunKeys("run"), RestoreTarget(place))
         return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
     def parts_sent(self) -> Counter[tuple[str, str]]:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast checkpoint bytes move, beside everybody else: ``make bench``.  bench/README.md says how.
+"""Measures uploads and downloads of Swansong and of other clients: ``make bench``.
 
-Everything is interleaved: for each repetition of a case its contestants run in random order, each as
-its own process against a fresh sink, and speed is read as the ratio to the bare reference of the same
-repetition.
+bench/README.md describes the method.  In each repetition of a case its contestants run in random order,
+each as its own process with a new sink.  Speeds are compared with the bare reference of the same repetition.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from bench.transfer.contestants import (
 from bench.transfer.results import Result, ResultsFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PLOT = REPOSITORY / "docs" / "performance.svg"
+PLOT = REPOSITORY / "docs" / "performance" / "transfer.svg"
 
 FOREIGN_SHARE_MAX = 0.16
 ATTEMPTS_MAX = 4
@@ -63,7 +62,7 @@ def job_file(
     directory: Path,
     endpoint: str,
 ) -> Path:
-    """Write down what a Python client of this name is to do; :mod:`job` reads it."""
+    """Write the job of a Python client into a file; :mod:`job` reads it."""
     path = data / "job.json"
     job = {
         "operation": operation,
@@ -79,11 +78,11 @@ def job_file(
 
 
 def environment(data: Path) -> dict[str, str]:
-    """What every contestant finds: credentials of no worth, trust in the sink, and no proxy."""
+    """Environment of every contestant: fake credentials, trust in the sink, and no proxy."""
     ca = str(data / "ca.pem")
-    kept = {key: os.environ[key] for key in ("PATH", "PYTHONPATH") if key in os.environ}
+    inherited = {key: os.environ[key] for key in ("PATH", "PYTHONPATH") if key in os.environ}
     return {
-        **kept,
+        **inherited,
         "HOME": str(data),
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -102,8 +101,8 @@ class Bench:
 
     Args:
         options: of the command line.
-        build: for the sink and the environments; kept.
-        data: for the files that are moved and what belongs to them; emptied.
+        build: directory of the sink and the virtual environments.
+        data: directory of the files to move, which the benchmark deletes.
     """
 
     def __init__(self, options: argparse.Namespace, build: Path, data: Path) -> None:
@@ -134,15 +133,15 @@ class Bench:
                 result = self._quiet_run(case, name, repeat, source)
                 file.add(result)
                 speed = f"{result.size_bytes / 1e9:.2f} GB in {result.wall_s:.2f} s"
-                told = result.problem or (
+                outcome = result.problem or (
                     f"{speed}, {result.cpu_s_a_gb:.2f} CPU s/GB,"
                     f" {result.anonymous_bytes / 1e6:.0f} MB"
                 )
-                print(f"{case.name} {repeat + 1}/{repeats} {name}: {told}", file=sys.stderr)
+                print(f"{case.name} {repeat + 1}/{repeats} {name}: {outcome}", file=sys.stderr)
         shutil.rmtree(self._data / "stage", ignore_errors=True)
 
     def _quiet_run(self, case: Case, name: str, repeat: int, source: Path) -> Result:
-        """The first run with a quiet box, or the quietest of so many."""
+        """The first run on a quiet machine, or the quietest of :data:`ATTEMPTS_MAX` runs."""
         best: Result | None = None
         for _ in range(1 if self._options.quick else ATTEMPTS_MAX):
             if not self._options.quick:
@@ -200,7 +199,7 @@ class Bench:
         foreign_s = taken.busy_s - taken.own_cpu_s - seen.cpu_s
         foreign_share = max(0.0, foreign_s / taken.elapsed_s)
         moved = seen.whole_bytes if is_upload else seen.bytes_out
-        # Whoever gives up under faults is shown with what he had stored by then.
+        # A client that gives up under faults counts with the bytes that it stored until then.
         problem = "" if is_faulty and moved else _problem(case, taken, moved, directory)
         return Result(
             case=case.name,
@@ -224,10 +223,10 @@ class Bench:
 
 
 def _problem(case: Case, taken: measure.Run, moved: int, directory: Path) -> str:
-    """Why a run does not count; empty when every byte went over."""
+    """Why a run does not count; empty if all bytes arrived."""
     last = taken.output.strip().splitlines()[-1:] or [""]
     if taken.is_cut:
-        return f"not done after {LIMIT_S:g} s"
+        return f"not finished after {LIMIT_S:g} s"
     if taken.exit_code:
         return f"exit code {taken.exit_code}: {last[0][:200]}"
     if case.operation == "upload":
@@ -236,12 +235,12 @@ def _problem(case: Case, taken: measure.Run, moved: int, directory: Path) -> str
         return ""
     landed = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     if moved < case.workload.total_bytes or landed != case.workload.total_bytes:
-        return f"{moved} bytes were sent and {landed} landed"
+        return f"{moved} bytes were sent and {landed} were written"
     return ""
 
 
 def box() -> str:
-    """What it was measured on, in a line."""
+    """The machine and its software, in one line."""
     info = Path("/proc/cpuinfo").read_text()
     facts: dict[str, str] = {}
     for line in info.splitlines():
@@ -258,7 +257,7 @@ def box() -> str:
 
 
 def versions(names: Sequence[str]) -> str:
-    """What was asked of the package index for these contestants."""
+    """The required packages of these contestants, with versions."""
     environments = dict.fromkeys(CONTESTANTS[name].environment for name in names)
     lines = []
     for environment in environments:
@@ -269,31 +268,43 @@ def versions(names: Sequence[str]) -> str:
 
 
 def plot(path: Path, build: Path) -> None:
-    """Draw docs/performance.svg in an environment that has matplotlib."""
+    """Draw docs/performance/transfer.svg in an environment that has matplotlib."""
     script = Path(__file__).resolve().parent / "plot.py"
     subprocess.run([str(interpreter("plot", build)), str(script), str(path), str(PLOT)], check=True)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small files once, noise ignored")
-    parser.add_argument("--repeats", type=int, default=0, help="of each case (3; with --quick 1)")
+    parser.add_argument("--quick", action="store_true", help="small files, once; ignore noise")
+    parser.add_argument(
+        "--repeats", type=int, default=0, help="repetitions of each case (3; with --quick 1)"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTESTANT")
     parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="CASE", help="as --list names them"
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help="cases to run; --list shows the names",
     )
-    parser.add_argument("--list", action="store_true", help="name contestants and cases, and end")
-    parser.add_argument("--json", type=Path, help="results file; what is in it is not run again")
-    parser.add_argument("--fresh", action="store_true", help="begin the results file anew")
-    parser.add_argument("--data", type=Path, default=Path("/dev/shm"), help="for the files moved")
-    parser.add_argument("--write", action="store_true", help="tables and plot into docs/")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of contestants and cases, and exit"
+    )
+    parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")
+    parser.add_argument("--fresh", action="store_true", help="start with an empty results file")
+    parser.add_argument(
+        "--data", type=Path, default=Path("/dev/shm"), help="directory for the files"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write tables and plot into docs/performance/"
+    )
     options = parser.parse_args()
     options.repeats = options.repeats or (1 if options.quick else 3)
     if options.write and options.quick:
-        parser.error("what --quick measures does not belong in docs/")
+        parser.error("--write does not accept the results of --quick")
     for name in options.only:
         if name not in CONTESTANTS:
-            parser.error(f"no contestant is called {name!r}; see --list")
+            parser.error(f"unknown contestant {name!r}; --list shows the names")
     return options
 
 
@@ -338,7 +349,7 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.write:
         plot(path, build)
-        picture = "![Speed as a share of the bare reference](performance.svg)"
+        picture = "![Speed as a share of the bare reference](transfer.svg)"
         results.write_page("make bench", f"{tables}\n\n{picture}")
 
 

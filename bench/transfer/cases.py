@@ -27,13 +27,13 @@ _BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """So many files of one size."""
+    """``count`` files of one size."""
 
     name: str
     count: int
     size_bytes: int
     is_sparse: bool = False
-    """Holes but for a stamp at the start of each file: where the network decides, not the memory."""
+    """Only the first block of each file has data: for cases that the network limits, not the memory."""
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation on one workload under one profile, by these contestants."""
+    """One operation on one workload under one profile, with these contestants."""
 
     operation: str
     workload: Workload
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases(*, is_quick: bool) -> list[Case]:
-    """All of them, the most telling first."""
+    """All cases, the most informative first."""
     if is_quick:
         large = Workload(name="large", count=1, size_bytes=128 * 2**20)
         medium = Workload(name="medium", count=8, size_bytes=24 * 2**20)
@@ -82,7 +82,7 @@ def cases(*, is_quick: bool) -> list[Case]:
     to_gcs = f"{OURS} to GCS"
     peers = [one.name for one in CONTESTANTS.values() if one.is_peer and one.name != "obstore x 32"]
     every = [REFERENCE, OURS, *peers]
-    # What is slow at its defaults and has a tuned sibling is shown once, to spare time.
+    # rclone is slow with its defaults and has a tuned sibling: one case is enough.
     most = [name for name in every if name != "rclone"]
     paced = [wide, OURS, "obstore x 32"]
     paced += [name for name in most if name not in (REFERENCE, OURS, "obstore", "obstore tuned")]
@@ -116,17 +116,19 @@ def cases(*, is_quick: bool) -> list[Case]:
 
 
 def reference_of(case: Case) -> str:
-    """The contestant that the ratios of a case are to."""
+    """The contestant that is 1.00 in the ratios of a case."""
     return next(name for name in case.contestants if name.startswith(REFERENCE))
 
 
 def make_files(workload: Workload, directory: Path) -> None:
-    """Write the files; no two blocks of them are alike, and a sparse file is stamped at its start."""
+    """Write the files with different blocks; a sparse file has data only in its first block."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     space = os.statvfs(directory)
     if workload.total_bytes > space.f_bavail * space.f_frsize and not workload.is_sparse:
-        raise SystemExit(f"{directory} has no room for {workload}; name another place with --data")
+        raise SystemExit(
+            f"{directory} has no room for {workload}; name another directory with --data"
+        )
     block = bytearray(os.urandom(_BLOCK_BYTES))
     for number, (name, size_bytes) in enumerate(workload.files):
         with open(directory / name, "wb") as file:
@@ -140,9 +142,9 @@ def make_files(workload: Workload, directory: Path) -> None:
 
 
 def sink_objects(workload: Workload, directory: Path) -> list[Object]:
-    """What the sink must have so that everybody can download the workload.
+    """The objects that the sink must have so that every contestant can download the workload.
 
-    Everybody has the same bytes, the sink's pattern; ours also wants a commit, whose manifest is true.
+    All objects contain the sink's pattern.  Swansong also needs a commit with a valid manifest.
     """
     pattern = directory / "pattern"
     if not pattern.exists():
@@ -185,7 +187,7 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
 
 
 def _digest(pattern: bytes, size_bytes: int) -> tuple[str, int]:
-    """Digest and CRC32C of so many bytes of the pattern, over and over."""
+    """Digest and CRC32C of ``size_bytes`` bytes of the repeated pattern."""
     digests = []
     checksum = 0
     part = pattern * (PART_BYTES // PATTERN_BYTES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is measured, with which settings, and how each is started.  Each peer has an environment of its own."""
+"""The contestants: their settings, command lines and virtual environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIENTS = Path(__file__).resolve().parent / "clients"
 BUCKET = "bench"
 PREFIX = "checkpoint"
 RUN = "run"
-"""Ours is told this one: it lays its keys out itself."""
+"""Name of the run for Swansong, which chooses its own keys."""
 
 REFERENCE = "bare"
 OURS = "swansong"
@@ -24,10 +24,10 @@ OURS = "swansong"
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a command line is made from."""
+    """The values in a command line."""
 
     python: Path
-    """Of the contestant's environment; its programs lie beside it."""
+    """Interpreter of the contestant's environment; its programs are in the same directory."""
     job: Path
     directory: Path
     endpoint: str
@@ -42,7 +42,7 @@ class Where:
 
 
 Command = Callable[[Where, str], Sequence[str]]
-"""From where and the operation to a command line."""
+"""Returns the command line for an operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +51,18 @@ class Contestant:
 
     name: str
     environment: str | None
-    """Suffix of its ``requirements-*.txt``; None for what needs only the project itself."""
+    """Suffix of its ``requirements-*.txt``; None if it needs only the project itself."""
     command: Command
     settings: str
-    """In words, for the table."""
+    """Text for the table."""
     trusts_system_only: bool = False
-    """Takes no certificate of ours: runs in a mount namespace where the system's are ours."""
+    """Accepts no CA file: runs in a mount namespace with the CA in the system's directory."""
     is_for_faults: bool = False
     is_peer: bool = True
 
 
 def client(script: str, *options: str) -> Command:
-    """A Python client, which reports its own beginning and end."""
+    """A Python client, which reports its own start and end."""
 
     def command(where: Where, operation: str) -> Sequence[str]:
         del operation
@@ -73,7 +73,7 @@ def client(script: str, *options: str) -> Command:
 
 def _s5cmd(*options: str) -> Command:
     def command(where: Where, operation: str) -> Sequence[str]:
-        # The Go program itself: the script that its wheel installs is Python around it.
+        # The Go program itself: the script that the wheel installs is a Python wrapper.
         found = next(where.python.parent.parent.glob("lib/python*/site-packages/s5cmd/bin/s5cmd"))
         start = [str(found), "--endpoint-url", where.endpoint, "--log", "error", "cp"]
         if operation == "upload":
@@ -101,7 +101,7 @@ def _rclone(*options: str) -> Command:
             *(where.program("rclone"), "--config", "/dev/null", "copy", *ends),
             *("--s3-provider", "Other", "--s3-endpoint", where.endpoint, "--s3-env-auth"),
             *("--s3-force-path-style", "--s3-no-check-bucket", "--ca-cert", str(where.ca)),
-            # The sink knows no MD5 of what it did not read.
+            # The sink has no MD5, because it does not decrypt bodies.
             *("--s3-use-multipart-etag=false", "--ignore-checksum", *options),
         ]
 
@@ -215,14 +215,14 @@ CONTESTANTS: Mapping[str, Contestant] = {
 
 
 def trusting(command: Sequence[str], trust: Path) -> list[str]:
-    """The command in a mount namespace of its own where ``trust`` lies over the system's certificates."""
+    """The command in its own mount namespace, where ``trust`` replaces the system's certificates."""
     script = 'mount --bind "$1" /etc/ssl/certs && shift && exec "$@"'
     options = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
     return ["unshare", *options, "sh", "-c", script, "sh", str(trust), *command]
 
 
 def interpreter(environment: str | None, directory: Path) -> Path:
-    """The Python of a virtual environment, made when it does not stand yet or wants other packages."""
+    """The Python of a virtual environment, created if it is missing or has other packages."""
     if environment is None:
         return Path(sys.executable)
     wanted = BENCH / f"requirements-{environment}.txt"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one process and takes its time, its CPU, its memory, and what else kept the box busy meanwhile."""
+"""Runs one process and measures its time, CPU and memory, and the CPU time of all other processes."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run of one process took."""
+    """Measurements of one run of one process."""
 
     wall_s: float
-    """Of the transfer where the process tells it, else of the whole process."""
+    """Duration of the transfer if the process reports it, else of the process."""
     cpu_s: float
-    """User and system, children included, without what went before the transfer."""
+    """User and system time of the transfer, with child processes."""
     rss_bytes: int
-    """Highest resident memory of the process and its children, mapped files included."""
+    """Peak resident memory of the process and its children, with mapped files."""
     anonymous_bytes: int
-    """Highest resident memory that is no file's."""
+    """Peak anonymous memory, without mapped files."""
     busy_s: float
-    """CPU seconds of the whole box in that time."""
+    """CPU seconds of the whole machine in that time."""
     own_cpu_s: float
-    """CPU seconds of this process and all of the contestant's, in that time."""
+    """CPU seconds of this process and of the contestant in that time."""
     elapsed_s: float
     exit_code: int
     output: str = field(repr=False)
     is_cut: bool = False
-    """It was ended because its time was over."""
+    """The process reached its time limit and was killed."""
 
 
 def busy_s() -> float:
-    """CPU seconds that all cores together have been busy for since the machine began."""
+    """CPU seconds of all cores since boot."""
     line = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _wait, irq, softirq, steal = (int(value) for value in line[:8])
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
 
 def wait_for_quiet(limit_s: float, share_max: float = 0.1) -> bool:
-    """Wait until the box does next to nothing for half a second; False when it never did."""
+    """Wait until the machine is idle for half a second; False if ``limit_s`` passed first."""
     give_up_s = time.monotonic() + limit_s
     pause = threading.Event()
     while True:
@@ -69,10 +69,10 @@ def run(
     directory: Path,
     at_s: Mapping[float, Callable[[], None]] | None = None,
 ) -> Run:
-    """Run it to its end, or to ``limit_s``.
+    """Run a process until its end, or at most ``limit_s``.
 
     Args:
-        at_s: what to do at these times after the transfer's beginning (the process's, that is).
+        at_s: functions to call at these times after the start of the process.
     """
     own_before, busy_before = _own_cpu_s(), busy_s()
     with open(directory / "output", "w+") as output:
@@ -97,10 +97,12 @@ def run(
         text = output.read()
     cpu_s = used.ru_utime + used.ru_stime
     wall_s = ended - began
-    told = next((line for line in text.splitlines() if line.startswith('{"began_mono_s"')), None)
+    reported = next(
+        (line for line in text.splitlines() if line.startswith('{"began_mono_s"')), None
+    )
     reported_cpu_s = cpu_s
-    if told is not None:
-        facts = json.loads(told)
+    if reported is not None:
+        facts = json.loads(reported)
         wall_s = facts["ended_mono_s"] - facts["began_mono_s"]
         reported_cpu_s = facts["cpu_s"]
     return Run(
@@ -123,7 +125,7 @@ def _own_cpu_s() -> float:
 
 
 class _Watcher:
-    """Looks at the memory of a process and its children until told to end."""
+    """Samples the memory of a process and its children until :meth:`end`."""
 
     def __init__(
         self, pid: int, began: float, at_s: Mapping[float, Callable[[], None]], limit_s: float
@@ -142,7 +144,7 @@ class _Watcher:
     def end(self) -> None:
         self._stop.set()
         self._thread.join()
-        for _, act in self._due:  # over before these were due: what is, stays
+        for _, act in self._due:  # the process ended before these were due: its result is final
             act()
 
     def _watch(self) -> None:

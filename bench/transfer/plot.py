@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the results file: speed as a share of the bare reference.  Runs where matplotlib is."""
+"""Draws the results file: speed as a share of the bare reference.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
 
 
 def shares(results: list[dict[str, object]], case: str) -> dict[str, list[float]]:
-    """By contestant: the ratio to ``bare`` of the same repetition."""
+    """Ratios to ``bare`` in the same repetition, by contestant."""
     speeds = {
         (str(r["contestant"]), r["repeat"]): 1 / float(str(r["wall_s"]))
         for r in results

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results file, and the tables made from it.
 
-One line of JSON a run, appended as soon as it is known: what was cut off goes on where it stood, and
-subsets that were run at different times come together in one table.
+Every run appends one line of JSON.  So an interrupted benchmark continues, and subsets from different times
+share one table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.transfer.cases import Case, reference_of
 from bench.transfer.contestants import CONTESTANTS, OURS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "performance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class Result:
     anonymous_bytes: int
     sink_cpu_s: float
     foreign_share: float
-    """Of one core, taken by neither contestant nor sink nor harness."""
+    """CPU time of all other processes, as a share of one core."""
     is_quiet: bool
     problem: str = ""
-    """Why it does not count."""
+    """Why the run does not count; empty if it does."""
     whole_bytes_at_s: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of whole objects at the sink, by seconds since the start."""
+    """Bytes in whole objects at the sink, by seconds since the start."""
     faults: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -52,7 +52,7 @@ class Result:
 
 
 class ResultsFile:
-    """Appends, and knows what is there."""
+    """All runs so far; new ones are appended to the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +73,7 @@ class ResultsFile:
 
 
 def median_and_spread(values: Sequence[float], form: str) -> str:
-    """``2.10 (2.00-2.20)``, or one figure where there is only one."""
+    """``2.10 (2.00-2.20)``, or ``2.10`` for a single value."""
     middle = format(statistics.median(values), form)
     if len(values) < 2:
         return middle
@@ -81,7 +81,7 @@ def median_and_spread(values: Sequence[float], form: str) -> str:
 
 
 def of_case(results: Iterable[Result], case: Case) -> dict[str, list[Result]]:
-    """The runs that count, by contestant, the fastest first."""
+    """Valid runs by contestant, the fastest first."""
     found: dict[str, list[Result]] = {}
     for result in results:
         if result.case == case.name and not result.problem:
@@ -95,7 +95,7 @@ def of_case(results: Iterable[Result], case: Case) -> dict[str, list[Result]]:
 
 
 def ratios(runs: Mapping[str, Sequence[Result]], contestant: str, case: Case) -> list[float]:
-    """Speed over that of the reference in the same repetition."""
+    """Speeds relative to the reference in the same repetition."""
     reference = {result.repeat: result for result in runs.get(reference_of(case), ())}
     return [
         result.bytes_s / reference[result.repeat].bytes_s
@@ -105,7 +105,7 @@ def ratios(runs: Mapping[str, Sequence[Result]], contestant: str, case: Case) ->
 
 
 def markdown(results: Sequence[Result], cases: Sequence[Case]) -> str:
-    """A table a case that has results."""
+    """One table for each case with results."""
     lines: list[str] = []
     for case in cases:
         runs = of_case(results, case)
@@ -121,13 +121,13 @@ def _title(case: Case) -> str:
     profile = case.profile
     title = f"{case.operation.capitalize()} of {case.workload}"
     if profile.is_hashing:
-        title += " to GCS, whose sink reads everything and answers with its CRC32C"
+        title += " to GCS, whose sink decrypts everything and returns its CRC32C"
     if profile.rate_bytes_s:
         latency_ms, rate = profile.latency_s * 1e3, profile.rate_bytes_s / 1e6
-        title += f", {latency_ms:g} ms a request and {rate:g} MB/s a connection"
+        title += f", {latency_ms:g} ms per request and {rate:g} MB/s per connection"
     if profile.share_503:
         title += (
-            f", {profile.share_503:.1%} of the parts answered 503,"
+            f", {profile.share_503:.1%} of the parts answered with 503,"
             f" {profile.share_stall:.1%} stalled, {profile.share_reset:.1%} reset"
         )
     return f"### {title}\n"
@@ -162,17 +162,17 @@ def _table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
 
 def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
     times = [*next(iter(runs.values()))[0].whole_bytes_at_s]
-    heads = [f"GB whole at {time} s" for time in times]
+    heads = [f"GB in whole objects at {time} s" for time in times]
     total_gb = case.workload.total_bytes / 1e9
     lines = [
         _title(case),
-        f"| of {total_gb:.1f} GB | {' | '.join(heads)} | all stored after | CPU s/GB | faults met | n |",
+        f"| of {total_gb:.1f} GB | {' | '.join(heads)} | all stored after | CPU s/GB | faults | n |",
         "| --- " * (len(heads) + 5) + "|",
     ]
     for name, of_one in runs.items():
         stored = [statistics.median(r.whole_bytes_at_s[time] for r in of_one) for time in times]
         ends = [r.wall_s for r in of_one if r.size_bytes == case.workload.total_bytes]
-        end = f"{median_and_spread(ends, '.0f')} s" if ends else "not in that time"
+        end = f"{median_and_spread(ends, '.0f')} s" if ends else "not within the limit"
         if not ends and of_one[-1].wall_s < float(times[-1]):
             end = f"gave up after {of_one[-1].wall_s:.0f} s"
         met = ", ".join(f"{count} {kind}" for kind, count in of_one[-1].faults.items())
@@ -194,18 +194,19 @@ def _count(of_one: Sequence[Result]) -> str:
 
 
 def write_page(name: str, text: str) -> None:
-    """Put ``text`` between the marks of this name in docs/performance.md."""
+    """Replace the text between the marks of this name, on whichever page of docs/performance/ has them."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    page = PAGE.read_text()
-    before, is_begun, rest = page.partition(begin)
-    _, is_ended, after = rest.partition(end)
-    if not is_begun or not is_ended:
-        raise SystemExit(f"{PAGE} lacks the marks {begin} and {end}")
-    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    for page in PAGES.glob("*.md"):
+        before, _, rest = page.read_text().partition(begin)
+        _, is_marked, after = rest.partition(end)
+        if is_marked:
+            page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+            return
+    raise SystemExit(f"no page in {PAGES} has the marks {begin} and {end}")
 
 
 def settings_table(results: Sequence[Result]) -> str:
-    """Who ran with what."""
+    """The settings of each contestant."""
     present = {result.contestant for result in results}
     lines = ["| contestant | settings |", "| --- | --- |"]
     lines += [f"| {c.name} | {c.settings} |" for c in CONTESTANTS.values() if c.name in present]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds and runs the sink, and makes the certificates that its TLS needs."""
+"""Compiles and runs the sink, and creates the certificates for its TLS."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ subjectAltName=DNS:localhost,IP:127.0.0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """How the far end behaves."""
+    """Behaviour of the sink."""
 
     name: str
     rate_bytes_s: float = 0.0
-    """Of one connection, either way; 0 means as fast as it goes."""
+    """Limit of one connection in each direction; 0 means unlimited."""
     latency_s: float = 0.0
-    """Before each answer."""
+    """Delay before each answer."""
     share_503: float = 0.0
-    """Of the requests that carry data, answered 503 SlowDown."""
+    """Share of the requests with data that get 503 SlowDown."""
     share_stall: float = 0.0
-    """Of those, silent from their middle on."""
+    """Share of the requests with data that stall halfway."""
     share_reset: float = 0.0
-    """Of those, reset in their middle."""
+    """Share of the requests with data that are reset halfway."""
     is_hashing: bool = False
-    """Reads what it gets and answers with its CRC32C, which costs it CPU; GCS does."""
+    """Decrypt every record and return the CRC32C of the body, as GCS does; this costs the sink CPU."""
 
 
 DIRECT = Profile(name="direct")
@@ -59,7 +59,11 @@ FAULTY = Profile(
 
 
 def build(directory: Path) -> Path:
-    """Compile the sink where it is not newer than its source; says what to install where it cannot."""
+    """Compile the sink unless it is newer than its source.
+
+    Raises:
+        SystemExit: the compiler or the headers are missing; the message has the command that installs them.
+    """
     program = directory / "sink"
     if program.exists() and program.stat().st_mtime > SOURCE.stat().st_mtime:
         return program
@@ -72,22 +76,22 @@ def build(directory: Path) -> Path:
         _install()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the sink does not build:\n{done.stderr}")
+        raise SystemExit(f"compiling the sink failed:\n{done.stderr}")
     return program
 
 
 def _install() -> None:
-    """Get the compiler and the TLS headers where that is ours to do; else say how."""
+    """Install the compiler and the TLS headers as root on Debian; elsewhere print the command."""
     command = f"apt-get install -y --no-install-recommends {_PACKAGES}"
     if os.geteuid() or not shutil.which("apt-get"):
         raise SystemExit(f"The sink needs a C compiler and OpenSSL's headers: sudo {command}")
-    print(f"installing what builds the sink: {command}", file=sys.stderr)
+    print(f"installing the compiler for the sink: {command}", file=sys.stderr)
     subprocess.run(["apt-get", "update", "-qq"], check=True)
     subprocess.run([*command.split(), "-qq"], check=True)
 
 
 def certificates(directory: Path) -> None:
-    """``ca.pem``, and ``cert.pem`` with ``key.pem`` for localhost that it signed; new each time."""
+    """Create an authority in ``ca.pem``, and ``cert.pem`` with ``key.pem`` for localhost."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
@@ -103,7 +107,7 @@ def certificates(directory: Path) -> None:
         *("x509", "-req", "-in", "leaf.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", "30"),
         *("-CAcreateserial", "-extfile", "leaf.ext", "-out", "cert.pem"),
     )
-    # For the client that reads the system's own store only, see contestants.py.
+    # For the client that reads only the system's authorities: see contestants.py.
     trust = directory / "trust"
     trust.mkdir(exist_ok=True)
     shutil.copy(directory / "ca.pem", trust / "ca-certificates.crt")
@@ -113,7 +117,7 @@ def certificates(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Object:
-    """Something that the sink has from the beginning: its pattern, or a file."""
+    """An object that the sink has from the start: its pattern, or the content of a file."""
 
     key: str
     size_bytes: int
@@ -122,7 +126,7 @@ class Object:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What the sink saw and did."""
+    """Counters of the sink."""
 
     cpu_s: float
     bytes_in: int
@@ -137,7 +141,7 @@ class Counters:
 
 
 class Sink:
-    """A running sink; ends with the context."""
+    """A running sink, which ends with the context."""
 
     def __init__(
         self, program: Path, directory: Path, profile: Profile, objects: Sequence[Object] = ()

@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Startup script: names run and bucket.  Put your words in place of the three below, or let Terraform do it:
-# see examples/gcp.  The third is the VM's preemption notice, 0 or 120 s.  It runs at each boot, and after the daemon was started: the image should have a store
-# of its own disk (the default), so that no run without a name gets into your bucket.
-# shellcheck disable=SC2016 # the three words are filled in before any shell sees them
+# Startup script: sets run and bucket.  Replace the three words below, or let Terraform do it: see examples/gcp.
+# The third one is the VM's preemption notice, 0 or 120 s.
+# The script runs at each boot, after the daemon has started.  So the image should have a store on its own disk (the
+# default): otherwise a run without a name is created in your bucket.
+# shellcheck disable=SC2016 # the three words are replaced before a shell reads them
 run='${run}' store='${store}' notice='${notice}'
 set -euo pipefail
 
@@ -15,7 +16,7 @@ if [ "$named" != "$(cat "$config")" ]; then
 	systemctl restart swansongd.service
 fi
 
-# trainer.service is yours, and not enabled in the image: it must not start before its run has a name.
+# trainer.service is yours.  Do not enable it in the image: it must not start before its run has a name.
 mkdir -p /etc/systemd/system/trainer.service.d
 sed "s/my-run/$run/g" /usr/share/doc/swansong/trainer.service.d/swansong.conf \
 	>/etc/systemd/system/trainer.service.d/swansong.conf

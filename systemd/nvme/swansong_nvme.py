@@ -6,10 +6,10 @@
 
     swansong-nvme [--tmpfs SIZE] MOUNTPOINT
 
-A disk is taken when its model is that of an ephemeral disk and neither its serial number nor its names in
-/dev/disk/by-id are those of a persistent one.  Of these the one that this VM formatted on an earlier boot is
-mounted; its UUID is in /var/lib/swansong/nvme.uuid.  Otherwise a blank disk is formatted and recorded there.
-A disk with anything else on it is left alone.  With --tmpfs, memory takes the place of a missing disk.
+A disk is usable if its model is that of an ephemeral disk, and neither its serial number nor its names in
+/dev/disk/by-id are those of a persistent disk.  The disk that this VM formatted on an earlier boot is mounted
+first; its UUID is in /var/lib/swansong/nvme.uuid.  Otherwise a blank disk is formatted and recorded there.
+A disk with any other content is left alone.  With --tmpfs, memory replaces a missing disk.
 
 Standard library only.  SYSFS, DEV and RECORD in the environment are for tests.
 """
@@ -35,17 +35,17 @@ RECORD = Path(os.environ.get("RECORD", "/var/lib/swansong/nvme.uuid"))
 LABEL = "swansong"
 MOUNT_OPTIONS = "noatime,nodev,nosuid,noexec"
 EPHEMERAL_MODEL = re.compile(r"Amazon EC2 NVMe Instance Storage|nvme_card[0-9]*")
-"""EBS volumes are "Amazon Elastic Block Store", disks of Compute Engine that persist "nvme_card-pd"."""
+"""EBS volumes are "Amazon Elastic Block Store", persistent disks of Compute Engine "nvme_card-pd"."""
 PERSISTENT_SERIAL = re.compile(r"vol.*|.*-pd")
 PERSISTENT_LINK = re.compile(
     r"google-(?!local-(nvme-)?ssd-).*|.*(Elastic_Block_Store|PersistentDisk|nvme_card-pd).*"
 )
 
 SAMPLES = 65_536
-"""Equal sections of a disk, of each of which one block is read: data that fill two sections are found."""
+"""One block is read in each of these equal sections of a disk: data that fill two sections are found."""
 BLOCK_BYTES = 4096
 EDGE_BYTES = 4 << 20
-"""Read in whole at both ends, where partition tables, RAID and volume managers keep their marks."""
+"""Read completely at both ends, where partition tables, RAID and volume managers write their signatures."""
 BATCH = 256
 LIMIT_S = 60.0
 """Limit for the samples of one disk; local NVMe takes a few seconds."""
@@ -93,7 +93,7 @@ def ephemeral_disks() -> Iterator[Disk]:
 
 
 def attribute(block: Path, name: str) -> str:
-    """An attribute that the disk itself states, without the blanks at its end; empty if it is missing."""
+    """An attribute that the disk reports, without trailing blanks; empty if it is missing."""
     try:
         return (block / "device" / name).read_text(errors="replace").strip()
     except OSError:
@@ -101,7 +101,7 @@ def attribute(block: Path, name: str) -> str:
 
 
 def links(device: Path) -> list[str]:
-    """Names of a disk in /dev/disk/by-id, which udev makes of what the disk and the cloud state."""
+    """Names of a disk in /dev/disk/by-id, which udev creates from what the disk and the cloud report."""
     by_id = DEV / "disk" / "by-id"
     names = os.listdir(by_id) if by_id.is_dir() else []
     return [name for name in names if os.path.realpath(by_id / name) == os.path.realpath(device)]
@@ -111,7 +111,7 @@ def links(device: Path) -> list[str]:
 
 
 def refuse_unless_blank(disk: Disk) -> None:
-    """Look for a sign of data, without writing.
+    """Search a disk for data, without writing to it.
 
     Raises:
         Refused: the disk is persistent, in use, unreadable, or not blank.
@@ -147,7 +147,7 @@ def refuse_unless_blank(disk: Disk) -> None:
 
 
 def first_data(fd: int) -> int | None:
-    """Offset of a block that is not all zeros, or None: both ends in whole, samples of what lies between.
+    """Offset of a block that is not all zeros, or None: reads both ends, and samples in between.
 
     Raises:
         Refused: the disk is too slow.
@@ -195,7 +195,7 @@ def recorded_uuid() -> str:
 
 
 def record(made: str) -> None:
-    """Remember a UUID over a power cut."""
+    """Record a UUID so that it survives a power cut."""
     new = RECORD.with_name(f"{RECORD.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -218,7 +218,7 @@ def uuid_on(disk: Disk) -> str:
 
 
 def make_file_system(disk: Disk) -> None:
-    """Format a disk.  Recorded before: a power cut in between leaves a UUID that no disk has."""
+    """Format a disk.  The UUID is recorded first: a power cut in between leaves a UUID that no disk has."""
     made = str(uuid.uuid4())
     record(made)
     lazily = "lazy_itable_init=1,lazy_journal_init=1"
@@ -229,7 +229,7 @@ def make_file_system(disk: Disk) -> None:
 
 
 def usable_disk() -> Disk | None:
-    """The disk that this VM formatted on an earlier boot, else a blank one, which is formatted now."""
+    """The disk that this VM formatted on an earlier boot, or a blank one, which is formatted now."""
     disks, own = list(ephemeral_disks()), recorded_uuid()
     for disk in disks:
         if own and uuid_on(disk) == own:

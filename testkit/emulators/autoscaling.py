@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two calls of the Auto Scaling API, strictly: what a lifecycle hook hears (moto knows neither).
+"""A strict emulator of two calls of the Auto Scaling API, those of a lifecycle hook; moto has neither.
 
-``python -m emulators.autoscaling --instance i-1 --group trainers --hook swansong``.  A lifecycle action
-waits for that instance from the start; a call for anything else is refused as the real service does.
+Start: ``python -m testkit.emulators.autoscaling --instance i-1 --group trainers --hook swansong``.
+
+A lifecycle action of that instance is pending from the start.  The emulator refuses all other calls as the
+real service does.
 Control, below ``/_control/``::
 
     calls  (GET)                                      the parameters of every call that came

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EC2 instance metadata service, to rehearse with: ``python -m emulators.aws_imds --port 1338``.
+"""The EC2 instance metadata service, to rehearse with: ``python -m testkit.emulators.aws_imds --port 1338``.
 
 Session tokens (IMDSv2) are required as on a VM that enforces them.  Whatever time is given as ``in_s``
-seconds from now is pinned when the order comes.  Control, beside what :mod:`emulators.faults` lists::
+seconds from now is pinned when the order comes.  Control, beside what :mod:`testkit.emulators.faults` lists::
 
     notice             {"action": "terminate", "in_s": 120}   spot interruption: terminate, stop, hibernate
                        {"action": "stop", "time": "2026-01-05T18:02:00Z"}
@@ -21,7 +21,7 @@ To rehearse with an image of your own, let it see this service as its metadata a
 scenario: each begins with ten quiet seconds, and where the real VM would lose its power the service
 falls silent::
 
-    python -m emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
+    python -m testkit.emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
 
 ``--speed 60`` plays an hour in a minute, the times that are stated included.
 """

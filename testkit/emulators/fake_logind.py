@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""systemd-logind on a system bus of its own: ``python -m emulators.fake_logind``.
+"""systemd-logind on a system bus of its own: ``python -m testkit.emulators.fake_logind``.
 
 The bus is a real dbus-daemon in a private directory; logind is played as far as delay locks and shutdowns
-go.  Control, beside what :mod:`emulators.faults` lists, all by POST below ``/_control/``::
+go.  Control, beside what :mod:`testkit.emulators.faults` lists, all by POST below ``/_control/``::
 
     state      {}                      {"bus": ADDRESS, "locks": 1, "taken": 3, "shutdown": "no"}, where
                shutdown is no, waiting (for the locks) or gone (nothing holds it up any more)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata server of Compute Engine, to rehearse with: ``python -m emulators.gcp_metadata``.
+"""The metadata server of Compute Engine, to rehearse with: ``python -m testkit.emulators.gcp_metadata``.
 
 A change wakes every hanging GET on that key and on the directories above it.  ETags never come back,
-not even when a value does.  Control, beside what :mod:`emulators.faults` lists::
+not even when a value does.  Control, beside what :mod:`testkit.emulators.faults` lists::
 
     set          {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
     touch        {"key": "instance/preempted"}                    a new ETag for the old value
@@ -17,7 +17,7 @@ one comes.  To rehearse with an image of your own, let it see the server as its 
 play a scenario: each begins with ten quiet seconds, and where the real VM would lose its power the
 server falls silent::
 
-    python -m emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
+    python -m testkit.emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
 
 ``--speed 60`` plays an hour in a minute.
 """

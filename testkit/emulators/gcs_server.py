@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage in memory, strict: ``python -m emulators.gcs_server --port 0 --bucket NAME``.
+"""Google Cloud Storage in memory, strict: ``python -m testkit.emulators.gcs_server --port 0 --bucket NAME``.
 
 Of the JSON interface listings, metadata and deletes; of the XML interface reads, puts and multipart
 uploads.  What it does not know it refuses with 501 instead of guessing.  Checksums that come with the
 data are verified, objects appear whole and only when they are complete.  Control: see
-:mod:`emulators.store_control`, and of its own::
+:mod:`testkit.emulators.store_control`, and of its own::
 
     token?valid=TEXT            the only bearer token that is taken; 401 for all others, until clear
     role?delete=0&first=rights  nobody may delete, and so not overwrite: 403.  A create-if-absent of a

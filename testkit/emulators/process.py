@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Emulators run as processes of their own: started here, used by the tests and by the demo.
 
-Every emulator is a module that can be run (``python -m emulators.aws_imds --port 0``), prints one JSON
-object on its first line of standard output once it listens (``{"url": "http://127.0.0.1:40001"}``),
-and ends when it is killed or when its standard input closes (so that none outlives its starter).
+Every emulator is a module (``python -m testkit.emulators.aws_imds --port 0``).  Once it listens, it prints
+one JSON object as its first line (``{"url": "http://127.0.0.1:40001"}``).  It exits when it is killed, and
+when its standard input closes, so that no emulator outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EmulatorProcess:
     """A running emulator.  ``ready`` is what it said of itself, ``url`` where it listens.
 
     Args:
-        module: for example ``emulators.aws_imds``.
+        module: for example ``testkit.emulators.aws_imds``.
         arguments: its command line.
     """
 

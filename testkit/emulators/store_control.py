@@ -27,7 +27,7 @@ Control, all by POST with a query but the last, below ``/_control/``::
     clear                       all this ends, and the record is empty again
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
 
-and, where :mod:`emulators.store_server` serves::
+and, where :mod:`testkit.emulators.store_server` serves::
 
     break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
                                 ``reset`` hangs up with a TCP reset, ``stall`` goes on to the next
@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoreResponse:
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -125,35 +125,37 @@ class ListingMode:
         return page, last
 
 
-def spoilt(answer: Answer, how: str, field: str) -> Answer:
+def spoilt(response: StoreResponse, how: str, field: str) -> StoreResponse:
     """What is left of an answer, see SPOILS."""
-    half = answer.body[: len(answer.body) // 2]
+    half = response.body[: len(response.body) // 2]
     framing = ("content-length", "transfer-encoding")
-    endless = {name: v for name, v in answer.headers.items() if name.lower() not in framing}
+    endless = {name: v for name, v in response.headers.items() if name.lower() not in framing}
     match how:
         case "empty":
-            return replace(answer, body=b"", headers=endless)
+            return replace(response, body=b"", headers=endless)
         case "cut":
-            return replace(answer, body=b"", headers=endless, ends=True)
+            return replace(response, body=b"", headers=endless, ends=True)
         case "half":
-            return replace(answer, body=half, headers=endless)
+            return replace(response, body=half, headers=endless)
         case "half a body":
-            return replace(answer, body=half, headers=endless, ends=True)
+            return replace(response, body=half, headers=endless, ends=True)
         case "foreign":
             page = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
-            return Answer(answer.status, page, {"Content-Type": "text/html"})
+            return StoreResponse(response.status, page, {"Content-Type": "text/html"})
     name = re.escape(field).encode()
-    body = re.sub(rb"<%b>[^<]*</%b>|<%b ?/>" % (name, name, name), b"", answer.body)
+    body = re.sub(rb"<%b>[^<]*</%b>|<%b ?/>" % (name, name, name), b"", response.body)
     body = re.sub(rb'"%b": *("[^"]*"|\[[^]]*\]|[0-9]+)(, *)?' % name, b"", body)
     body = re.sub(rb", *}", b"}", body)
-    headers = {key: value for key, value in answer.headers.items() if key.lower() != field.lower()}
-    return replace(answer, body=body, headers=headers)
+    headers = {
+        key: value for key, value in response.headers.items() if key.lower() != field.lower()
+    }
+    return replace(response, body=body, headers=headers)
 
 
-def error_answer(status: int, code: str, message: str = "") -> Answer:
+def error_response(status: int, code: str, message: str = "") -> StoreResponse:
     """An error in the XML that S3 and GCS have in common."""
     body = f"<Error><Code>{escape(code)}</Code><Message>{escape(message or code)}</Message></Error>"
-    return Answer(status, body.encode(), {"Content-Type": "application/xml"})
+    return StoreResponse(status, body.encode(), {"Content-Type": "application/xml"})
 
 
 def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
@@ -169,11 +171,11 @@ def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
 @dataclass(frozen=True)
 class _Fault:
     kind: str
-    """``answer``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
+    """``response``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
     method: str
     match: str
     times: int
-    answer: Answer = Answer(503)
+    response: StoreResponse = StoreResponse(503)
     carry_out: bool = False
     at: str = ""
     how: str = ""
@@ -192,7 +194,7 @@ class StoreControl:
 
     def __init__(
         self,
-        respond: Callable[[Call], Answer],
+        respond: Callable[[Call], StoreResponse],
         corrupt: Callable[[str], bool],
         ignoring: tuple[str, ...],
         order: Callable[[str, Call], bool] = lambda _name, _call: False,
@@ -217,7 +219,7 @@ class StoreControl:
         self.over.set()
         self.over = threading.Event()
 
-    def handle(self, call: Call) -> Answer:
+    def handle(self, call: Call) -> StoreResponse:
         if call.path.startswith("/_control/"):
             return self._order(call.path.removeprefix("/_control/"), call)
         with self._lock:
@@ -228,17 +230,17 @@ class StoreControl:
             spoil = self._take(call.method, call.target, "spoil") if fault is None else None
             honour = self._honour
         if outage:
-            answer = error_answer(503, "SlowDown")
+            response = error_response(503, "SlowDown")
             headers = {"Retry-After": after_s} if after_s else {}
-            return replace(answer, headers={**answer.headers, **headers})
+            return replace(response, headers={**response.headers, **headers})
         if not honour:
             call = self._unconditional(call)
         if fault is None:
-            answer = self._respond(call)
-            return answer if spoil is None else spoilt(answer, spoil.how, spoil.field)
+            response = self._respond(call)
+            return response if spoil is None else spoilt(response, spoil.how, spoil.field)
         if fault.carry_out:
             self._respond(call)
-        return fault.answer
+        return fault.response
 
     def next_break(self, method: str, target: str) -> tuple[str, str] | None:
         """Kind and point of the fault that this connection is to suffer now."""
@@ -272,10 +274,10 @@ class StoreControl:
         query = "&".join(p for p in pairs if p.partition("=")[0].lower() not in self._preconditions)
         return replace(call, headers=headers, query=query)
 
-    def _order(self, name: str, call: Call) -> Answer:
+    def _order(self, name: str, call: Call) -> StoreResponse:
         with self._lock:
             if name == "requests":
-                return Answer(200, json.dumps(self._record).encode())
+                return StoreResponse(200, json.dumps(self._record).encode())
             if name == "clear":
                 self._clear()
                 self._store_order(name, call)
@@ -289,44 +291,44 @@ class StoreControl:
                 self._faults.append(self._fault(call, "answer"))
             elif name == "say":
                 status = int(call.parameter("status", "200") or 0)
-                said = Answer(status, (call.parameter("body") or "").encode())
-                self._faults.append(replace(self._fault(call, "answer"), answer=said))
+                said = StoreResponse(status, (call.parameter("body") or "").encode())
+                self._faults.append(replace(self._fault(call, "answer"), response=said))
             elif name == "flip":
                 self._faults.append(self._fault(call, "flip"))
             elif name == "spoil":
                 fault = self._fault(call, "spoil")
                 if fault.how not in (*SPOILS, "without"):
-                    return Answer(400, b"no such way to spoil an answer")
+                    return StoreResponse(400, b"no such way to spoil an answer")
                 self._faults.append(fault)
             elif name == "break":
                 fault = self._fault(call, call.parameter("kind", "reset") or "")
                 if fault.kind not in ("reset", "stall") or fault.at not in POINTS:
-                    return Answer(400, b"no such fault")
+                    return StoreResponse(400, b"no such fault")
                 self._faults.append(fault)
             elif name == "pace":
                 self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
                 self.total_bytes_per_s = float(call.parameter("total_bytes_per_s") or 0)
             elif name == "corrupt":
                 if not self._corrupt(call.parameter("object") or ""):
-                    return Answer(404, b"no such object")
+                    return StoreResponse(404, b"no such object")
             elif not self._store_order(name, call):
-                return Answer(400, b"no such order")
-        return Answer(200, b"{}")
+                return StoreResponse(400, b"no such order")
+        return StoreResponse(200, b"{}")
 
     def _fault(self, call: Call, kind: str) -> _Fault:
-        answer = error_answer(
+        response = error_response(
             int(call.parameter("status", "503") or 0),
             call.parameter("code", "InternalError") or "",
         )
         after_s = call.parameter("retry_after_s")
         if after_s:
-            answer = replace(answer, headers={**answer.headers, "Retry-After": after_s})
+            response = replace(response, headers={**response.headers, "Retry-After": after_s})
         return _Fault(
             kind=kind,
             method=call.parameter("method", "") or "",
             match=call.parameter("match", "") or "",
             times=int(call.parameter("times", "1") or 0),
-            answer=answer,
+            response=response,
             carry_out=call.parameter("carry_out") == "1",
             at=call.parameter("at", "") or "",
             how=call.parameter("how", "") or "",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server of the strict store emulators: plain or TLS, one thread a connection, breakable anywhere.
 
-It reads requests piece by piece itself, so that :mod:`emulators.store_control` can order a reset or a
+It reads requests piece by piece itself, so that :mod:`testkit.emulators.store_control` can order a reset or a
 stall at a point of the request, and pace what passes.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from testkit.emulators.process import announce
-from testkit.emulators.store_control import Answer, Call, StoreControl
+from testkit.emulators.store_control import Call, StoreControl, StoreResponse
 from testkit.emulators.tls import server_context
 
 _PIECE_BYTES = 2**16
@@ -97,9 +97,9 @@ class _Handler(socketserver.BaseRequestHandler):
         path, _, query = target.partition("?")
         scheme = "https" if self.server.context else "http"
         call = Call(method, path, query, headers, body, scheme)
-        answer = self._control.handle(call)
+        response = self._control.handle(call)
         self._break_here(kind, at, "before_answer")
-        return self._send(call, answer, kind if at == "in_answer" else "")
+        return self._send(call, response, kind if at == "in_answer" else "")
 
     def _body(
         self, headers: dict[str, str], size_bytes: int, kind: str, reach: int | None
@@ -131,21 +131,21 @@ class _Handler(socketserver.BaseRequestHandler):
         self._pace.pass_bytes(count, control.connection_bytes_per_s, control.over)
         self.server.pace.pass_bytes(count, control.total_bytes_per_s, control.over)
 
-    def _send(self, call: Call, answer: Answer, strike: str) -> bool:
+    def _send(self, call: Call, response: StoreResponse, strike: str) -> bool:
         headers = {"Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())}
-        headers.update(answer.headers)
+        headers.update(response.headers)
         is_chunked = headers.get("Transfer-Encoding") == "chunked"
-        if answer.status not in (204, 304) and not is_chunked and not answer.ends:
-            headers.setdefault("Content-Length", str(len(answer.body)))
-        ends = answer.ends or call.headers.get("connection", "").lower() == "close"
+        if response.status not in (204, 304) and not is_chunked and not response.ends:
+            headers.setdefault("Content-Length", str(len(response.body)))
+        ends = response.ends or call.headers.get("connection", "").lower() == "close"
         if ends:
             headers["Connection"] = "close"
-        is_known = answer.status in set(HTTPStatus)
-        phrase = HTTPStatus(answer.status).phrase if is_known else "Unknown"
-        lines = [f"HTTP/1.1 {answer.status} {phrase}"]
+        is_known = response.status in set(HTTPStatus)
+        phrase = HTTPStatus(response.status).phrase if is_known else "Unknown"
+        lines = [f"HTTP/1.1 {response.status} {phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        body = b"" if call.method == "HEAD" else answer.body
+        body = b"" if call.method == "HEAD" else response.body
         if is_chunked:
             # As a store that keeps the connection alive while it works: blanks after the declaration.
             declaration, mark, rest = body.partition(b"?>")

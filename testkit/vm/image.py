@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image that the VMs of the tests boot from: a stock Debian kernel, and what provision.sh installs.
 
-``python -m vm.image`` makes it, unless it is there, and prints how to boot it by hand.
+``python -m testkit.vm.image`` makes it, unless it is there, and prints how to boot it by hand.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 from swansongd.model import DeadlineQuality, Health, Severity
-from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
+from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsOptions, AwsSpotSource, Imds
+from swansongd.sources.base import Clocks
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, patiently
 
 from testkit.emulators.process import EmulatorProcess
@@ -45,13 +46,14 @@ def spot(
     wall: Callable[[], float] = time.time,
 ) -> AwsSpotSource:
     return AwsSpotSource(
-        metadata_url=url,
-        poll_interval_s=poll_interval_s,
-        assumed_grace_s=25.0,
-        monotonic=monotonic,
-        wall=wall,
-        timeout_s=timeout_s,
-        blind_after_s=blind_after_s,
+        AwsOptions(
+            metadata_url=url,
+            poll_interval_s=poll_interval_s,
+            assumed_grace_s=25.0,
+            clocks=Clocks(monotonic=monotonic, wall=wall),
+            timeout_s=timeout_s,
+            blind_after_s=blind_after_s,
+        )
     )
 
 

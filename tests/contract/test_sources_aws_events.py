@@ -10,8 +10,16 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.model import DeadlineQuality, Health, Severity
-from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSource, AwsSpotSource, ImdsSession
+from swansongd.sources.aws import (
+    SPOT_PATH,
+    TOKEN_PATH,
+    AwsOptions,
+    AwsSource,
+    AwsSpotSource,
+    ImdsSession,
+)
 from swansongd.sources.aws_events import (
     ASG_PATH,
     HISTORY_PATH,
@@ -22,6 +30,7 @@ from swansongd.sources.aws_events import (
     AwsRebalanceSource,
     AwsScheduledSource,
 )
+from swansongd.sources.base import Clocks
 from swansongd.sources.opening import open_sources
 
 from testkit.emulators.aws_imds import ASG_KEY, META_DATA, event_date
@@ -60,17 +69,16 @@ def source(
     blind_after_s: float = 30.0,
     slept_s: list[float] | None = None,
 ) -> AwsSource:
-    return kind(
+    options = AwsOptions(
         metadata_url=url,
-        session=session,
         poll_interval_s=0.05,
         assumed_grace_s=25.0,
-        monotonic=lambda: time.monotonic() - sum(slept_s or ()),
-        wall=time.time,
+        clocks=Clocks(monotonic=lambda: time.monotonic() - sum(slept_s or ())),
         timeout_s=timeout_s,
         blind_after_s=blind_after_s,
         look_again_s=0.2,
     )
+    return kind(options, session)
 
 
 def polls(url: str, path: str, more: int = 3) -> None:
@@ -361,8 +369,10 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
 def test_wrong_local_clock(imds: str, skew_s: int) -> None:
     """Twenty minutes off, the deadline of an event is still right."""
     wrong = AwsScheduledSource(
-        metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
-        monotonic=time.monotonic, wall=lambda: time.time() + skew_s,
+        AwsOptions(
+            metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
+            clocks=Clocks(wall=lambda: time.time() + skew_s),
+        )
     )  # fmt: skip
     with SourceRun(wrong) as run:
         control(imds, "schedule", code="system-reboot", in_s=3600)
@@ -490,10 +500,11 @@ def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]])
         runs = [
             stack.enter_context(SourceRun(opened))
             for opened in open_sources(
-                "aws", metadata_url=vm.url, poll_interval_s=0.02, assumed_grace_s=25.0,
-                monotonic=time.monotonic, wall=time.time,
+                SourcesConfig(cloud="aws", metadata_url=vm.url, poll_interval_s=0.02),
+                DeadlineConfig(),
+                boot_id="b",
             )
-        ]  # fmt: skip
+        ]
 
         def seen() -> list[tuple[str, str]]:
             found = []
@@ -509,9 +520,10 @@ def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]])
 def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:
     """What is configured for the hook counts for aws.asg, in place of what is assumed otherwise."""
     opened = open_sources(
-        "aws", metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, asg_grace_s=300.0,
-        monotonic=time.monotonic, wall=time.time,
-    )  # fmt: skip
+        SourcesConfig(cloud="aws", metadata_url=imds, poll_interval_s=0.05, asg_grace_s=300.0),
+        DeadlineConfig(),
+        boot_id="b",
+    )
     (group,) = [one for one in opened if one.name == "aws.asg"]
     asg(imds, "Terminated")
     with SourceRun(group) as run:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from swansongd.model import DeadlineQuality, Health, Severity
-from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
+from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, read_boot_id
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control
@@ -43,18 +43,16 @@ def preempted(
     notice_s: float | None = None,
     learn_after_s: float = 15.0,
 ) -> GcpPreemptedSource:
-    return GcpPreemptedSource(
+    options = GcpOptions(
         metadata_url=url,
-        assumed_grace_s=25.0,
-        monotonic=time.monotonic,
-        boot_id=boot_id,
+        grace_s=25.0,
+        boot_id=read_boot_id() if boot_id is None else boot_id,
         hang_s=hang_s,
         timeout_s=timeout_s,
         retry_cap_s=0.1,
         blind_after_s=blind_after_s,
-        notice_s=notice_s,
-        learn_after_s=learn_after_s,
     )
+    return GcpPreemptedSource(options, notice_s=notice_s, learn_after_s=learn_after_s)
 
 
 def polls(url: str, more: int) -> None:

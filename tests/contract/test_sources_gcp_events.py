@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
-from swansongd.sources.gcp import GcpSource
+from swansongd.sources.base import Clocks
+from swansongd.sources.gcp import GcpOptions, GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 
 from testkit.emulators.process import EmulatorProcess
@@ -65,14 +66,8 @@ def opened(
         "timeout_s": 12.0,
         "retry_cap_s": 0.1,
     }
-    return SourceRun(
-        kind(
-            metadata_url=url,
-            monotonic=time.monotonic,
-            wall=lambda: time.time() + wall_off_s,
-            **{**settings, **options},
-        )
-    )
+    clocks = Clocks(wall=lambda: time.time() + wall_off_s)
+    return SourceRun(kind(GcpOptions(metadata_url=url, clocks=clocks, **{**settings, **options})))
 
 
 def notice_of(run: SourceRun) -> Notice:

@@ -136,7 +136,7 @@ class Store:
     def __init__(self) -> None:
         self.held: list[int] = []
 
-    def keep(self, lock_fd: int | None) -> None:
+    def store(self, lock_fd: int | None) -> None:
         while self.held:
             os.close(self.held.pop())
         if lock_fd is not None:
@@ -147,13 +147,13 @@ class Store:
 def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -> None:
     """A copy of the lock is stored while a shutdown waits; the next daemon has its whole delay."""
     store = Store()
-    with SourceRun(fake_host.source(keep_lock=store.keep)) as run:
+    with SourceRun(fake_host.source(store_lock=store.store)) as run:
         until(lambda: run.is_now(Health.OK))
         fake_host.order("shutdown")
         until(lambda: run.notices)
     fake_host.shows(locks=1, shutdown="waiting")  # the source has ended, and the lock is held
 
-    again = fake_host.source(lock_fd=os.dup(store.held[0]), keep_lock=store.keep)
+    again = fake_host.source(lock_fd=os.dup(store.held[0]), store_lock=store.store)
     with SourceRun(again) as run:
         until(lambda: run.notices)
         assert run.notices[0].deadline_quality is DeadlineQuality.DERIVED
@@ -166,7 +166,7 @@ def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -
 def test_the_lock_is_not_stored_before_a_shutdown(fake_host: FakeHost) -> None:
     """When the daemon ends before a shutdown, or after a cancelled one, nothing delays the next one."""
     store = Store()
-    with SourceRun(fake_host.source(keep_lock=store.keep)) as run:
+    with SourceRun(fake_host.source(store_lock=store.store)) as run:
         until(lambda: run.is_now(Health.OK))
         assert store.held == []
         fake_host.order("shutdown")
@@ -186,7 +186,7 @@ def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
     connection.close()
     fake_host.order("shutdown")
     store = Store()
-    with SourceRun(fake_host.source(lock_fd=inherited_fd, keep_lock=store.keep)) as run:
+    with SourceRun(fake_host.source(lock_fd=inherited_fd, store_lock=store.store)) as run:
         until(lambda: run.notices)
         assert store.held == []
         fake_host.order("cancel")
@@ -194,7 +194,7 @@ def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
         fake_host.order("shutdown")
         until(lambda: len(run.notices) == 2)
         assert store.held
-        store.keep(None)
+        store.store(None)
     fake_host.shows(locks=0, shutdown="gone")
 
 

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import Permanent, StoreError, Transient
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
@@ -158,8 +159,8 @@ def test_a_server_that_is_not_trusted(
 ) -> None:
     """A certificate that nobody here knows is Permanent: trying again does not fix it."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
-    s3 = S3Store(f"s3://{BUCKET}", untrusted_url)
-    gcs = GcsStore(f"gs://{BUCKET}", untrusted_url)
+    s3 = S3Store(f"s3://{BUCKET}", S3Options(endpoint=untrusted_url))
+    gcs = GcsStore(f"gs://{BUCKET}", GcsOptions(endpoint=untrusted_url))
     for store in (s3, gcs):
         with pytest.raises(Permanent) as caught:
             store.check()

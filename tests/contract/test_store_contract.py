@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from swansongd.config.config import StoreConfig
 from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.opening import open_store
+from swansongd.stores.options import GcsOptions, S3Options
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import (
     MIB,
     PART,
@@ -267,7 +269,7 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
         lambda: list(store.uploads("")),
         lambda: store.put("key", b""),
         lambda: store.put("key", b"", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"")),
+        lambda: store.put_shard("key", CountedBody(b"")),
         lambda: store.begin("key", 10, PART),
     ]
     for question in questions:
@@ -303,9 +305,10 @@ def test_many_threads_at_once(bare_store: ObjectStore, server_name: str) -> None
 
 def test_open_store_goes_by_the_scheme(tmp_path: Path) -> None:
     """Each scheme has its backend; opening asks the network nothing."""
-    assert open_store(tmp_path.as_uri()).url == tmp_path.as_uri()
-    assert open_store("s3://bucket/a/b", region="us-west-2").part_size_bytes_min == 5 * MIB
-    assert open_store("gs://bucket").url == "gs://bucket"
+    assert open_store(StoreConfig(url=tmp_path.as_uri())).url == tmp_path.as_uri()
+    s3 = open_store(StoreConfig(url="s3://bucket/a/b", region="us-west-2"))
+    assert s3.part_size_bytes_min == 5 * MIB
+    assert open_store(StoreConfig(url="gs://bucket")).url == "gs://bucket"
 
 
 @pytest.mark.parametrize(
@@ -324,8 +327,22 @@ def test_open_store_goes_by_the_scheme(tmp_path: Path) -> None:
 def test_open_store_refuses_what_names_no_store(url: str) -> None:
     """A URL that cannot be meant is a configuration error, and no secret in it is repeated."""
     with pytest.raises(ConfigError) as caught:
-        open_store(url)
+        open_store(StoreConfig(url=url))
     assert "pw" not in caught.value.line()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: S3Options(ca_bundle=Path("/nonexistent.pem")),
+        lambda: GcsOptions(ca_bundle=Path("/nonexistent.pem")),
+        lambda: GcsOptions(endpoint="https://host/path"),
+    ],
+)
+def test_wrong_options_are_refused_when_they_are_made(options: Callable[[], object]) -> None:
+    """The error names the key of the configuration."""
+    with pytest.raises(ConfigError, match=r"^store\.(ca_bundle|endpoint): "):
+        options()
 
 
 def test_errors_name_the_call_and_the_store(bare_store: ObjectStore) -> None:

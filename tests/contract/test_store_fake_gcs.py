@@ -12,8 +12,10 @@ import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions
 
 from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
@@ -38,7 +40,7 @@ def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Gcs
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
         with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
             pass
-    return GcsStore(f"gs://{BUCKET}/{prefix}", server.url)
+    return GcsStore(f"gs://{BUCKET}/{prefix}", GcsOptions(endpoint=server.url))
 
 
 def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
@@ -60,7 +62,7 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
     with pytest.raises(NotFound):
         store.get("empty")
     with pytest.raises(NotFound):
-        GcsStore("gs://no-such-bucket/read", server.url).head(KEY)
+        GcsStore("gs://no-such-bucket/read", GcsOptions(endpoint=server.url)).head(KEY)
 
 
 def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: 
     files = {"rank-00000.json": b"{}", "rank-00000/model.bin": bytes(range(256)) * 40}
     commit(made, files)
     place = tmp_path / "restored"
-    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), place)
+    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), RestoreTarget(place))
     found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
     assert found == files
 

@@ -15,9 +15,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from swansongd.errors import Permanent, StoreError
 from swansongd.stores.base import ObjectStore, PartReceipt, Upload
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer, Request
 from testkit.store_backends import PART
 
@@ -34,7 +35,7 @@ class Places:
         self.headers: tuple[str, ...] = ()
         self.elsewhere = stack.enter_context(RawServer(self._note))
         self.store = stack.enter_context(RawServer(self._redirect, pem))
-        self.ca = str(ca)
+        self.ca = ca
 
     def _note(self, peer: Peer) -> None:
         while (request := peer.request()) is not None:
@@ -101,13 +102,13 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
         "put": lambda: store.put("key", b"1"),
         "put if absent": lambda: store.put("key", b"1", if_absent=True),
         "get": lambda: store.get("key"),
-        "get_range": lambda: store.get_range("key", 0, 3, BytesSink()),
+        "get_range": lambda: store.get_range("key", 0, 3, CountedSink()),
         "head": lambda: store.head("key"),
         "list": lambda: list(store.list("")),
         "delete": lambda: store.delete("key"),
-        "put_shard": lambda: store.put_shard("key", BytesBody(b"abc")),
+        "put_shard": lambda: store.put_shard("key", CountedBody(b"abc")),
         "begin": lambda: store.begin("key", 3, PART),
-        "put_part": lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        "put_part": lambda: store.put_part(upload, 1, CountedBody(b"abc")),
         "parts": lambda: store.parts(upload),
         "complete": lambda: store.complete(upload, [PartReceipt(1, '"x"', 0)]),
         "uploads": lambda: list(store.uploads("")),
@@ -124,7 +125,9 @@ def test_gcs_goes_nowhere_else(
 ) -> None:
     """From https to http on another host: no call follows, no token and no byte of a shard arrives."""
     places.status = status
-    store = GcsStore("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
+    store = GcsStore(
+        "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
+    )
     for name, call in calls(store).items():
         with pytest.raises(Permanent) as caught:
             call()
@@ -145,7 +148,10 @@ def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -
     """A redirect may name another region of the same store, and nothing else: no address, no host."""
     places.status = status
     places.headers = () if region is None else (f"x-amz-bucket-region: {region}",)
-    store = S3Store("s3://bucket/prefix", places.store.url, "us-east-1", ca_bundle=places.ca)
+    store = S3Store(
+        "s3://bucket/prefix",
+        S3Options(endpoint=places.store.url, region="us-east-1", ca_bundle=places.ca),
+    )
     for name, call in calls(store).items():
         with pytest.raises(StoreError) as caught:
             call()
@@ -162,7 +168,9 @@ def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -
 def test_a_token_is_fetched_nowhere_else(places: Places, token_desk: Callable[[str], None]) -> None:
     """A token server cannot pass our signed request on to another host."""
     token_desk(places.store.url)
-    store = GcsStore("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
+    store = GcsStore(
+        "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
+    )
     for status in STATUSES:
         places.status = status
         for call in (store.warm, lambda: store.put("key", b"1"), lambda: list(store.list(""))):
@@ -182,5 +190,5 @@ def test_the_address_of_a_bucket_is_that_of_its_region(
         ("eu-west-1", "s3.eu-west-1.amazonaws.com"),
         ("no-such-region-7", "s3.no-such-region-7.amazonaws.com"),
     ):
-        store: Any = S3Store("s3://bucket/prefix", region=region)
+        store: Any = S3Store("s3://bucket/prefix", S3Options(region=region))
         assert store._access.route().endpoint == f"https://bucket.{host}"

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.gcs.store import GcsStore
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.emulators.fault_proxy import FaultProxy
@@ -189,7 +190,7 @@ def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
-    for store in (S3Store(f"s3://{BUCKET}"), GcsStore(f"gs://{BUCKET}")):
+    for store in (S3Store(f"s3://{BUCKET}", S3Options()), GcsStore(f"gs://{BUCKET}", GcsOptions())):
         for _ in range(2):
             with pytest.raises(Permanent) as caught:
                 store.check()
@@ -201,7 +202,7 @@ def test_credentials_that_come_later(
     s3_server: EmulatorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that was asked before there were credentials works once there are."""
-    store = S3Store(f"s3://{BUCKET}", s3_server.url)
+    store = S3Store(f"s3://{BUCKET}", S3Options(endpoint=s3_server.url))
     with monkeypatch.context() as without:
         without.delenv("AWS_ACCESS_KEY_ID")
         with pytest.raises(Permanent):
@@ -224,7 +225,7 @@ def test_no_token_goes_over_plain_http(
     }
     (tmp_path / "account.json").write_text(json.dumps(account))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
-    GcsStore(f"gs://{BUCKET}", gcs_server.url).check()
+    GcsStore(f"gs://{BUCKET}", GcsOptions(endpoint=gcs_server.url)).check()
 
 
 # ---------------------------------------------------------------- lost replies

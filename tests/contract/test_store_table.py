@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/stores.md is what the servers really do: asked anew each time.
+"""The table of docs/operations/store-compatibility.md matches what each server does when it is asked.
 
 ``WRITE_STORES_TABLE=1 pytest tests/contract/test_store_table.py`` writes the columns of the servers that run.
 ``make test-stores`` runs more of them than ``make test``.
@@ -17,11 +17,11 @@ from swansongd.errors import Exists, NotFound, StoreError
 from swansongd.stores.base import CRC32C_UNKNOWN
 
 from testkit import REPOSITORY
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import OURS, PART, SERVERS, Cloud, get_range, send_part
 from testkit.store_by_hand import signed
 
-PAGE = REPOSITORY / "docs" / "stores.md"
+PAGE = REPOSITORY / "docs" / "operations" / "store-compatibility.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 CONTENT = os.urandom(PART + 1)
 WRONG = base64.b64encode(b"none").decode()
@@ -32,7 +32,7 @@ def moves_objects(cloud: Cloud) -> bool:
     store = cloud.open()
     store.check()
     store.put("a/small", b"1")
-    store.put_shard("a/shard", BytesBody(CONTENT))
+    store.put_shard("a/shard", CountedBody(CONTENT))
     seen = store.get("a/small") == b"1" and get_range(store, "a/shard", 7, 1000) == CONTENT[7:1007]
     seen = seen and [info.size_bytes for info in store.list("a/")] == [len(CONTENT), 1]
     store.delete("a/small")
@@ -91,11 +91,11 @@ def returns_checksums_of_objects(cloud: Cloud) -> bool:
 def keeps_a_shard(cloud: Cloud) -> bool:
     """Sent again under its name: the same bytes are taken for stored, others are refused."""
     store = cloud.open()
-    store.put_shard("shard", BytesBody(b"ours"))
-    if store.put_shard("shard", BytesBody(b"ours")) != google_crc32c.value(b"ours"):
+    store.put_shard("shard", CountedBody(b"ours"))
+    if store.put_shard("shard", CountedBody(b"ours")) != google_crc32c.value(b"ours"):
         return False
     try:
-        store.put_shard("shard", BytesBody(b"else"))
+        store.put_shard("shard", CountedBody(b"else"))
     except Exists:
         return True
     return False
@@ -155,17 +155,17 @@ def _put(cloud: Cloud, headers: dict[str, str], body: bytes = b"1234") -> int:
 ROWS: dict[str, Callable[[Cloud], bool | None]] = {
     "objects: put, get, head, list, delete, put_shard, get_range, check": moves_objects,
     "uploads: begin, put_part, uploads, complete, abort": moves_parts,
-    "put, if absent": creates_only_if_absent,
-    "put_shard, again: the same bytes are taken for stored, others refused": keeps_a_shard,
-    "put_part, again with other bytes": replaces_a_part,
+    "put if absent": creates_only_if_absent,
+    "put_shard again: the same bytes count as stored, others are refused": keeps_a_shard,
+    "put_part again with other bytes": replaces_a_part,
     "listings in byte order": lists_in_byte_order,
-    "objects, with their checksums": returns_checksums_of_objects,
-    "parts, with their checksums": tells_checksums_of_parts,
+    "checksums of objects": returns_checksums_of_objects,
+    "checksums of parts": tells_checksums_of_parts,
     "a wrong CRC32C in a header is refused": refuses_a_wrong_checksum,
-    "a CRC32C behind the body is read, and refused when wrong": reads_trailing_checksums,
+    "a CRC32C trailer is read, and refused if wrong": reads_trailing_checksums,
     "a wrong signature is refused": refuses_a_wrong_signature,
 }
-WORDS = {True: "seen", False: "**no**", None: "-"}
+WORDS = {True: "yes", False: "**no**", None: "-"}
 
 
 COLUMNS = [name for name in SERVERS if name in OURS or not name.endswith("-tls")]
@@ -198,7 +198,7 @@ def written(table: dict[str, list[str]]) -> str:
 
 
 def test_the_table_is_true(measured: dict[str, list[str]]) -> None:
-    """docs/stores.md says of each server what it does today, no more and no less."""
+    """The page and the answers of the servers that run have the same columns."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     found = columns(table.strip())

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from botocore.credentials import RefreshableCredentials
 from swansongd.errors import Transient
-from swansongd.stores.credentials import Credentials
+from swansongd.stores.credentials import CredentialCache
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.s3 import access
 from swansongd.stores.warm import Warmer
@@ -34,8 +34,10 @@ TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
 CLIENT = """
 import sys
 import threading
+from pathlib import Path
 import structlog
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
+from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
@@ -43,7 +45,9 @@ from swansongd.util.threads import parallel
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
-store = open_store(url, endpoint=endpoint, region="us-east-1", ca_bundle=ca_bundle)
+store = open_store(
+    StoreConfig(url=url, endpoint=endpoint, region="us-east-1", ca_bundle=Path(ca_bundle))
+)
 # On a loaded machine a connection that is far slower than the others is cut.
 tried = Retrying(store, give_up_mono_s=lambda: None, budget_s=30.0, stop=threading.Event())
 content = b"x" * (5 * 2**20)
@@ -55,7 +59,7 @@ def send():
     receipts = {}
 
     def part(number):
-        receipts[number] = tried.put_part(upload, number, BytesBody(content))
+        receipts[number] = tried.put_part(upload, number, CountedBody(content))
 
     parallel(range(1, count + 1), part, threads=8)
     store.complete(upload, [receipts[number] for number in sorted(receipts)])
@@ -220,8 +224,8 @@ def test_credentials_are_used_to_their_end() -> None:
     found = RefreshableCredentials(
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
-    kept = Credentials(
-        "S3", load=lambda: found, fetch=access._identity_of, is_over=access._has_expired
+    kept = CredentialCache(
+        "S3", load=lambda: found, fetch=access._identity_of, has_expired=access._has_expired
     )
     first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from swansongd.model import Notice
 from swansongd.sources.asg import _Unavailable, read_identity
 from swansongd.sources.aws import (
+    AwsOptions,
     AwsSource,
     AwsSpotSource,
     Imds,
@@ -26,7 +27,8 @@ from swansongd.sources.aws_events import (
     AwsScheduledSource,
     read_rebalance,
 )
-from swansongd.sources.gcp import GcpPreemptedSource, GcpSource, KeyWatch, Sight
+from swansongd.sources.base import Clocks
+from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource, KeyWatch, Sight
 from swansongd.sources.gcp_events import (
     GcpMaintenanceSource,
     GcpStopSource,
@@ -154,6 +156,7 @@ def test_a_recommendation_is_an_advisory_however_mangled(body: bytes) -> None:
     expect_bounded(read_rebalance(body, ASKED))
 
 
+CLOCKS = Clocks(monotonic=lambda: 1000.0, wall=lambda: 1.7e9)
 AWS = [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]
 
 
@@ -162,7 +165,7 @@ def test_every_look_at_aws_is_a_look_or_unknown(
     kind: type[AwsSource], given_answers: list[Answer]
 ) -> None:
     """Tokens, redirects, refusals, bodies of all kinds, several times in a row."""
-    source = kind(assumed_grace_s=GRACE_S, monotonic=lambda: 1000.0, wall=lambda: 1.7e9)
+    source = kind(AwsOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS))
     client: Any = FakeImds(given_answers)
     session = ImdsSession()
     session.keep("token", math.inf)
@@ -205,13 +208,8 @@ def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
 
 
 GCP: list[Callable[[], GcpSource]] = [
-    lambda: GcpPreemptedSource(assumed_grace_s=GRACE_S, monotonic=lambda: 1000.0, boot_id="b"),
-    *(
-        lambda kind=kind: kind(
-            grace_s=GRACE_S, monotonic=lambda: 1000.0, wall=lambda: 1.7e9, boot_id="b"
-        )
-        for kind in (GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource)
-    ),
+    lambda kind=kind: kind(GcpOptions(grace_s=GRACE_S, clocks=CLOCKS, boot_id="b"))
+    for kind in (GcpPreemptedSource, GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource)
 ]
 
 

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
 from swansongd.errors import StoreError, Transient
-from swansongd.stores import answers
+from swansongd.stores import responses
 from swansongd.stores.base import ObjectInfo, Page, PartReceipt, Upload, listed
 from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.http.client import Answer
+from swansongd.stores.http.client import Response
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.access import Route
 from swansongd.stores.s3.store import S3Store
-from swansongd.util.http1 import HEADERS_MAX, AnswerReader
+from swansongd.util.http1 import HEADERS_MAX, ResponseReader
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 MIB = 2**20
 BASE = "prefix/"
@@ -115,7 +116,7 @@ headers = st.dictionaries(
 statuses = st.one_of(
     st.sampled_from([200, 200, 204, 206, 301, 307, 400, 401, 403, 404, 412]), st.integers(200, 599)
 )
-said = st.builds(Answer, statuses, headers, bodies, st.integers(0, 2**32 - 1))
+said = st.builds(Response, statuses, headers, bodies, st.integers(0, 2**32 - 1))
 
 
 def parsed(call: Callable[[], Any]) -> Any:
@@ -134,38 +135,38 @@ def parsed(call: Callable[[], Any]) -> Any:
 @given(bodies, headers)
 def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> None:
     """Keys lie below the prefix, sizes and numbers within their range, ids and tokens are there."""
-    answer = Answer(200, fields, body, 0)
+    answer = Response(200, fields, body, 0)
     for page in (
-        parsed(lambda: answers.objects(answer, BASE, "")),
-        parsed(lambda: answers.json_objects(answer, BASE, "")),
+        parsed(lambda: responses.objects(answer, BASE, "")),
+        parsed(lambda: responses.json_objects(answer, BASE, "")),
     ):
         for info in page.infos if page is not None else ():
             assert 0 <= info.size_bytes <= BYTES_MAX
         if page is not None and page.token is not None:
             assert 0 < len(page.token) <= 4096
-    found = parsed(lambda: answers.uploads(answer, BASE, ""))
+    found = parsed(lambda: responses.uploads(answer, BASE, ""))
     for upload in found[0] if found is not None else ():
         assert 0 < len(upload.upload_id) <= 1024
         assert upload.age_s >= 0
-    found = parsed(lambda: answers.parts(answer))
+    found = parsed(lambda: responses.parts(answer))
     for part in found[0] if found is not None else ():
         assert 1 <= part.number <= 10_000
         assert 0 < len(part.etag) <= 256
-    upload_id = parsed(lambda: answers.begun(answer))
+    upload_id = parsed(lambda: responses.begun(answer))
     assert upload_id is None or 0 < len(upload_id) <= 1024
-    parsed(lambda: answers.completed(answer))
-    metadata = parsed(lambda: answers.json_metadata(answer, BASE + "key"))
+    parsed(lambda: responses.completed(answer))
+    metadata = parsed(lambda: responses.json_metadata(answer, BASE + "key"))
     assert metadata is None or 0 <= metadata[0] <= BYTES_MAX
 
 
 @given(headers, bodies)
 def test_headers_are_read_or_refused(fields: dict[str, str], body: bytes) -> None:
-    etag = parsed(lambda: answers.etag_of(fields))
+    etag = parsed(lambda: responses.etag_of(fields))
     assert etag is None or 0 < len(etag) <= 256
-    parsed(lambda: answers.length_of(fields))
-    crc = answers.hashed_crc32c(fields.get("x-goog-hash", ""))
+    parsed(lambda: responses.length_of(fields))
+    crc = responses.hashed_crc32c(fields.get("x-goog-hash", ""))
     assert crc is None or 0 <= crc < 2**32
-    line = answers.one_line(answers.xml_text(body, "Message"), 200)
+    line = responses.one_line(responses.xml_text(body, "Message"), 200)
     assert len(line) <= 200
     assert line.isprintable()
 
@@ -190,13 +191,13 @@ def test_a_listing_is_never_cut_unseen(infos: list[tuple[str, int]], token: str 
     if token is not None:
         page["nextPageToken"] = token
     for body, parse in (
-        (xml, answers.objects),
-        (json.dumps(page).encode(), answers.json_objects),
+        (xml, responses.objects),
+        (json.dumps(page).encode(), responses.json_objects),
     ):
-        assert parse(Answer(200, {}, body, 0), BASE, "") == wanted
+        assert parse(Response(200, {}, body, 0), BASE, "") == wanted
         for end in range(0, len(body), 1 + len(body) // 40):
             with pytest.raises(BoundsError):
-                parse(Answer(200, {}, body[:end], 0), BASE, "")
+                parse(Response(200, {}, body[:end], 0), BASE, "")
 
 
 @given(st.lists(st.lists(st.integers(0, 20), max_size=6), max_size=8))
@@ -231,7 +232,7 @@ class Split:
 def read(
     data: bytes, lengths: list[int], method: str = "GET"
 ) -> tuple[int, Mapping[str, str], bytes]:
-    reader = AnswerReader(Split(data, lengths), method)
+    reader = ResponseReader(Split(data, lengths), method)
     head = reader.head()
     if not head.has_end:
         raise Transient("no end")
@@ -307,11 +308,11 @@ class FakeWire:
 
     host = "store"
 
-    def __init__(self, given_answers: list[Answer]) -> None:
+    def __init__(self, given_answers: list[Response]) -> None:
         self._answers = given_answers
         self._asked = 0
 
-    def request(self, method: str, target: str, fields: object, **options: Any) -> Answer:
+    def request(self, method: str, target: str, fields: object, **options: Any) -> Response:
         self._asked += 1
         if self._asked > 200:
             raise Transient("asked too often")
@@ -328,7 +329,9 @@ class FakeWire:
 
 
 def s3(wire: Any, scheme: str = "http") -> S3Store:
-    store: Any = S3Store("s3://bucket/prefix", f"{scheme}://store", "us-east-1")
+    store: Any = S3Store(
+        "s3://bucket/prefix", S3Options(endpoint=f"{scheme}://store", region="us-east-1")
+    )
     found = Credentials("a", "b")
     store._access._credentials._load = lambda: found
     store._access._found_route = lambda: Route(wire, f"{scheme}://store", "/bucket", "us-east-1")
@@ -342,7 +345,7 @@ def s3_tls(wire: Any) -> S3Store:
 
 
 def gcs(wire: Any) -> GcsStore:
-    store: Any = GcsStore("gs://bucket/prefix", "http://store")
+    store: Any = GcsStore("gs://bucket/prefix", GcsOptions(endpoint="http://store"))
     store._access._wire = wire
     made: GcsStore = store
     return made
@@ -352,13 +355,13 @@ UPLOAD = Upload("key", "upload-id", 3, 5 * MIB)
 CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda store: store.put("key", b"abc", if_absent=True),
     "get": lambda store: store.get("key"),
-    "get_range": lambda store: store.get_range("key", 0, 3, BytesSink()),
+    "get_range": lambda store: store.get_range("key", 0, 3, CountedSink()),
     "head": lambda store: store.head("key"),
     "list": lambda store: list(store.list("")),
     "delete": lambda store: store.delete("key"),
-    "put_shard": lambda store: store.put_shard("key", BytesBody(b"abc")),
+    "put_shard": lambda store: store.put_shard("key", CountedBody(b"abc")),
     "begin": lambda store: store.begin("key", 3, 5 * MIB),
-    "put_part": lambda store: store.put_part(UPLOAD, 1, BytesBody(b"abc")),
+    "put_part": lambda store: store.put_part(UPLOAD, 1, CountedBody(b"abc")),
     "parts": lambda store: store.parts(UPLOAD),
     "complete": lambda store: store.complete(UPLOAD, [PartReceipt(1, '"x"', 7)]),
     "uploads": lambda store: list(store.uploads("")),
@@ -373,7 +376,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     st.lists(said, min_size=1, max_size=4),
 )
 def test_every_call_ends_in_an_error_of_the_contract(
-    make: Callable[[Any], Any], call: str, given_answers: list[Answer]
+    make: Callable[[Any], Any], call: str, given_answers: list[Response]
 ) -> None:
     """No KeyError, no TypeError, no endless loop: a result, or a StoreError of one short line."""
     try:

@@ -122,7 +122,7 @@ def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, 
         for directory in sealed:
             check_sealed(directory, ranks)
         sealed_sets.append(len(sealed))
-        for partial in staging.glob(f"*{protocol.PARTIAL_SUFFIX}"):
+        for partial in staging.glob(protocol.partial_name("*")):
             early += final_files(partial)
     assert len(sealed_sets) == points
     assert sealed_sets == sorted(sealed_sets)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong._checkpoint import restore
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong._daemon.channel import Channel
 from swansong._daemon.progress import Reporter
 from swansong._ranks.agreement import Agreement
@@ -650,9 +650,9 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
         daemon.on_query = lambda _: release.wait(30)  # its thread sticks here
         guard = attach({"counter": counter})
         daemon.wait_connected()
-        guard._talk.channel.send(RestoreQuery("q"))
+        guard._session.channel.send(RestoreQuery("q"))
         begun_s = time.monotonic()
-        while guard._talk.channel.send(Bye("x" * 60000)):
+        while guard._session.channel.send(Bye("x" * 60000)):
             assert time.monotonic() - begun_s < 10
         train(guard, counter, 1, 100)
         daemon.wait_for(Hello, 2)
@@ -838,7 +838,7 @@ def test_reports_are_rare() -> None:
     reporter = Reporter(said.append)
     begun_s = time.monotonic()
     for step in range(1000):
-        reporter.tick(step, 1.0, Measured())
+        reporter.tick(step, 1.0, SaveCost())
     assert len(said) <= time.monotonic() - begun_s
 
 
@@ -862,7 +862,7 @@ def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
     steps: list[int] = []
     thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
     thread.start()
-    until(guard._talk.channel._tried.is_set)
+    until(guard._session.channel._tried.is_set)
     assert not steps
     path.unlink()
     with FakeDaemon(tmp_path) as second:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import swansong
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong._daemon import progress
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong.protocol import (
@@ -72,7 +72,7 @@ def test_a_bad_loss_is_noticed_at_its_step(
     step_to(guard, counter, 9, bad)
     assert not guard.healthy
     warnings = [message for message in caplog.messages if "not finite" in message]
-    assert warnings == ["the loss of step 7 is not finite; checkpoints go on, marked as such"]
+    assert warnings == ["the loss of step 7 is not finite; checkpoints continue, marked unhealthy"]
     step_to(guard, counter, 10)
     assert guard.healthy
 
@@ -107,7 +107,7 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
         (3, tensor, 0),
         (3, tensor, 1),
     ):
-        reporter.tick(step, loss, Measured(), polls)
+        reporter.tick(step, loss, SaveCost(), polls)
     facts = [(p.step, p.loss, p.loss_is_finite) for p in said if isinstance(p, Progress)]
     assert facts == [(1, 0.5, True), (2, None, False), (3, None, None), (3, None, None)]
     assert tensor.reads == 0
@@ -124,7 +124,7 @@ def test_an_odd_loss_does_not_cost_the_connection(
     """Whatever plain number is given as the loss, the daemon understands the report."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
-    odd = Measured(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
+    odd = SaveCost(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
     Reporter(said.append).tick(1, loss, odd)
     (report,) = said
     assert decode(encode(report)) == Progress(
@@ -193,7 +193,7 @@ def test_a_step_that_is_done_anew_is_a_set_of_its_own(
     monkeypatch.setenv("RANK", "1")
     other = Counter()
     second = attach({"counter": other}, every_steps=10)
-    until(lambda: first._talk.staging and second._talk.staging, what="the welcome")
+    until(lambda: first._session.staging and second._session.staging, what="the welcome")
 
     def both(last: int) -> None:
         for guard, state in ((first, counter), (second, other)):

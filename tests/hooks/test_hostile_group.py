@@ -256,7 +256,7 @@ def test_a_partial_set_of_another_user_is_not_written_to(place: Path, kind: str,
     target = place / "target"
     target.mkdir()
     os.chown(target, user, GROUP)
-    partial = run / f"{protocol.sealed_name(3, 'n')}{protocol.PARTIAL_SUFFIX}"
+    partial = run / protocol.partial_name(protocol.sealed_name(3, "n"))
     run_as(SQUAT, str(partial), kind, str(target), uid=MEMBER)
     before = snapshot(run)
     error = run_as(SAVE, str(run), "n", uid=user)

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong._ranks.agreement import Agreement, Ranks
-from swansong._ranks.assembly import Assembly
-from swansong._ranks.rounds import Decision, JobStore, say_absent, take_part
+from swansong._ranks.choice import RestoreChoice
+from swansong._ranks.job_store import JobStore
+from swansong._ranks.rendezvous import Rendezvous, report_absence
+from swansong._ranks.rounds import Decision, RoundRunner, take_part
 from swansong.protocol import (
     Agreed,
     Declined,
@@ -33,14 +35,16 @@ TRIALS = {"memory": 2000, "torch": 300}
 
 
 class Rank:
-    """One rank: a training loop, its part in the assembly, and what it tells the daemon of its VM."""
+    """One rank: its training loop, its rendezvous and rounds, and its messages to the daemon of its VM."""
 
     def __init__(self, ranks: Ranks, connect: Callable[[], JobStore], seed: int) -> None:
         self.ranks = ranks
         self.said: list[Message] = []
         self.saved: list[tuple[str, int]] = []
         self.agreement = Agreement(ranks.world_size, None, self._answer)
-        self.assembly = Assembly(ranks, self.agreement, self._tell_daemon, connect)
+        self.rendezvous = Rendezvous(ranks, self._send_daemon, connect)
+        self.rounds = RoundRunner(self.rendezvous, self.agreement)
+        self.choice = RestoreChoice(self.rendezvous)
         self.may_begin = threading.Event()
         """The daemon has nothing of an earlier start to commit."""
         self.may_begin.set()
@@ -51,15 +55,15 @@ class Rank:
         self._wake = threading.Event()
 
     def _answer(self, message: Message) -> object:
-        return self.assembly.answer(message)
+        return self.rounds.answer(message)
 
-    def _tell_daemon(self, message: Message) -> None:
+    def _send_daemon(self, message: Message) -> None:
         self.said.append(message)
         if isinstance(message, Finish) and self.may_begin.is_set():
-            self.assembly.finished(message.job_start_id)
+            self.rendezvous.finished(message.job_start_id)
 
     def start(self) -> None:
-        self.assembly.start()
+        self.rounds.start()
         self._thread.start()
 
     def all_of(self, kind: type[Message], request_id: str) -> list[Message]:
@@ -67,7 +71,7 @@ class Rank:
 
     def end(self) -> None:
         self.stop.set()
-        self.assembly._stop.set()
+        self.rendezvous.closed.set()
 
     def _train(self) -> None:
         agreement, step = self.agreement, 0
@@ -117,7 +121,7 @@ class Job:
         for rank in self.ranks:
             rank.end()
         for rank in self.ranks:
-            rank.assembly.close()
+            rank.rounds.close()
 
     def on(self, node: int) -> list[Rank]:
         return [rank for rank in self.ranks if rank.ranks.node == node]
@@ -131,7 +135,7 @@ class Job:
     ) -> None:
         """The daemon of one VM asks its ranks."""
         for rank in self.on(node):
-            rank.assembly.asked(Request(request_id, "test", seconds_left, urgency))
+            rank.rounds.request(Request(request_id, "test", seconds_left, urgency))
 
     def wait_sealed(self, request_id: str, node: int = 0, timeout_s: float = 60.0) -> int:
         """The daemon of the VM hears that all its ranks have saved; returns the step."""
@@ -290,7 +294,7 @@ def test_a_dead_rank_costs_the_others_a_tenth_of_the_time_at_most(store: MemoryJ
         job.assert_together()
         dead = job.ranks[3]
         dead.end()
-        dead.assembly.close()
+        dead.rounds.close()
         alive = job.ranks[:3]
         job.request("second", seconds_left=1.0)
         until(lambda: all(rank.all_of(Declined, "second") for rank in alive))
@@ -333,7 +337,7 @@ def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -
             return getattr(store, name)
 
     job = Job(store.connect, nodes=2, local=1)
-    job.ranks[1].assembly._open_store = Slow  # type: ignore[assignment]
+    job.ranks[1].rendezvous.open_store = Slow  # type: ignore[assignment]
     with job:
         job.request("first")
         job.wait_sealed("first")
@@ -390,9 +394,9 @@ def test_a_daemon_that_was_restarted_hears_it_all_again(store: MemoryJobStore) -
         job.assert_together()
         other = job.ranks[1]
         other.said.clear()
-        other.assembly.connected()
+        other.rounds.resend()
         assert [type(m) for m in other.said] == [JobStart, PeerRequest]
-        other.assembly.asked(Request("r1", "again", 50.0))
+        other.rounds.request(Request("r1", "again", 50.0))
         until(lambda: other.all_of(Sealed, "r1"))
         assert other.all_of(Sealed, "r1")[0].step == step  # type: ignore[attr-defined]
         assert job.assert_together() == 1
@@ -422,7 +426,7 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
                 assert JobStart(session) in rank.said
                 return {"generation": 3, "step": 40}
 
-            got[rank.ranks.rank] = rank.assembly.restore(decide)
+            got[rank.ranks.rank] = rank.choice.for_resume(decide)
 
         threads = [threading.Thread(target=ask, args=(rank,)) for rank in reversed(job.ranks)]
         for thread in threads:
@@ -446,12 +450,12 @@ def test_a_start_begins_when_no_daemon_has_anything_to_finish(
         until(lambda: all(any(isinstance(m, Finish) for m in r.said) for r in job.ranks))
         (session,) = {m.job_start_id for r in job.ranks for m in r.said if isinstance(m, Finish)}
         busy.said.clear()
-        busy.assembly.connected()
+        busy.rounds.resend()
         assert busy.said == [Finish(session)]
         assert not begun()
-        busy.assembly.finished("another start")
+        busy.rendezvous.finished("another start")
         assert not begun()
-        busy.assembly.finished(session)
+        busy.rendezvous.finished(session)
         until(lambda: len(begun()) == 3)
         assert set(begun()) == {JobStart(session)}
         job.request("r1")
@@ -466,16 +470,16 @@ def test_a_vm_without_a_daemon_is_named_at_once(
 
     When the daemon has come all the same, they meet.
     """
-    monkeypatch.setattr("swansong._ranks.rounds.ABSENT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.rendezvous.ABSENT_S", 0.5)
     job = Job(connect, nodes=2, local=1)
     present, other = job.ranks[1 - absent], job.ranks[absent]
     try:
-        other.assembly.without_daemon()
+        other.rendezvous.announce_absence()
         present.start()
         with pytest.raises(
             TimeoutError, match=rf"ranks \[{absent}\] have no daemon .* start swansongd"
         ):
-            present.assembly.restore(lambda _: {})
+            present.choice.for_resume(lambda _: {})
         other.start()
         until(lambda: any(isinstance(m, JobStart) for m in present.said))
     finally:
@@ -487,7 +491,7 @@ def test_a_restore_without_a_daemon_tells_the_other_vms(
 ) -> None:
     """It begins at step 0 all the same: without a daemon the hooks do nothing."""
     told: list[int] = []
-    monkeypatch.setattr(Assembly, "without_daemon", lambda self: told.append(self._ranks.rank))
+    monkeypatch.setattr(Rendezvous, "announce_absence", lambda self: told.append(self.ranks.rank))
     environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 1}
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -504,7 +508,7 @@ def test_what_an_earlier_start_has_left_about_a_daemon_is_not_taken_for_this_one
     """The rank of a VM without a daemon was started again, with one: nobody fails."""
     job = Job(connect, nodes=2, local=1)
     for rank in job.ranks:
-        say_absent(connect(), rank.ranks.rank)
+        report_absence(connect(), rank.ranks.rank)
     with job:
         job.request("r1")
         job.wait_sealed("r1")
@@ -517,7 +521,7 @@ def all_go_back(
     got: list[object] = []
 
     def go_back(rank: Rank) -> None:
-        got.append(rank.assembly.go_back(1, *steps[rank.ranks.rank], decide))
+        got.append(rank.choice.for_rollback(1, *steps[rank.ranks.rank], decide))
 
     threads = [
         threading.Thread(target=go_back, args=(rank,), daemon=True)
@@ -547,8 +551,8 @@ def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_job_start(
         assert asked == [17]
         began = {m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)}
         assert len(began) == 1, "nothing begins before it is known where"
-        assert len({rank.assembly.begin_anew(1) for rank in job.ranks} - began) == 1
-        job.ranks[3].assembly.connected()
+        assert len({rank.choice.begin_rollback(1) for rank in job.ranks} - began) == 1
+        job.ranks[3].rounds.resend()
         anew = [m.id for m in job.ranks[3].said if isinstance(m, JobStart)]
         assert anew[-1] == anew[-2] == job.ranks[0].said[-1].id  # type: ignore[attr-defined]
         job.request("r1")
@@ -560,7 +564,7 @@ def test_ranks_that_do_not_go_back_together_do_not_go_back(
     connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After different steps, or not all of them: everybody who came is told so, and nothing is chosen."""
-    monkeypatch.setattr("swansong._ranks.assembly.COMING_LIMIT_S", 0.5)
+    monkeypatch.setattr("swansong._ranks.choice.ROLLBACK_LIMIT_S", 0.5)
 
     def decide(_: int) -> dict[str, object]:
         raise AssertionError

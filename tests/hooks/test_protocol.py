@@ -304,4 +304,7 @@ def test_sealed_names_can_be_read_back(step: int, nonce: str) -> None:
     """The name of a set says its step and nonce."""
     name = protocol.sealed_name(step, nonce)
     assert protocol.parse_sealed_name(name) == (step, nonce)
-    assert protocol.parse_sealed_name(name + protocol.PARTIAL_SUFFIX) is None
+    partial = protocol.partial_name(name)
+    assert protocol.parse_partial_name(partial) == (step, nonce)
+    assert protocol.parse_sealed_name(partial) is None
+    assert protocol.parse_partial_name(name) is None

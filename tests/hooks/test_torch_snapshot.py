@@ -16,8 +16,8 @@ import pytest
 import swansong
 import torch
 from swansong import bounds, protocol
-from swansong._torch import safetensors
-from swansong._torch.safetensors import Arena, Piece
+from swansong._torch import arena
+from swansong._torch.arena import Arena, Piece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
 from torch import nn
@@ -61,7 +61,7 @@ def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
     The daemon hears of the failure, the training loop does not, and the next copy is whole.
     """
     released = threading.Event()
-    write, fill = safetensors._write, Arena.fill
+    write, fill = arena._write, Arena.fill
 
     def waits(file: object, data: memoryview) -> None:
         assert released.wait(30)
@@ -72,7 +72,7 @@ def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
             view.copy_(piece.tensor)
         raise RuntimeError("an error of the device")
 
-    monkeypatch.setattr(safetensors, "_write", waits)
+    monkeypatch.setattr(arena, "_write", waits)
     trainer = Trainer(1.0)
     guard = attach(trainer.state)
     guard.restore()
@@ -98,7 +98,7 @@ KILLED = """
 import os, signal, sys
 import swansong, torch
 from torch import nn
-from swansong._torch.safetensors import Arena
+from swansong._torch.arena import Arena
 from swansong.torch import TrainingState
 
 model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -167,10 +167,10 @@ def test_a_file_is_final_before_the_next_one_is_written(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the last files of a large state are written, the daemon may store the first ones."""
-    monkeypatch.setattr(safetensors, "FILE_BYTES", 100)
+    monkeypatch.setattr(arena, "FILE_BYTES", 100)
     begun: list[object] = []
     second, released = threading.Event(), threading.Event()
-    write = safetensors._write
+    write = arena._write
 
     def waits(file: object, data: memoryview) -> None:
         if file not in begun:
@@ -180,7 +180,7 @@ def test_a_file_is_final_before_the_next_one_is_written(
             assert released.wait(30)
         write(file, data)
 
-    monkeypatch.setattr(safetensors, "_write", waits)
+    monkeypatch.setattr(arena, "_write", waits)
     guard = attach(Trainer(1.0).state)
     guard.restore()
     assert guard.save(1)
@@ -204,8 +204,8 @@ def test_files_hold_so_much_and_no_more() -> None:
         for place, size in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "FILE_BYTES", 100)
-        arena = Arena(pieces)
-    held = {name: memory.nbytes for name, (_, memory, _) in arena._files.items()}
+        patch.setattr(arena, "FILE_BYTES", 100)
+        filled = Arena(pieces)
+    held = {name: memory.nbytes for name, (_, memory, _) in filled._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]
-    assert arena.homes[3] == "model-00002.safetensors"
+    assert filled.homes[3] == "model-00002.safetensors"

@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import swansong
 import torch
+from swansong._checkpoint.health import health_of
 from swansong._checkpoint.restore import RestoreError
-from swansong._checkpoint.staging import health_of
-from swansong._torch import safetensors
-from swansong._torch.index import FORMAT, INDEX, CheckpointSet, Collector, encode_index
-from swansong._torch.safetensors import Arena, checksum
+from swansong._torch import arena
+from swansong._torch.arena import Arena
+from swansong._torch.checkpoint_set import CheckpointSet
+from swansong._torch.collector import Collector
+from swansong._torch.index import FORMAT, INDEX, encode_index
+from swansong._torch.memory import checksum
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
@@ -124,7 +127,7 @@ def test_the_copy_is_of_its_moment_and_outlives_the_next(tmp_path: Path) -> None
 
 def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come whole, from as many files as they were spread over; tied ones under both names."""
-    monkeypatch.setattr(safetensors, "FILE_BYTES", 300)
+    monkeypatch.setattr(arena, "FILE_BYTES", 300)
     trainer = Trainer(1)
     directory = written(trainer.state.snapshot(), tmp_path)
     assert len(list((directory / "rank-00000").glob("model-*.safetensors"))) > 1

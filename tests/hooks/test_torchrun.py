@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from swansong._ranks.agreement import Ranks
-from swansong._ranks.assembly import advise_on_launcher
+from swansong._ranks.job_store import warn_about_shared_store
 from swansong.protocol import Hello, JobStart, Sealed
 
 from testkit.fake_daemon import FakeDaemon
@@ -298,8 +298,8 @@ def test_a_torchrun_that_cannot_grow_is_warned_of(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     for local_rank in (0, 1):
-        advise_on_launcher(Ranks(local_rank=local_rank, world_size=4, nodes=2))
-    advise_on_launcher(Ranks(world_size=2, nodes=1))
+        warn_about_shared_store(Ranks(local_rank=local_rank, world_size=4, nodes=2))
+    warn_about_shared_store(Ranks(world_size=2, nodes=1))
     warned = [r for r in caplog.records if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in r.getMessage()]
     assert len(warned) == (1 if (shares, restarts) == ("True", "3") else 0)
 

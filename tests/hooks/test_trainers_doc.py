@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code blocks of ``docs/trainers.md`` run as they stand."""
+"""The code blocks of all pages in ``docs/trainers/`` run without a change."""
 
 from __future__ import annotations
 
@@ -14,29 +14,50 @@ import pytest
 import swansong
 
 HOOKS = Path(swansong.__file__).parents[1]
-TEXT = Path(HOOKS.parent, "docs", "trainers.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(
-    r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL
-)
+PAGES = {
+    page.name: page.read_text(encoding="utf-8")
+    for page in sorted(Path(HOOKS.parent, "docs", "trainers").glob("*.md"))
+}
+BLOCKS = [
+    (page, block)
+    for page, text in PAGES.items()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+]
 
 
 def test_each_framework_has_a_block() -> None:
-    """No block goes without being run."""
-    assert len(BLOCKS) == TEXT.count("```python") == 7
+    """Each page of a framework has one block, and the other test runs every block."""
+    assert [page for page, _ in BLOCKS] == [
+        "accelerate.md",
+        "check-resume.md",
+        "dcp.md",
+        "functions.md",
+        "lightning.md",
+        "pytorch.md",
+        "transformers.md",
+    ]
+    assert sum(text.count("```python") for text in PAGES.values()) == len(BLOCKS)
+    assert PAGES["orbax.md"].count("```py\n") == 1, "tests/hooks_jax runs this one"
+
+
+def test_each_page_is_linked_from_the_entry_page() -> None:
+    """A reader finds every page of the folder from README.md, and no link points to a missing page."""
+    links = set(re.findall(r"\]\(([\w-]+\.md)", PAGES["README.md"]))
+    assert links == PAGES.keys() - {"README.md"}
 
 
 RUN_ALL = """
 import json, runpy, sys, warnings
 for name, path in json.loads(sys.argv[1]):
     print(name, flush=True)
-    with warnings.catch_warnings():  # what one framework switches on or off is not the next one's
+    with warnings.catch_warnings():  # each framework changes the filters
         runpy.run_path(path, run_name="__main__")
 """
 
 
 @pytest.mark.timeout(200)
 def test_the_blocks_run(tmp_path: Path) -> None:
-    """As scripts, on a machine without a daemon; in one process, since the imports take longest."""
+    """Each block runs as a script without a daemon; one process runs them all, since imports are slow."""
     scripts = []
     for number, (name, block) in enumerate(BLOCKS):
         script = tmp_path / f"block_{number}.py"
@@ -47,7 +68,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
         "PYTHONPATH": str(HOOKS),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "SWANSONG_SOCKET": str(tmp_path / "nobody"),
+        "SWANSONG_SOCKET": str(tmp_path / "no-daemon"),
     }
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, json.dumps(scripts)],

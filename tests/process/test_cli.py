@@ -276,7 +276,7 @@ def test_an_interrupted_restore_keeps_the_fetched_bytes(
         process.send_signal(number)
         _, complaint = process.communicate(timeout=30)
     assert process.returncode == 9
-    assert "swansong: stopped before it was done. What was fetched is kept" in complaint
+    assert "swansong: stopped before it was done. The fetched parts stay" in complaint
     assert "Traceback" not in complaint
     assert not place.to.exists()
     done = place.run("restore", "--to", str(place.to))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.clouds import Aws, Bucket
@@ -86,7 +88,9 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
         monkeypatch.setenv(name, value)
     with StoreTap(bucket.endpoint) as tap:
         vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
-        store = S3Store(bucket.store["url"], bucket.endpoint, "us-east-1")
+        store = S3Store(
+            bucket.store["url"], S3Options(endpoint=bucket.endpoint, region="us-east-1")
+        )
         daemon = vm.start_daemon()
         old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
         daemon.lines.wait(event="committed", step=7)
@@ -111,7 +115,7 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
                 tap.arm(request, when, daemon.kill)
                 until(partial(_is_dead_or_committed, daemon), what="its end, or its commit")
             place = tmp_path / f"restored-{request}"
-            restore(store, RunKeys("run"), place)
+            restore(store, RunKeys("run"), RestoreTarget(place))
             restored = {
                 str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()
             }

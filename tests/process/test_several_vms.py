@@ -72,7 +72,7 @@ class Rank:
             shard: bytes([self.node]) * size_bytes,
             protocol.rank_manifest_name(self.node): manifest.encode(),
         }
-        write_files(sealed.with_name(sealed.name + protocol.PARTIAL_SUFFIX), content).rename(sealed)
+        write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
         self.say(
             type="sealed",
             step=step,

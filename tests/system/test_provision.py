@@ -53,8 +53,8 @@ def may_mount() -> bool:
 
 
 def uninstall_commands() -> str:
-    """As docs/operations.md has them, for root, and where no systemd runs."""
-    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    """As docs/operations/install.md has them, for root, and where no systemd runs."""
+    page = (REPOSITORY / "docs" / "operations" / "install.md").read_text()
     commands = page.partition("## Uninstall\n")[2].split("```")[1]
     without_systemd = ("systemctl daemon-reload", "systemctl try-restart systemd-logind")
     for old, new in {"sudo ": "", " --now": "", **dict.fromkeys(without_systemd, "")}.items():
@@ -87,7 +87,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
     (scratch / "second.toml").write_text("# must not be taken\n")
     (scratch / "uninstall.sh").write_text(uninstall_commands())
     python = Path(sys.base_prefix) / "bin" / "python3"
-    script = REPOSITORY / "tests" / "system" / "throwaway_root.sh"
+    script = REPOSITORY / "testkit" / "throwaway_root.sh"
     done = subprocess.run(
         ["unshare", "--mount", script, REPOSITORY, scratch, output, python],
         check=False,
@@ -226,7 +226,7 @@ def test_image_with_a_secret_is_refused(provisioned: Provisioned) -> None:
 
 
 def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
-    """The commands of docs/operations.md all work, and no file, user or group of ours is left."""
+    """The commands of docs/operations/install.md all work, and no file, user or group of ours is left."""
     assert provisioned.text("left") == ""
 
 

@@ -3,9 +3,9 @@
 
     python char_lm.py --steps 2000 --every-steps 100 --out weights.npz
 
-Run it again with the same command line, here or on another VM, and it goes on where the newest checkpoint
-ends; without Swansong's daemon it simply trains.  A run that was interrupted ends with the same weights,
-bit for bit, as one that was not: everything that decides about the next step is in ``state``.
+The same command line starts and resumes the run, on this VM or on another one.  Without Swansong's daemon
+the script only trains.  An interrupted run ends with the same weights, bit by bit, as an uninterrupted one:
+``state`` contains everything that determines the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DROPOUT = 0.1
 
 
 class Model:
-    """Embeds the last 16 characters, one hidden layer with dropout, and guesses the next one."""
+    """Predicts the next character from the last 16: an embedding, and one hidden layer with dropout."""
 
     def __init__(self, vocabulary: int, rng: np.random.Generator) -> None:
         def layer(*shape: int) -> Any:
@@ -78,7 +78,7 @@ class Model:
 class Adam:
     """Adam with a warm-up of 50 steps and an inverse-square-root decay of the learning rate.
 
-    ``trace`` is a running mean of gradients, as large as ``--pad-mb`` asks, so that checkpoints are too.
+    ``trace`` is a running mean of gradients; ``--pad-mb`` sets its size, and so the size of checkpoints.
     """
 
     def __init__(self, weights: dict[str, np.ndarray], trace_bytes: int = 0) -> None:
@@ -109,7 +109,7 @@ class Adam:
 
 
 class Loader:
-    """Shuffled batches of windows of the text; a new permutation for each epoch."""
+    """Shuffled batches of windows of the text, with a new permutation for each epoch."""
 
     def __init__(self, text: np.ndarray, rng: np.random.Generator) -> None:
         self.text, self.rng = text, rng
@@ -132,7 +132,7 @@ class Loader:
 
 
 class Training:
-    """All that one optimizer step needs, and changes."""
+    """Everything that an optimizer step reads and changes."""
 
     def __init__(self, seed: int, pad_mb: float = 0.0) -> None:
         text = Path(__file__).with_name("sonnets.txt").read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ class Training:
         self.loader = Loader(codes, self.rng)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the next step to be the same."""
+        """The state that a checkpoint must contain so that the next step is the same."""
         return {name: vars(self)[name] for name in ("model", "optimizer", "loader", "rng")}
 
     def one_step(self) -> float:
@@ -153,7 +153,7 @@ class Training:
         return loss
 
     def finish(self, out: str) -> None:
-        """Write the weights, and print a digest to compare runs by."""
+        """Write the weights, and print their digest, which is equal for equal runs."""
         digest = hashlib.sha256()
         arrays: dict[str, Any] = {**self.model.weights, "trace": self.optimizer.trace}
         for name in sorted(arrays):
@@ -168,10 +168,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1609)
     parser.add_argument("--every-steps", type=int, default=None, help="periodic checkpoints")
-    parser.add_argument("--out", default="", help="where the final weights go (.npz)")
-    parser.add_argument("--step-delay-s", type=float, default=0.0, help="pace, for watching")
-    parser.add_argument("--pad-mb", type=float, default=0.0, help="more training state")
-    parser.add_argument("--log", default="", help="also append the lines of progress to this file")
+    parser.add_argument("--out", default="", help="file for the final weights (.npz)")
+    parser.add_argument("--step-delay-s", type=float, default=0.0, help="pause after each step")
+    parser.add_argument("--pad-mb", type=float, default=0.0, help="additional training state")
+    parser.add_argument(
+        "--log", default="", help="file to which the lines of progress are appended"
+    )
     return parser
 
 
@@ -184,7 +186,7 @@ def report(log: str, step: int, loss: float) -> None:
 
 
 def main() -> None:
-    options = arguments("Learn the sonnets, and survive the loss of the VM.").parse_args()
+    options = arguments("Learn the sonnets and survive the loss of the VM.").parse_args()
     training = Training(options.seed, options.pad_mb)
     guard = swansong.attach(state=training.state(), every_steps=options.every_steps)
     for step in range(guard.restore(), options.steps):

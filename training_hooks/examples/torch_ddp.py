@@ -5,8 +5,9 @@
     torchrun --standalone --nproc-per-node=2 torch_ddp.py
     torchrun --standalone --nproc-per-node=2 torch_ddp.py --fsdp
 
-The same command line starts and resumes it.  What Swansong needs are the five lines marked so; the rest is
-an ordinary training script: dropout, gradient accumulation, a warm-up, evaluation, data loader workers.
+The same command line starts and resumes the run.  Swansong needs the lines with the comment "Swansong".  The
+rest is an ordinary training script with dropout, gradient accumulation, warm-up, evaluation and data loader
+workers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTEXT, WIDTH, LAYERS = 32, 32, 2
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of the text, each with its successor; some characters are blotted out at random."""
+    """Windows of the text with the text one character later; random characters are masked."""
 
     def __init__(self, codes: torch.Tensor, count: int) -> None:
         self.codes, self.count = codes, count
@@ -41,8 +42,8 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         window = self.codes[place * 5 : place * 5 + CONTEXT + 1]
-        blotted = torch.where(torch.rand(CONTEXT) < 0.05, 0, window[:-1])
-        return blotted, window[1:]
+        masked = torch.where(torch.rand(CONTEXT) < 0.05, 0, window[:-1])
+        return masked, window[1:]
 
 
 class Transformer(nn.Module):
@@ -71,7 +72,7 @@ def loss_of(model: nn.Module, text: torch.Tensor, target: torch.Tensor) -> torch
 
 
 def read_text() -> tuple[torch.Tensor, int]:
-    """The text as numbers, and how many different characters it has."""
+    """The text as numbers, and the number of different characters."""
     text = Path(__file__).with_name("sonnets.txt").read_text(encoding="utf-8")
     characters = sorted(set(text))
     return torch.tensor([characters.index(character) for character in text]), len(characters)
@@ -91,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 
 def join() -> tuple[int, bool, torch.device]:
-    """Join the other ranks, if there are any: rank, whether there are, and this rank's device."""
+    """Join the process group; returns the rank, whether the job is distributed, and the device."""
     is_distributed = "WORLD_SIZE" in os.environ
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -130,7 +131,7 @@ def main() -> None:
             drop_last=True,
         )
     )
-    seed_all(1609 + rank)  # from here on each rank has its own dropout
+    seed_all(1609 + rank)  # each rank has its own dropout
 
     state = TrainingState(model, optimizer, scheduler=scheduler, loader=loader)  # Swansong
     guard = swansong.attach(state, every_steps=options.every_steps)

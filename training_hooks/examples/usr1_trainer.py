@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that knows nothing of Swansong: on SIGUSR1 it writes ``checkpoint-N/``, and trains on.
+"""A trainer without the hooks: on SIGUSR1 it writes ``checkpoint-N/`` and continues to train.
 
     python usr1_trainer.py --checkpoints run --pid-file run.pid --steps 2000 --out weights.npz
     python usr1_trainer.py --checkpoints run --resume run/checkpoint-500 --steps 2000 --out weights.npz
 
-So do many scripts: several files, one after the other, directly under the final name, and nothing that
-says when the last one is complete.  The daemon recognises that by watching the directory.
+Like many scripts, this one writes several files directly below the final name, without a marker for the end.
+The daemon watches the directory until the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from char_lm import Training, arguments, report
 
 
 def write_slowly(file: BinaryIO, data: bytes, delay_s: float) -> None:
-    """In two halves with a pause, as a slow disk or a large model would."""
+    """Write two halves with a pause, as with a slow disk or a large model."""
     half = len(data) // 2
     file.write(data[:half])
     file.flush()
@@ -49,7 +49,7 @@ def save(training: Training, directory: Path, step: int, delay_s: float) -> None
     }
     for name, members in arrays.items():
         with open(directory / name, "wb") as file:
-            for member in members.values():  # one after the other, in the order of a fresh model
+            for member in members.values():  # in the order of a new model
                 np.save(file, member)
             file.flush()
             time.sleep(delay_s)
@@ -67,7 +67,7 @@ def save(training: Training, directory: Path, step: int, delay_s: float) -> None
 
 
 def load(training: Training, directory: Path) -> int:
-    """The number of completed steps of the checkpoint, now in ``training``."""
+    """Load a checkpoint into ``training``; returns its number of completed steps."""
     state = json.loads((directory / "trainer_state.json").read_text())
     optimizer, loader = training.optimizer, training.loader
     with open(directory / "model.npy", "rb") as file:
@@ -86,16 +86,18 @@ def load(training: Training, directory: Path) -> int:
 
 
 def main() -> None:
-    parser = arguments("Learn the sonnets, and save on SIGUSR1.")
-    parser.add_argument("--checkpoints", default=".", help="where checkpoint-N/ directories go")
-    parser.add_argument("--pid-file", default="", help="where to write the process id")
-    parser.add_argument("--file-delay-s", type=float, default=0.3, help="how slow a file is")
-    parser.add_argument("--resume", default="", help="a checkpoint-N/ directory")
+    parser = arguments("Learn the sonnets and save on SIGUSR1.")
+    parser.add_argument("--checkpoints", default=".", help="directory for checkpoint-N/")
+    parser.add_argument("--pid-file", default="", help="file for the process id")
+    parser.add_argument(
+        "--file-delay-s", type=float, default=0.3, help="pause while each file is written"
+    )
+    parser.add_argument("--resume", default="", help="checkpoint-N/ directory to resume from")
     options = parser.parse_args()
 
     wanted: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: wanted.append(number))
-    if options.pid_file:  # after the handler stands: before, the signal would kill us
+    if options.pid_file:  # after the handler is installed: without it the signal kills the process
         temporary = Path(f"{options.pid_file}.tmp")
         temporary.write_text(f"{os.getpid()}\n")
         temporary.replace(options.pid_file)

@@ -4,7 +4,7 @@
     python with_accelerate.py
     accelerate launch --cpu --num-processes 2 with_accelerate.py
 
-The same command line starts and resumes it.
+The same command line starts and resumes the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         worker_init_fn=shield_worker,
     )
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
-    seed_all(1609 + accelerator.process_index)  # from here on each rank has its own dropout
+    seed_all(1609 + accelerator.process_index)  # each rank has its own dropout
 
     loader = ResumableLoader(data)  # Swansong
     guard = swansong.accelerate.attach(accelerator, loader=loader)  # Swansong

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop that saves with ``torch.distributed.checkpoint`` already, and now survives the loss of its VM.
+"""A loop that saves with ``torch.distributed.checkpoint`` and survives the loss of its VM.
 
     python with_dcp.py
     torchrun --standalone --nproc-per-node=2 with_dcp.py
 
-The same command line starts and resumes it.  Under torchrun the model is sharded with FSDP2.
+The same command line starts and resumes the run.  Under torchrun the model is sharded with FSDP2.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch_ddp import CONTEXT, Transformer, loss_of, read_text
 
 
 class App:
-    """What DCP saves of this script: it was here before Swansong."""
+    """The state that DCP saves; the script had this class before Swansong."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
         self.model, self.optimizer, self.rank = model, optimizer, rank
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        # DCP keeps one value of each name: what each rank has of its own needs a name of its own.
+        # DCP stores one value per name, so the state of each rank needs its own name.
         return {"model": model, "optimizer": optimizer, f"rng-{self.rank}": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class App:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Learn the sonnets, with DCP.")
+    parser = argparse.ArgumentParser(description="Learn the sonnets with DCP.")
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
 

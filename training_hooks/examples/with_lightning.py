@@ -4,7 +4,7 @@
     python with_lightning.py
     torchrun --standalone --nproc-per-node=2 with_lightning.py --devices 2
 
-The same command line starts and resumes it.
+The same command line starts and resumes the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Model(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, _: Any, batch_idx: int) -> None:
-        if self.global_rank == 0 and batch_idx % 2:  # an optimizer step is of two batches
+        if self.global_rank == 0 and batch_idx % 2:  # an optimizer step has two batches
             print(
                 json.dumps({"step": self.global_step, "loss": float(outputs["loss"])}), flush=True
             )
@@ -60,13 +60,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--windows", type=int, default=1024, help="per epoch")
     parser.add_argument("--devices", type=int, default=1, help="ranks on this VM")
-    parser.add_argument("--plateau", action="store_true", help="lower the rate on a plateau")
+    parser.add_argument(
+        "--plateau", action="store_true", help="lower the learning rate on a plateau"
+    )
     options = parser.parse_args()
 
     codes, vocabulary = read_text()
     seed_all(1609)
     windows = Windows(codes, options.windows)
-    # Lightning replaces samplers of its own accord only in plain DataLoaders.
+    # Lightning adds its distributed sampler only to a plain DataLoader.
     sampler = None
     if options.devices > 1:
         rank = lightning.fabric.plugins.environments.TorchElasticEnvironment().global_rank()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop in JAX that saves with Orbax, and survives the loss of its VM.
+"""A loop in JAX that saves with Orbax and survives the loss of its VM.
 
     python with_orbax.py --directory /mnt/scratch/sonnets
 
-The same command line starts and resumes it.  The directory may be empty on a new VM.
+The same command line starts and resumes the run.  The directory may be empty on a new VM.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face ``Trainer``: a small GPT-2 that learns the sonnets, and survives the loss of its VM.
+"""Hugging Face ``Trainer``: a small GPT-2 that learns the sonnets and survives the loss of its VM.
 
     python with_transformers.py
     torchrun --standalone --nproc-per-node=2 with_transformers.py
 
-The same command line starts and resumes it.
+The same command line starts and resumes the run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
         seed=1609,
     )
 
-    def model() -> Any:  # made by the Trainer, after it has seeded all
+    def model() -> Any:  # the Trainer calls it after it has set the seeds
         return GPT2LMHeadModel(config)
 
     trainer = Trainer(

@@ -24,17 +24,12 @@ from types import TracebackType
 from typing import Any
 
 from swansong._checkpoint.health import LossMonitor
-from swansong._checkpoint.restore import (
-    RestoreError,
-    load_checkpoint,
-    where_to_go_back,
-    where_to_go_on,
-)
+from swansong._checkpoint.restore import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
-from swansong._ranks.assembly import advise_on_launcher
+from swansong._ranks.job_store import warn_about_shared_store
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
@@ -83,7 +78,7 @@ def attach(
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= are positive")
     ranks = Ranks.from_environment()
-    advise_on_launcher(ranks)
+    warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
     return Guard(
@@ -123,7 +118,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
-        self._talk = DaemonSession(
+        self._session = DaemonSession(
             ranks,
             run=run,
             every_steps=every_steps,
@@ -131,10 +126,10 @@ class Guard:
             socket=socket,
             tick=self._tick,
         )
-        self._agreement = self._talk.agreement
-        self._reporter = Reporter(self._talk.channel.send)
+        self._agreement = self._session.agreement
+        self._reporter = Reporter(self._session.channel.send)
         self._pauses = PauseWatch()
-        self._talk.channel.start()
+        self._session.channel.start()
         _guards.add(self)
         atexit.register(self._end, "exit")
 
@@ -228,19 +223,19 @@ class Guard:
         step = 0
         if chosen is not None:
             step = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
-        elif not self._closed and self._talk.channel.is_connected():
-            answer = where_to_go_on(self._talk.restore, self._talk.assembly)
+        elif not self._closed and self._session.channel.is_connected():
+            answer = self._session.restore.find_newest()
             if answer.path:
                 step = self._load(answer)
-        elif self._talk.refusal:
+        elif self._session.refusal:
             # There may be a checkpoint, and another process that trains on from it.
-            raise RestoreError(f"the daemon refuses this process: {self._talk.refusal}")
-        elif not self._closed and self._talk.assembly is not None:
-            self._talk.assembly.without_daemon()
+            raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
+        elif not self._closed and self._session.rendezvous is not None:
+            self._session.rendezvous.announce_absence()
         self._agreement.step = step
         self._started(step)
         self._agreement.plan_periodic(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
+        self._saver.cost.saved_mono_s = time.monotonic()
         return step
 
     def rollback(self) -> int:
@@ -259,14 +254,12 @@ class Guard:
                 the process.
         """
         at_step = int(self._agreement.step)
-        if self._closed or not self._talk.channel.is_connected():
+        if self._closed or not self._session.channel.is_connected():
             raise RestoreError("there is no daemon to ask for a healthy checkpoint")
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("the last checkpoint is still being written")
         self._rollbacks += 1
-        answer = where_to_go_back(
-            self._talk.restore,
-            self._talk.assembly,
+        answer = self._session.restore.find_healthy(
             number=self._rollbacks,
             at_step=at_step,
             before_step=self._health.suspect_from(at_step),
@@ -277,11 +270,11 @@ class Guard:
         self._saver.forget()
         restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
         self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
-        self._health.forget()
+        self._health.reset()
         self._agreement.step = step
         self._started(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
-        self._talk.begin_anew(self._ranks)
+        self._saver.cost.saved_mono_s = time.monotonic()
+        self._session.rolled_back(self._ranks)
         return step
 
     def close(self, *, final: bool = False) -> None:
@@ -323,17 +316,17 @@ class Guard:
     @property
     def healthy(self) -> bool:
         """Whether the loss of the last step is finite, or not known; a tensor is waited for here."""
-        return self._health.look(int(self._agreement.step)).get("loss_is_finite") != 0.0
+        return self._health.evaluate(int(self._agreement.step)).get("loss_is_finite") != 0.0
 
     @property
     def fenced(self) -> bool:
         """Another VM has taken the run over: nothing from here will be committed any more."""
-        return self._talk.is_fenced
+        return self._session.is_fenced
 
     @property
     def last_committed(self) -> Committed | None:
         """Generation and step of the newest checkpoint known to be in the object store."""
-        return self._talk.last_committed
+        return self._session.last_committed
 
     # ------------------------------------------------------------ saving
 
@@ -349,11 +342,11 @@ class Guard:
             self._write(due, step)
 
     def _write(self, due: Due, step: int) -> bool:
-        staging = self._talk.staging
-        if staging is None or (self._talk.is_fenced and not due.request_id):
+        staging = self._session.staging
+        if staging is None or (self._session.is_fenced and not due.request_id):
             self._agreement.plan_periodic(step)
             return False
-        nonce = self._ranks.nonce(step, due.request_id, self._talk.naming_secret)
+        nonce = self._ranks.nonce(step, due.request_id, self._session.naming_secret)
         is_taken = self._saver.save(self._agreement, staging, nonce, due, self._manifest(due, step))
         self._should_stop |= is_taken and self._stop_after_save and due.kind == "emergency"
         return is_taken
@@ -364,17 +357,17 @@ class Guard:
             self._ranks,
             self._state,
             wanted_step=answer.step,
-            owners=self._talk.channel.trusted_uids,
+            owners=self._session.channel.trusted_uids,
         )
 
     def _started(self, step: int) -> None:
         """From here on the checkpoints are of another start."""
-        self._talk.start_id = secrets.token_hex(8)
-        self._reporter.started(step, self._talk.start_id)
+        self._session.start_id = secrets.token_hex(8)
+        self._reporter.started(step, self._session.start_id)
 
     def _manifest(self, due: Due, step: int) -> RankManifest:
         return RankManifest(
-            run=self._talk.run,
+            run=self._session.run,
             step=step,
             kind=due.kind,
             files=[],
@@ -384,21 +377,21 @@ class Guard:
             node=self._ranks.node,
             nodes=self._ranks.nodes,
             request_id=due.request_id,
-            start_id=self._talk.start_id,
-            health=self._health.look(step),
+            start_id=self._session.start_id,
+            health=self._health.evaluate(step),
         )
 
     # ------------------------------------------------------------ background thread
 
     def _tick(self) -> None:
-        measured = self._saver.measured
-        if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
+        cost = self._saver.cost
+        if self._every_s is not None and time.monotonic() - cost.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
         step = int(self._agreement.step)
         if self._reporter.is_behind(step):
             self._started(step)
-        self._reporter.tick(step, self._health.loss, measured, self._polls)
-        self._pauses.tick(step, self._polls, self._talk.grace_s)
+        self._reporter.tick(step, self._health.loss, cost, self._polls)
+        self._pauses.tick(step, self._polls, self._session.grace_s)
 
     # ------------------------------------------------------------ the end
 
@@ -407,15 +400,15 @@ class Guard:
             self._closed = True
             if not self._saver.wait(CLOSE_PATIENCE_S):
                 log.warning("a checkpoint is still not written; it is lost")
-            self._talk.end(reason)
-            self._agreement = self._talk.agreement
+            self._session.end(reason)
+            self._agreement = self._session.agreement
             atexit.unregister(self._end)
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is no rank: it does nothing, and holds no connection.
         self._closed = True
-        self._talk.forked()
-        self._agreement = self._talk.agreement
+        self._session.forked()
+        self._agreement = self._session.agreement
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -55,6 +55,22 @@ def open_directory(
     return _checked(fd, os.fspath(name), owners)
 
 
+def open_absolute(path: str, *, owners: Collection[int]) -> int:
+    """Open a directory that another process named; the caller closes the descriptor.
+
+    Args:
+        path: absolute path, whose parents are trusted.
+        owners: user ids that the directory may belong to.
+
+    Raises:
+        UnsafeFileError: the path is not absolute, or the directory belongs to another user.
+        OSError: there is no such directory, or the path ends in a link or a file.
+    """
+    if not os.path.isabs(path) or "\0" in path:
+        raise UnsafeFileError(path, "is not an absolute path")
+    return open_directory(path, owners=owners)
+
+
 def make_directory(name: str, *, dir_fd: int, mode: int) -> int:
     """Create a directory with exactly this mode, whatever umask and default ACL are; returns it open.
 
@@ -148,7 +164,7 @@ def replace_file(
     Raises:
         OSError: the file system refused; the old content stands.
     """
-    temporary = f".{name}.{secrets.token_hex(8)}"
+    temporary = f"{temporary_prefix(name)}{secrets.token_hex(8)}"
     fd = create_file(temporary, dir_fd=dir_fd, mode=mode)
     try:
         try:
@@ -164,6 +180,11 @@ def replace_file(
         raise
     if durable:
         os.fsync(dir_fd)
+
+
+def temporary_prefix(name: str) -> str:
+    """Return how the names of the temporary files begin that :func:`replace_file` makes for a file."""
+    return f".{name}."
 
 
 def write_all(fd: int, data: bytes) -> None:

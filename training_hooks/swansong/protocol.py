@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from swansong import bounds
+from swansong import bounds, openat
 from swansong.bounds import BoundsError
 
 VERSION = 1
@@ -351,7 +351,7 @@ class StatusQuery(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """The daemon's state; docs/operations.md describes ``report``."""
+    """The daemon's state; docs/operations/status.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
     report: Report
@@ -444,48 +444,140 @@ def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
         raise ProtocolError(str(error)) from None
 
 
-# ---------------------------------------------------------------- staging
+# ---------------------------------------------------------------- names in staging
 #
-# <staging>/<run>/step-<12 digits>.<nonce>.partial/    being written
-#     rank-00000.begun                                 rank manifest without files, while the rank writes
-#     rank-00000.writing/...                           what the rank may still write to
-#     rank-00000/...                                   what it has finished: final, and may be stored early
-# <staging>/<run>/step-<12 digits>.<nonce>/            sealed: renamed by whoever found all rank manifests
-#     rank-00000.json                                  last file of that rank: what it wrote, and why
-#     ...                                              whatever the trainer wrote
+# <staging>/<run>/step-<12 digits>.<nonce>.partial/    the ranks write to this set
+#     rank-00000.begun                                 rank manifest without files, until the rank is done
+#     rank-00000.writing/...                           files that the rank may still change
+#     rank-00000/...                                   files that are final, and may be uploaded early
+# <staging>/<run>/step-<12 digits>.<nonce>/            sealed: renamed when all rank manifests are there
+#     rank-00000.json                                  rank manifest, the last file that the rank writes
+#     rank-00000/...                                   the files that it lists
+# <staging>/<run>/restored/                            checkpoints that the daemon has fetched for a trainer
+# <staging>/<run>/.<name>                              temporary files; private directory of the daemon
+# <staging>/<run>/<other>                              a checkpoint of another framework, see ADOPTED_NAMES
 
-PARTIAL_SUFFIX = ".partial"
-WRITING_SUFFIX = ".writing"
-"""Of a rank's directory, for what it may still change; a finished file moves to the one without it."""
-BEGUN_SUFFIX = ".begun"
-"""Of the file in which a rank says what it is about to write."""
 RESTORED_DIRECTORY = "restored"
-"""Where the daemon puts what a trainer asked to restore, below the staging directory of the run."""
 RANK_MANIFEST_MAX_BYTES = 4 * 2**20
 """20,000 files with paths of 150 characters."""
+ADOPTED_NAMES = {
+    "checkpoint-n": re.compile(r"checkpoint-([0-9]{1,12})"),  # Hugging Face Trainer
+    "dcp": re.compile(r"(?:.*[^0-9])?([0-9]{1,12})[^0-9]*|.*"),  # torch.distributed.checkpoint
+    "ckpt": re.compile(r"(?:.*[^a-z])?step=([0-9]{1,12})(?:[^0-9].*)?\.ckpt"),  # Lightning
+}
+"""Names of other frameworks' checkpoints, by layout.  The first group is the step, where the name has one."""
 
+_PARTIAL_SUFFIX = ".partial"
+_WRITING_SUFFIX = ".writing"
+_BEGUN_SUFFIX = ".begun"
 _SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
+_RANK = "rank-[0-9]{5,}"
+_RANK_DIRECTORY = re.compile(_RANK)
+_RANK_MANIFEST = re.compile(_RANK + r"\.json")
+_RANK_BEGUN = re.compile(_RANK + re.escape(_BEGUN_SUFFIX))
+_FINAL = re.compile(_RANK + r"(\.json|/.*)")
 
 
 def sealed_name(step: int, nonce: str) -> str:
-    """Name of a sealed checkpoint directory."""
+    """Return the name of a sealed set."""
     return f"step-{step:012d}.{nonce}"
 
 
 def parse_sealed_name(name: str) -> tuple[int, str] | None:
-    """(step, nonce) of a sealed checkpoint directory, or None when it is not one."""
+    """Return (step, nonce) of a sealed set; None for any other name."""
     match = _SEALED.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
 
 
-def rank_manifest_name(rank: int) -> str:
-    """File name of a rank manifest."""
-    return f"rank-{rank:05d}.json"
+def partial_name(sealed: str) -> str:
+    """Return the name of a set until it gets its sealed name."""
+    return sealed + _PARTIAL_SUFFIX
+
+
+def parse_partial_name(name: str) -> tuple[int, str] | None:
+    """Return (step, nonce) of a set that is being written; None for any other name."""
+    sealed = name.removesuffix(_PARTIAL_SUFFIX)
+    return None if sealed == name else parse_sealed_name(sealed)
+
+
+def parse_adopted_name(layout: str, name: str) -> int | None:
+    """Return the step of another framework's checkpoint.
+
+    Args:
+        layout: a key of :data:`ADOPTED_NAMES`.
+        name: of the file or directory.
+
+    Returns:
+        -1 if the name fits the layout but has no step; None if it does not fit.
+    """
+    match = ADOPTED_NAMES[layout].fullmatch(name)
+    if match is None:
+        return None
+    return -1 if match[1] is None else int(match[1])
+
+
+def is_private_name(name: str) -> bool:
+    """Whether an entry of the staging directory is not a checkpoint that a trainer wrote."""
+    return name.startswith(".") or name == RESTORED_DIRECTORY
 
 
 def rank_directory(rank: int) -> str:
-    """Name of the directory, within a set, that holds one rank's files."""
+    """Return the name of the directory, within a set, for one rank's final files."""
     return f"rank-{rank:05d}"
+
+
+def is_rank_directory(name: str) -> bool:
+    """Whether a name is a :func:`rank_directory`."""
+    return _RANK_DIRECTORY.fullmatch(name) is not None
+
+
+def writing_directory(rank: int) -> str:
+    """Return the name of the directory for files that a rank may still change."""
+    return rank_directory(rank) + _WRITING_SUFFIX
+
+
+def is_writing_directory(name: str) -> bool:
+    """Whether the files of a directory within a set may still change."""
+    return name.endswith(_WRITING_SUFFIX)
+
+
+def parse_writing_directory(name: str) -> int | None:
+    """Return the rank of a :func:`writing_directory`; None for any other name."""
+    own = name.removesuffix(_WRITING_SUFFIX)
+    return int(own[5:]) if own != name and is_rank_directory(own) else None
+
+
+def rank_manifest_name(rank: int) -> str:
+    """Return the file name of a rank manifest."""
+    return f"{rank_directory(rank)}.json"
+
+
+def is_rank_manifest(path: str) -> bool:
+    """Whether a path within a set is a :func:`rank_manifest_name`."""
+    return _RANK_MANIFEST.fullmatch(path) is not None
+
+
+def rank_begun_name(rank: int) -> str:
+    """Return the file name of a rank manifest without files, which a rank writes first."""
+    return rank_directory(rank) + _BEGUN_SUFFIX
+
+
+def is_rank_begun(path: str) -> bool:
+    """Whether a path within a set is a :func:`rank_begun_name`."""
+    return _RANK_BEGUN.fullmatch(path) is not None
+
+
+def is_final(path: str) -> bool:
+    """Whether a file, by its path within a set, does not change any more."""
+    return _FINAL.fullmatch(path) is not None
+
+
+def is_of_rank(name: str, rank: int) -> bool:
+    """Whether an entry of a set belongs to this rank, temporary files of its manifests included."""
+    manifests = (rank_manifest_name(rank), rank_begun_name(rank))
+    temporary = tuple(openat.temporary_prefix(each) for each in manifests)
+    own = (*manifests, rank_directory(rank), writing_directory(rank))
+    return name in own or name.startswith(temporary)
 
 
 @dataclass(frozen=True)
@@ -518,7 +610,7 @@ class RankManifest:
     version: Version = VERSION
 
     def encode(self) -> bytes:
-        """The content of a ``rank-*.json``.
+        """Return the content of the file.
 
         Raises:
             ProtocolError: it lists too many files, or a field has the wrong type.
@@ -527,7 +619,7 @@ class RankManifest:
 
     @classmethod
     def decode(cls, data: bytes) -> RankManifest:
-        """Parse the content of a ``rank-*.json``.
+        """Parse the content of the file.
 
         Raises:
             ProtocolError: it cannot be understood, or names a path that is not safe.

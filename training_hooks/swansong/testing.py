@@ -490,7 +490,7 @@ def _compare_sets(wanted: Path, got: Path, ignoring: str) -> int:
         return {
             name: path
             for name, path in named.items()
-            if not re.fullmatch(r"rank-\d+\.json", name) and not re.search(ignoring, name)
+            if not protocol.is_rank_manifest(name) and not re.search(ignoring, name)
         }
 
     ours, theirs = files(wanted), files(got)

@@ -34,9 +34,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
-from swansong._torch.index import FORMAT, INDEX, CheckpointSet, Collector, encode_index
+from swansong._torch.arena import Arena, signature_of
+from swansong._torch.checkpoint_set import CheckpointSet
+from swansong._torch.collector import Collector
+from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.safetensors import Arena, signature_of
 from swansong.state import decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit: requests written by hand on TLS sockets, no SDK, no digest, no signature, no retry."""
+"""The upper limit: HTTP on raw TLS sockets, without SDK, digests, signatures or retries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Connection:
             size_bytes -= count
 
     def answer(self) -> bytes:
-        """Of a request whose answer is small: its body.  No other may follow it yet."""
+        """The body of a small answer.  The connection must have no other request in flight."""
         data = b""
         while b"\r\n\r\n" not in data:
             data += self._more()
@@ -55,7 +55,7 @@ class Connection:
         return body
 
     def receive(self, fd: int, offset: int, size_bytes: int) -> None:
-        """The body of a ranged GET, into the file."""
+        """Write the body of a ranged GET into the file."""
         data = b""
         while b"\r\n\r\n" not in data:
             data += self._more()

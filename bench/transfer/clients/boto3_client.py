@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""boto3's managed transfer: with its defaults, or tuned (16 MiB x 8, no checksum, unsigned payload)."""
+"""boto3's managed transfer with its defaults, or tuned (16 MiB x 8, no checksum, unsigned payload)."""
 
 from __future__ import annotations
 

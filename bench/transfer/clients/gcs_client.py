@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""google-cloud-storage's transfer_manager, in threads, which were faster than its processes here.
+"""google-cloud-storage's transfer_manager with threads, which were faster than its processes.
 
-Downloads go without its checksum: the sink tells none for what it makes up.
+Downloads skip its checksum, because the sink has none for generated data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every Python contestant is told, and how its time is taken.  Standard library only.
+"""The job of a Python contestant, and the measurement of its time.  Standard library only.
 
-A contestant imports and makes its client first, for a daemon has done that long before; connections
-are made on the clock.
+A contestant imports its modules and creates its client before the measurement, as a daemon does at its
+start.  It connects during the measurement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Job:
     prefix: str
     endpoint: str
     ca: str
-    """Path of the certificate that the sink's is signed with."""
+    """Path of the authority that signed the certificate of the sink."""
     options: Sequence[str]
 
     def key(self, name: str) -> str:
@@ -48,7 +48,7 @@ class Job:
 
 
 def run(prepare: Callable[[Job], Callable[[], object]]) -> None:
-    """Make ready, transfer on the clock, print when it began and ended and what it cost as a line of JSON."""
+    """Prepare, transfer, and print start, end and CPU seconds of the transfer as one line of JSON."""
     path, *options = sys.argv[1:]
     given = json.loads(Path(path).read_text())
     job = Job(
@@ -80,7 +80,7 @@ def run(prepare: Callable[[Job], Callable[[], object]]) -> None:
 
 
 def in_threads(count: int, items: Sequence[T], work: Callable[[T], object]) -> None:
-    """Do all of the items in so many threads; raises the first error when the others are done."""
+    """Process all items in ``count`` threads; raises the first error after all threads ended."""
     left = iter(items)
     lock = threading.Lock()
     errors: list[BaseException] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for a trainer: steps a second of one thread, bound by the processor or by memory."""
+"""A loop instead of a trainer: steps per second of one thread, limited by the processor or by memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""obstore: with its defaults, or tuned (16 MiB parts, unsigned payload, CRC64NVME, ranged reads).
+"""obstore with its defaults, or tuned (16 MiB parts, unsigned payload, CRC64NVME, ranged reads).
 
-``concurrency`` bounds what is under way at once, as it does for the other clients: parts of one large
-file, of several that share it, or small files.
+``concurrency`` limits the requests in flight, as in the other clients: parts of one large file, parts of
+several files, or small files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(job: Job) -> Callable[[], object]:
         access_key_id="key",
         secret_access_key="secret",
         virtual_hosted_style_request=False,
-        # It takes no certificate of ours.
+        # obstore accepts no CA file.
         client_options={"allow_invalid_certificates": True, "timeout": timedelta(seconds=60)},
         **tuning,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client under s3torchconnector, as its S3Client and its checkpoint writer use it (it streams)."""
+"""The client of s3torchconnector, used as its checkpoint writer does (as a stream)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours as the daemon runs it: the flush engine from a staged set to Flushed, or a whole restore.
+"""Swansong as in the daemon: the flush engine from a staged set to ``Flushed``, or a whole restore.
 
-Digests and checksums are on, the store is wrapped as the service wraps it, part size and connections
-are the defaults of the configuration.
+Digests and checksums are on, and the store has the daemon's wrappers.  Part size and connections are the
+defaults of the configuration.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import tempfile
 import threading
 import time
@@ -19,19 +18,20 @@ from queue import SimpleQueue
 
 from job import Job, run
 from swansongd.bucket.keys import RunKeys
-from swansongd.config.config import FlushConfig
+from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
 
 
 def staged_set(job: Job, number: int) -> Staged:
-    """The directory of the job as the scan would report it."""
+    """The directory of the job as a scan reports it."""
     files = []
     for name, size_bytes in job.files:
         facts = os.stat(job.directory / name)
@@ -53,10 +53,12 @@ def prepare(job: Job) -> Callable[[], object]:
     scheme = "gs" if "gcs" in job.options else "s3"
     connections = job.option("connections", flush.connections)
     store = open_store(
-        f"{scheme}://{job.bucket}",
-        endpoint=job.endpoint,
-        region="us-east-1",
-        ca_bundle=job.ca,
+        StoreConfig(
+            url=f"{scheme}://{job.bucket}",
+            endpoint=job.endpoint,
+            region="us-east-1",
+            ca_bundle=Path(job.ca),
+        ),
         connections=connections + 4,
     )
     store.warm()
@@ -67,7 +69,7 @@ def prepare(job: Job) -> Callable[[], object]:
     keys = RunKeys(job.prefix)
 
     def download() -> None:
-        restore(retrying, keys, job.directory / "restored")
+        restore(retrying, keys, RestoreTarget(job.directory / "restored"))
 
     events: SimpleQueue[Event] = SimpleQueue()
     own = tempfile.mkdtemp(dir=job.directory.parent)
@@ -76,9 +78,7 @@ def prepare(job: Job) -> Callable[[], object]:
         keys,
         job.directory.parent,
         events.put,
-        journal=Journal(Path(own), run=job.prefix, store_url=store.url),
-        is_urgent=lambda: False,
-        nonce=lambda: secrets.token_hex(4),
+        journal=UploadJournal(Path(own), run=job.prefix, store_url=store.url),
         connections=connections,
         part_size_bytes=flush.part_size_bytes,
     )

@@ -24,10 +24,9 @@ from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 import structlog
-from swansong import bounds
-from swansong.bounds import BoundsError
 
 from swansongd.bucket import claim as claims
+from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
@@ -60,7 +59,6 @@ _LIFE_S_MAX = 366 * 24 * 3600.0
 """Longest life of a VM that counts: the times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
 """Farewells of one generation that are read."""
-_FAREWELL_BYTES_MAX = 2**20
 
 _decoding = threading.Lock()
 """One manifest at a time, however many threads read some: the bound on memory is that of one."""
@@ -348,16 +346,16 @@ def history(
     observed_s, uncovered = 0.0, 0
     for number, claim in earlier:
         identity = _identity(claim)
-        farewells = _farewells(store, keys, number, gives_up)
+        verdicts = _verdicts(store, keys, number, gives_up)
         if gives_up():
             return History()
         last, kind = _last_commit(store, keys, newest.get(number))
-        ends = [instant_s(last), *(instant_s(written) for _, written in farewells)]
+        ends = [instant_s(last), *(instant_s(written) for _, written in verdicts)]
         begun_s = instant_s(identity.get("claimed", ""))
         ended_s = max((end for end in ends if end is not None), default=None)
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
-        is_covered = any(verdict == Verdict.SAFE for verdict, _ in farewells)
+        is_covered = any(verdict == Verdict.SAFE for verdict, _ in verdicts)
         # The same boot twice is a rollback, or a daemon that has lost its claim; a final commit, the end.
         is_same_vm = next_boot is not None and identity.get("boot_id") == next_boot
         if not (is_covered or is_same_vm or kind is CheckpointKind.FINAL):
@@ -370,23 +368,19 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
     return {} if claim is None else claim.identity
 
 
-def _farewells(
+def _verdicts(
     store: ObjectStore, keys: RunKeys, generation: int, gives_up: Callable[[], bool]
 ) -> list[tuple[str, str]]:
     """Verdict and time of the farewells of a generation; those that make no sense are left out."""
-    farewells = []
+    found = []
     for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
         if gives_up():
             break
         try:
-            data = _content(store, info.key, "the farewell")
-            body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)
-            verdict = bounds.text(body.get("verdict"), "verdict", bounds.ID_CHARS_MAX)
-            written = bounds.text(body.get("written"), "written", bounds.ID_CHARS_MAX)
-        except (BoundsError, CorruptError):
+            found.append(farewells.verdict_and_time(_content(store, info.key, "the farewell")))
+        except CorruptError:
             continue
-        farewells.append((verdict, written))
-    return farewells
+    return found
 
 
 def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
@@ -397,12 +391,10 @@ def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
     newest = nlargest(_FAREWELLS_MAX, store.list(keys.farewells), key=attrgetter("key"))
     for info in newest:
         try:
-            data = _content(store, info.key, "the farewell")
-            body = bounds.json_object(data, "the farewell", _FAREWELL_BYTES_MAX)
-        except (BoundsError, CorruptError):
+            if farewells.names_commit(_content(store, info.key, "the farewell")):
+                return info.key
+        except CorruptError:
             continue
-        if body.get("commit") is not None:
-            return info.key
     return None
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which commits have a name of their own: what a person goes back to, and what no retention may delete.
+"""The commits that no retention rule may delete: the newest healthy one, and the best one by a metric.
 
-Pure: from what the manifests say.  ``healthy`` is the newest complete commit whose loss is finite, ``best
-loss`` (or of whatever metric) the one in which that is least.
+Pure: computed from the health in the manifests.
 """
 
 from __future__ import annotations
@@ -17,40 +16,43 @@ HEALTHY = "healthy"
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """What makes a commit the best one."""
+class Ranking:
+    """The metric by which one commit is the best."""
 
     metric: str = "loss"
     is_highest: bool = False
-    """The greatest value is the best one, as for an accuracy."""
+    """The greatest value is the best, as for an accuracy."""
 
     @property
-    def pin(self) -> str:
+    def reason(self) -> str:
         return f"best {self.metric}"
 
 
-def pins(
-    commits: Iterable[tuple[CommitRef, Mapping[str, float]]], best: Best | None = None
+def protected_commits(
+    commits: Iterable[tuple[CommitRef, Mapping[str, float]]], ranking: Ranking | None = None
 ) -> dict[CommitRef, list[str]]:
-    """The pins of each commit that has any.
+    """The protected commits, each with its reasons: ``healthy``, ``best loss``.
+
+    A commit that is known to be unhealthy is never the best.  Of equal ones the newest is.
 
     Args:
         commits: complete ones, with their health.
-        best: None for the least loss.  Only a commit that is not known to be unhealthy can be best.
+        ranking: None for the least loss.
     """
-    best = best or Best()
-    named: defaultdict[CommitRef, list[str]] = defaultdict(list)
+    ranking = ranking or Ranking()
+    reasons: defaultdict[CommitRef, list[str]] = defaultdict(list)
     known = sorted(commits, key=lambda item: item[0], reverse=True)
     newest = next((ref for ref, health in known if is_healthy(health)), None)
     if newest is not None:
-        named[newest].append(HEALTHY)
-    sign = -1.0 if best.is_highest else 1.0
+        reasons[newest].append(HEALTHY)
+    sign = -1.0 if ranking.is_highest else 1.0
     rated = [
-        (sign * health[best.metric], ref)
+        (sign * health[ranking.metric], ref)
         for ref, health in known
-        if best.metric in health and is_healthy(health) is not False
+        if ranking.metric in health and is_healthy(health) is not False
     ]
     if rated:
         value = min(rated)[0]
-        named[max(ref for rating, ref in rated if rating == value)].append(best.pin)
-    return dict(named)
+        best = max(ref for rating, ref in rated if rating == value)
+        reasons[best].append(ranking.reason)
+    return dict(reasons)

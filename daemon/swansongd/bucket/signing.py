@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signatures of manifests and claims, with a key that the writers of the bucket do not have.
 
-Off unless ``store.signing_key_file`` names a key.  docs/format.md describes the signed bytes.
+Off unless ``store.signing_key_file`` names a key.  docs/format-objects.md describes the signed bytes.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.observe.log import printable
-from swansongd.restore.restore import CONNECTIONS
+from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.configured import open_configured
+from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 
 _SILENT_S = 5.0
@@ -71,7 +71,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """
     config = load(args.config)
     connections = max(CONNECTIONS, config.flush.connections)
-    store = open_configured(config.store, connections=connections)
+    store = open_store(config.store, connections=connections)
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file

@@ -11,7 +11,7 @@ from rich.table import Table
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.protected import Best, pins
+from swansongd.bucket.protected import Ranking, protected_commits
 from swansongd.cli.common import (
     Opened,
     ShownCount,
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--newest",
         type=_count,
         metavar="N",
-        help="list only the N newest commits; the best one is among these",
+        help="list only the N newest commits; the protected ones are chosen among these",
     )
     add_json(parser)
 
@@ -64,14 +64,14 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         rows = rows_of(here, args.newest, is_quiet=args.json)
-        best = Best(args.best, is_highest=args.highest)
-        _mark_protected(rows, best)
+        ranking = Ranking(args.best, is_highest=args.highest)
+        _protect(rows, ranking)
         if args.json:
             print_json(rows)
         elif not rows:
             note(f"run {here.keys.run} has no commits")
         else:
-            console().print(_table(rows, best.metric))
+            console().print(_table(rows, ranking.metric))
     return 0
 
 
@@ -122,14 +122,15 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     }
 
 
-def _mark_protected(rows: list[dict[str, Any]], best: Best) -> None:
+def _protect(rows: list[dict[str, Any]], ranking: Ranking) -> None:
     def ref(row: dict[str, Any]) -> CommitRef:
         return CommitRef(row["generation"], row["step"])
 
-    rules = pins(((ref(row), row["health"]) for row in rows if row["complete"]), best)
+    complete = [(ref(row), row["health"]) for row in rows if row["complete"]]
+    reasons = protected_commits(complete, ranking)
     for row in rows:
         if row["complete"]:
-            row["protected"] = rules.get(ref(row), [])
+            row["protected"] = reasons.get(ref(row), [])
 
 
 def _table(rows: list[dict[str, Any]], metric: str) -> Table:
@@ -151,7 +152,7 @@ def _table(rows: list[dict[str, Any]], metric: str) -> Table:
             str(printable(row["created"] or "?")),
             *(_number(row["health"].get(name)) for name in dict.fromkeys(("loss", metric))),
             {True: "yes", False: "no", None: "-"}[row["healthy"]],
-            ", ".join(str(printable(rule)) for rule in row["protected"]) or "-",
+            ", ".join(str(printable(reason)) for reason in row["protected"]) or "-",
             style="dim" if damaged or not row["complete"] else None,
         )
     return table

@@ -28,7 +28,9 @@ from swansongd.cli.common import (
 from swansongd.errors import ConfigError, NothingToRestore, StagingError
 from swansongd.model import CommitRef, Staged
 from swansongd.restore.local_sets import newest_local
-from swansongd.restore.restore import Wanted, healthy, restore
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import Selection, Wanted, healthy, restore
+from swansongd.restore.target import RestoreTarget
 
 EXAMPLES = {
     "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",
@@ -103,13 +105,9 @@ def run(args: argparse.Namespace) -> int:
             restored = restore(
                 here.store,
                 here.keys,
-                destination,
-                step=args.step,
-                wanted=_wanted(args),
-                connections=here.connections,
-                progress=progress,
-                skipped=on_skipped,
-                stop=here.stop,
+                RestoreTarget(destination),
+                Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped),
+                ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
             )
         except NothingToRestore as error:
             # Only a run that never committed is fresh.  Damaged or missing commits need an operator.

@@ -16,6 +16,7 @@ from swansongd.cli.common import (
 )
 from swansongd.errors import CorruptError
 from swansongd.observe.log import printable
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import verify
 
 EXAMPLES = {
@@ -48,11 +49,9 @@ def run(args: argparse.Namespace) -> int:
             here.store,
             here.keys,
             step=args.step,
-            connections=here.connections,
-            progress=progress,
             manifests=manifests,
             sharing=on_sharing,
-            stop=here.stop,
+            options=ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
         )
     if args.json:
         print_json(

@@ -6,11 +6,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from swansongd.core import nodes, notices, request, stall
-from swansongd.core.events import (
-    Rescan,
-    WithdrawRequest,
-)
+from swansongd.core import emergency, nodes, notices, request, stall
+from swansongd.core.events import Rescan
 from swansongd.core.planner import PlanKind
 from swansongd.core.state import (
     Evacuation,
@@ -144,7 +141,7 @@ def _steer_precaution(transition: Transition) -> None:
 def _open(
     transition: Transition, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
 ) -> None:
-    plan = request.planned(transition, left_s=deadline_mono_s - transition.now)
+    plan = emergency.planned(transition, left_s=deadline_mono_s - transition.now)
     id_ = evacuation_id(notice, transition.state, transition.now)
     transition.state = replace(
         transition.state,
@@ -177,11 +174,11 @@ def _open(
     stall.mark(transition)
     transition.do(Rescan())
     if plan.kind is PlanKind.TAKE:
-        request.make(transition)
+        emergency.make(transition)
 
 
 def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
-    if evacuation.ask is not None:
-        transition.do(WithdrawRequest(evacuation.ask.request_id, reason))
+    if evacuation.request is not None:
+        request.withdraw(transition, evacuation.request, reason)
     transition.state = replace(transition.state, evacuation=None)

@@ -56,7 +56,7 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     transition.state = replace(
         transition.state,
         flight=moved,
-        kept={**transition.state.kept, flight.staged.id: event.bytes_stored},
+        stored_bytes={**transition.state.stored_bytes, flight.staged.id: event.bytes_stored},
     )
     sample_bandwidth(transition)
 
@@ -73,7 +73,11 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
         transition.state,
         flight=None,
         failures=0,
-        kept={id_: size for id_, size in transition.state.kept.items() if id_ != flight.staged.id},
+        stored_bytes={
+            id_: size
+            for id_, size in transition.state.stored_bytes.items()
+            if id_ != flight.staged.id
+        },
         stored=(
             *transition.state.stored,
             Stored(
@@ -223,7 +227,7 @@ def _start_early(transition: Transition) -> None:
     early, flight = transition.state.early, transition.state.flight
     assert early is not None
     if flight is not None and not flight.is_sealed and flight.staged.id == early.id:
-        is_stored = transition.state.kept.get(early.id, 0) >= flight.staged.size_bytes
+        is_stored = transition.state.stored_bytes.get(early.id, 0) >= flight.staged.size_bytes
         is_due = is_stored or transition.now - flight.started_mono_s >= EARLY_EVERY_S
         if flight.staged.files == early.files or not is_due:
             return
@@ -234,7 +238,7 @@ def _spare_the_reserve(transition: Transition) -> None:
     """From here to the deadline the wire belongs to the manifest."""
     flight = transition.state.flight
     if flight is not None:
-        stored = transition.state.kept.get(flight.staged.id, 0)
+        stored = transition.state.stored_bytes.get(flight.staged.id, 0)
         transition.mark("flush_stopped", step=flight.staged.id.step, bytes_stored=stored)
         transition.do(CancelFlush(flight.flush_id))
         transition.state = replace(transition.state, flight=None)
@@ -257,7 +261,7 @@ def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
             staged=staged,
             is_sealed=is_sealed,
             started_mono_s=transition.now,
-            bytes_before=state.kept.get(staged.id, 0),
+            bytes_before=state.stored_bytes.get(staged.id, 0),
             sampled_mono_s=transition.now + START_S,
         ),
     )

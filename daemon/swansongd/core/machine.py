@@ -18,6 +18,7 @@ from typing import assert_never
 from swansongd.core import (
     claims,
     commits,
+    emergency,
     evacuation,
     flight,
     lineage,
@@ -101,9 +102,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
             request.record_accepted(transition, connection, request_id, at_step)
-            periodic.accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
-            nodes.agreed(transition, request_id, at_step)
+            request.record_agreed(transition, request_id, at_step)
         case PeerRequested(request_id, reason, seconds_left):
             peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
             if peers is not None:
@@ -113,13 +113,12 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case JobStarted(job_start_id):
             nodes.record_job_start(transition, job_start_id)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
-            request.record_sealed(transition, request_id, at_step)
+            emergency.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
             ranks.record_measures(transition, measured)
         case TrainerFailed(_, request_id, reason):
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
-            periodic.failed(transition, request_id, reason)
         case RolledBack(to_step):
             lineage.rolled_back(transition, to_step)
         case NewestDated(ref, age_s):
@@ -128,11 +127,11 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case HistoryRead(observed_s, uncovered):
             transition.state = replace(state, history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
-            request.record_signalled(transition, request_id, pid)
+            emergency.record_signalled(transition, request_id, pid)
         case SignalRefused(request_id, reason):
             request.record_failed(transition, request_id, reason)
         case SignalledExited(request_id, _):
-            request.record_process_ended(transition, request_id)
+            emergency.record_process_ended(transition, request_id)
         case Scanned():
             staged_sets.record_scan(transition, event)
         case GenerationClaimed():
@@ -171,7 +170,7 @@ def _reconcile(transition: Transition) -> None:
         claims.leave_fenced(transition, transition.state.fenced_by)
         return
     evacuation.reconcile(transition)
-    request.reconcile(transition)
+    emergency.reconcile(transition)
     nodes.reconcile(transition)
     claims.reconcile(transition)
     periodic.reconcile(transition)
@@ -194,7 +193,7 @@ def rebuilt(state: State) -> State:
         staged=(),
         pending=(),
         growing=(),
-        kept={},
+        stored_bytes={},
         rejected=frozenset(),
         flight=None,
         stored=(),

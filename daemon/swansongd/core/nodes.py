@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import claims
+from swansongd.core import claims, request
 from swansongd.core.events import (
     CancelFlush,
     FenceFound,
@@ -19,7 +19,7 @@ from swansongd.core.events import (
     TellFenced,
     TellFinished,
 )
-from swansongd.core.state import Ask, Evacuation, Finishing, State
+from swansongd.core.state import Evacuation, Finishing, State
 from swansongd.core.transition import Transition
 from swansongd.model import DeadlineQuality, Notice, Severity, Staged, TrainerView
 
@@ -28,10 +28,10 @@ FINISH_S = 30.0
 """Another start of the job waits at most this long for what the one before has sealed ..."""
 FINISH_S_MAX = 90.0
 """... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
-ASKS_MAX = 8
+REQUESTS_MAX = 8
 """Requests of one evacuation."""
-ASK_AGAIN_S = 1.0
-ASK_AGAIN_S_MAX = 8.0
+REPEAT_S = 1.0
+REPEAT_S_MAX = 8.0
 """Pause after a request that failed; doubled each time."""
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
@@ -116,13 +116,13 @@ def record_job_start(transition: Transition, name: str) -> None:
     if not state.settings.several_vms or name == state.job_start_id:
         return
     evacuation, answer = state.evacuation, state.answer
+    pending = evacuation.request if evacuation is not None else None
     if (
-        evacuation is not None
-        and evacuation.ask is not None
-        and not evacuation.ask.failure
+        pending is not None
+        and not pending.failure
         and not (answer is not None and state.is_whole(answer))
     ):
-        transition.fail_ask("the job was started again")
+        request.fail(transition, pending, "the job was started again")
     dropped = _drop_all(transition)
     transition.state = replace(
         transition.state, job_start_id=name, finishing=None, overtaken_by=None
@@ -148,7 +148,7 @@ def first_look(transition: Transition) -> None:
     """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
     state = transition.state
     settings = state.settings
-    if settings.several_vms and state.job_start_id != settings.goes_on_with:
+    if settings.several_vms and state.job_start_id != settings.resumed_job_start_id:
         transition.state = replace(
             transition.state, unusable=state.unusable | {staged.id for staged in state.staged}
         )
@@ -210,36 +210,19 @@ def peer_notice(
     )
 
 
-def agreed(transition: Transition, request_id: str, step: int) -> None:
-    """The ranks of all VMs will save at ``step``."""
-    ask = transition.ask_if_waiting(request_id)
-    if ask is not None and ask.target is None and transition.state.spans_vms:
-        transition.ask = replace(transition.ask, target=step)
-        transition.mark("target", step=step)
-
-
-def steer_agreement(transition: Transition, ask: Ask) -> bool:
-    """The ranks agree among themselves; False when they have not, in twice the time that they have."""
-    limit_s = 2 * (ask.agree_by_mono_s - ask.asked_mono_s)
-    if ask.target is None and transition.now >= ask.asked_mono_s + limit_s:
-        transition.fail_ask("the ranks of all VMs have not agreed on a step in time")
-        return False
-    return True
-
-
-def may_ask_again(state: State) -> bool:
+def may_repeat_request(state: State) -> bool:
     """Whether a request that failed is made again, under another id: a rank may hang for a moment.
 
     Only the VM whose end is near does so; the others take part.
     """
     evacuation = state.evacuation
-    if evacuation is None or evacuation.ask is None or evacuation.is_precaution:
+    if evacuation is None or evacuation.request is None or evacuation.is_precaution:
         return False
     return (
-        bool(evacuation.ask.failure)
+        bool(evacuation.request.failure)
         and state.settings.several_vms
         and state.overtaken_by is None
-        and evacuation.asks < ASKS_MAX
+        and evacuation.requests < REQUESTS_MAX
         and bool(state.connected)
         and any(
             notice.identity in evacuation.identities and notice.source != PEER_SOURCE
@@ -248,8 +231,8 @@ def may_ask_again(state: State) -> bool:
     )
 
 
-def ask_again_mono_s(evacuation: Evacuation) -> float:
+def repeat_mono_s(evacuation: Evacuation) -> float:
     """When the pause after the request that failed is over."""
-    assert evacuation.ask is not None
-    pause_s = min(ASK_AGAIN_S * 2.0 ** (evacuation.asks - 1), ASK_AGAIN_S_MAX)
-    return evacuation.ask.failed_mono_s + pause_s
+    assert evacuation.request is not None
+    pause_s = min(REPEAT_S * 2.0 ** (evacuation.requests - 1), REPEAT_S_MAX)
+    return evacuation.request.failed_mono_s + pause_s

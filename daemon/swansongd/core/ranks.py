@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import lineage, nodes, periodic, request, stall
+from swansongd.core import emergency, lineage, nodes, request, stall
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -36,7 +36,6 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
         transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
     nodes.joined(transition, trainer)
     request.record_joined(transition, trainer.connection, trainer.rank)
-    periodic.joined(transition, trainer.connection)
 
 
 def record_refused(transition: Transition, reason: str) -> None:
@@ -61,7 +60,7 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         transition.state = replace(state, trainers=(*others, away))
         return
     transition.state = replace(state, trainers=others)
-    request.record_rank_ended(transition, gone.rank)
+    emergency.record_rank_ended(transition, gone.rank)
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core import flight, lineage, nodes, request
+from swansongd.core import emergency, flight, lineage, nodes
 from swansongd.core.events import (
     Prune,
     Scanned,
@@ -46,7 +46,7 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     present = frozenset(staged.id for staged in event.staged)
     _note_newest(transition, present)
     flight.record_absent(transition, present)
-    request.record_scan(transition, event)
+    emergency.record_scan(transition, event)
 
 
 def _record_found(
@@ -91,7 +91,9 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
         state,
         abandoned=abandoned,
         unusable=(state.unusable | abandoned) & present,
-        kept={id_: size for id_, size in state.kept.items() if id_ in present | written},
+        stored_bytes={
+            id_: size for id_, size in state.stored_bytes.items() if id_ in present | written
+        },
         seen={id_: seen_mono_s for id_, seen_mono_s in state.seen.items() if id_ in present},
     )
 
@@ -110,8 +112,10 @@ def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
     """What lies in staging at the start is old, although a claim or a notice came before the scan."""
     nodes.first_look(transition)
     evacuation = transition.state.evacuation
-    if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
-        transition.ask = replace(transition.ask, known=frozenset(staged.id for staged in present))
+    request = evacuation.request if evacuation is not None else None
+    if request is not None and request.by_signal:
+        known = frozenset(staged.id for staged in present)
+        transition.update_request(replace(request, known=known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class Unsent:
 def unsent(state: State) -> Unsent:
     """How much waits for the store."""
     waiting = state.uncommitted
-    left = sum(max(0, s.size_bytes - state.kept.get(s.id, 0)) for s in waiting)
+    left = sum(max(0, s.size_bytes - state.stored_bytes.get(s.id, 0)) for s in waiting)
     return Unsent(len(waiting), left)
 
 
@@ -175,7 +179,7 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
         wanted.add(state.flight.staged.id)
     wanted.update(item.staged.id for item in state.stored)
     wanted.update(id_ for id_ in (state.answer, state.newer) if id_ is not None)
-    partly = [staged for staged in newest_first if state.kept.get(staged.id)]
+    partly = [staged for staged in newest_first if state.stored_bytes.get(staged.id)]
     if partly:
-        wanted.add(max(partly, key=lambda staged: state.kept[staged.id]).id)
+        wanted.add(max(partly, key=lambda staged: state.stored_bytes[staged.id]).id)
     return frozenset(wanted)

@@ -56,7 +56,7 @@ class Settings:
     """The job may run on several VMs, which have one generation in common."""
     vm: str = ""
     """Tells this VM, as of this boot, from others."""
-    goes_on_with: str = ""
+    resumed_job_start_id: str = ""
     """The job start that an earlier life of this daemon, on this boot, was part of."""
     sealed_under: int | None = None
     """Generation of the sets that earlier lives of this daemon left in staging; None if unknown."""
@@ -159,53 +159,48 @@ class DroppedSets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A checkpoint request to the trainer, and how far it has come."""
+class CheckpointRequest:
+    """A checkpoint request to the trainer, of an evacuation or periodic, and how far it has come."""
 
     request_id: str
-    by_signal: bool
+    reason: str
+    is_periodic: bool = False
+    by_signal: bool = False
+    is_urgent: bool = True
+    """False for a precaution and a periodic checkpoint: training does not stop for them."""
     asked_mono_s: float
     agree_by_mono_s: float
-    known: frozenset[CheckpointId]
+    """Ranks that have not all accepted by then do not agree.  A periodic request ends then."""
+    ranks: frozenset[int] = frozenset()
+    """Ranks that got the request."""
+    accepted: Mapping[int, int] = field(default_factory=dict)
+    """Rank to the last step that it had completed."""
+    target: int | None = None
+    known: frozenset[CheckpointId] = frozenset()
     """Sets that were sealed before the request: none of them answers it."""
     from_step: int = -1
     """Newest step that the ranks had reported when they were asked: an older one is no answer.  -1 for a
     request of an earlier life of the daemon, whose answer they may repeat."""
-    ranks: frozenset[int] = frozenset()
-    accepted: Mapping[int, int] = field(default_factory=dict)
-    """Rank to the last step that it had completed."""
-    target: int | None = None
-    claimed_step: int | None = None
-    """A rank says that it has sealed this step for the request."""
-    sealed: CheckpointId | None = None
-    """The scan has seen it."""
-    lost_mono_s: float | None = None
-    """When a rank was seen to be gone; a scan that began later decides whether it had sealed."""
     at_step: int = -1
-    """Last step that a rank had reported by then."""
-    failure: str = ""
-    failed_mono_s: float = 0.0
+    """Newest step that any rank had reported by then."""
+    reported_step: int | None = None
+    """A rank reported that it sealed this step for the request."""
+    sealed: CheckpointId | None = None
+    """The set that answers the request, once a scan has found it."""
     newer: CheckpointId | None = None
     """Oldest set of a step after the request, whether it answers the request or not."""
-    looked_mono_s: float = 0.0
-    """When staging was last looked through for early shards."""
-    hopeless_mono_s: float | None = None
-    """Since when, without a break, it has been too late for the set by the numbers."""
+    lost_mono_s: float | None = None
+    """When a rank's process ended; a scan that began later decides whether it had sealed."""
+    failure: str = ""
+    failed_mono_s: float = 0.0
+    rescan_mono_s: float = 0.0
+    """When the last scan for early shards was ordered."""
+    too_late_mono_s: float | None = None
+    """Since when, without a break, the set could not be stored in time by the numbers."""
 
     @property
     def is_waiting(self) -> bool:
         return self.sealed is None and not self.failure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Periodic:
-    """The request for a periodic checkpoint that is out."""
-
-    request_id: str
-    asked_mono_s: float
-    accepted: Mapping[int, int] = field(default_factory=dict)
-    """Rank to the last step that it had completed."""
-    target: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,9 +221,10 @@ class Evacuation:
     """Of the notices that it answers."""
     newest: CheckpointId | None = None
     """Newest sealed set that was seen since, or at, the opening, whatever became of it."""
-    ask: Ask | None = None
-    asks: int = 0
-    """Number of requests so far; each has an id of its own."""
+    request: CheckpointRequest | None = None
+    """The newest one."""
+    requests: int = 0
+    """Number of requests so far; each has another id."""
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
     part_reported: CommitRef | None = None
@@ -281,7 +277,7 @@ class State:
     pending: tuple[str, ...] = ()
     growing: tuple[Staged, ...] = ()
     """Sets that are being written, with the files in them that are final."""
-    kept: Mapping[CheckpointId, int] = field(default_factory=dict)
+    stored_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     """How many bytes of a set are stored, by this flush or an earlier one."""
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of what claims to be sealed and is not sound; each is logged once."""
@@ -334,7 +330,8 @@ class State:
     signal_save_s: float | None = None
     """From the last signal to the sealed set that it led to, settling included."""
     history: History = field(default_factory=History)
-    periodic: Periodic | None = None
+    periodic: CheckpointRequest | None = None
+    """The periodic request that is not answered yet."""
     periodic_mono_s: float | None = None
     """When one was last asked for."""
     saved_mono_s: float | None = None
@@ -369,7 +366,8 @@ class State:
         if evacuation is None or evacuation.is_precaution:
             is_armed = any(n.identity not in self.concluded for n in self.notices.values())
             return Phase.ARMED if is_armed else Phase.IDLE
-        if evacuation.ask is not None and evacuation.ask.is_waiting and evacuation.verdict is None:
+        request = evacuation.request
+        if request is not None and request.is_waiting and evacuation.verdict is None:
             return Phase.CHECKPOINTING
         if self.flight is not None:
             return Phase.FLUSHING
@@ -457,7 +455,7 @@ class State:
         for staged in self.uncommitted:
             is_pinned = staged == pinned and staged.id not in stored
             if newest_stored is None or staged.id > newest_stored or is_pinned:
-                left = max(0, staged.size_bytes - self.kept.get(staged.id, 0))
+                left = max(0, staged.size_bytes - self.stored_bytes.get(staged.id, 0))
                 result.append(Candidate(id=staged.id, bytes_left=left))
         return tuple(result)
 
@@ -465,18 +463,16 @@ class State:
     def early(self) -> Staged | None:
         """The growing set that answers an urgent request, once a file of it is final."""
         evacuation = self.evacuation
-        if evacuation is None or evacuation.is_precaution or evacuation.ask is None:
+        request = None if evacuation is None or evacuation.is_precaution else evacuation.request
+        if request is None or not request.is_waiting:
             return None
-        ask = evacuation.ask
         answering = (
             staged
             for staged in self.growing
-            if (staged.request_id == ask.request_id or staged.id.step == ask.target)
+            if (staged.request_id == request.request_id or staged.id.step == request.target)
             and staged.files
         )
-        return (
-            max(answering, key=lambda staged: staged.id, default=None) if ask.is_waiting else None
-        )
+        return max(answering, key=lambda staged: staged.id, default=None)
 
     @property
     def bytes_to_come(self) -> int:
@@ -485,21 +481,21 @@ class State:
         early = self.early
         if early is None:
             return size_bytes
-        return max(0, max(size_bytes, early.size_bytes) - self.kept.get(early.id, 0))
+        return max(0, max(size_bytes, early.size_bytes) - self.stored_bytes.get(early.id, 0))
 
     @property
     def answer(self) -> CheckpointId | None:
         """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
-        ask = self.evacuation.ask if self.evacuation is not None else None
-        return None if ask is None or ask.sealed in self.unusable else ask.sealed
+        request = self.evacuation.request if self.evacuation is not None else None
+        return None if request is None or request.sealed in self.unusable else request.sealed
 
     @property
     def newer(self) -> CheckpointId | None:
         """Over several VMs: a set of a step after a request that failed is as good as its answer."""
-        ask = self.evacuation.ask if self.evacuation is not None else None
-        if ask is None or not (ask.failure and self.settings.several_vms):
+        request = self.evacuation.request if self.evacuation is not None else None
+        if request is None or not (request.failure and self.settings.several_vms):
             return None
-        return None if ask.newer in self.unusable else ask.newer
+        return None if request.newer in self.unusable else request.newer
 
     @property
     def is_answered(self) -> bool:
@@ -508,13 +504,13 @@ class State:
         On one VM, a commit of a later step from before the request is one of another line.
         """
         evacuation, last = self.evacuation, self.last_complete
-        if evacuation is None or evacuation.ask is None or last is None:
+        if evacuation is None or evacuation.request is None or last is None:
             return False
         answers = [id_ for id_ in (self.answer, self.newer) if id_ is not None]
         if self.settings.several_vms:  # each start of the job has a generation of its own
             return any(self.is_whole(id_) for id_ in answers)
         seen_mono_s = self.last_commit_seen_mono_s
-        is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.ask.asked_mono_s
+        is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.request.asked_mono_s
         return any(self.is_whole(id_) and (is_newer or last.step == id_.step) for id_ in answers)
 
     @property

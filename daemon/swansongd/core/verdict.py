@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import notices, request
+from swansongd.core import emergency, notices
 from swansongd.core.events import (
     Conclude,
     Exit,
@@ -29,8 +29,8 @@ def reconcile(transition: Transition) -> None:
     evacuation = state.evacuation
     if evacuation is None:
         return
-    ask = evacuation.ask
-    is_waiting = (ask is not None and ask.is_waiting) or request.will_ask_again(transition)
+    request = evacuation.request
+    is_waiting = (request is not None and request.is_waiting) or emergency.will_repeat(transition)
     has_looked = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
@@ -113,6 +113,7 @@ def _what_stands(state: State) -> str:
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     evacuation, part = state.evacuation, state.part
     assert evacuation is not None
+    request = evacuation.request
     if state.is_answered and state.answer is not None and state.is_whole(state.answer):
         return (
             Verdict.SAFE,
@@ -131,18 +132,17 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
             return Verdict.LOST, f"{part}; {_what_stands(state)}"
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
-        if evacuation.ask is not None and evacuation.ask.failure:
-            return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
+        if request is not None and request.failure:
+            return Verdict.LOST, f"nothing is committed: {request.failure}"
         return Verdict.LOST, "nothing was staged, so nothing is committed"
     stands = _what_stands(state)
     if part is not None:
         stands = f"{part}; {stands}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
-    ask = evacuation.ask
-    if ask is not None and ask.failure:
-        return Verdict.PARTIAL, f"{ask.failure}; {stands}"
-    if ask is not None and state.answer is not None and state.is_covered(state.answer):
+    if request is not None and request.failure:
+        return Verdict.PARTIAL, f"{request.failure}; {stands}"
+    if request is not None and state.answer is not None and state.is_covered(state.answer):
         reason = f"a commit of before the notice stands ahead of step {state.answer.step}"
         return Verdict.PARTIAL, f"{reason}; {stands}"
     if state.owes_checkpoint:
@@ -150,7 +150,7 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
-    if ask is None and ahead > state.last_complete.step:
+    if request is None and ahead > state.last_complete.step:
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
     if part is not None:
         return Verdict.PARTIAL, stands

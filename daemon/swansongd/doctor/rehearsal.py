@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from swansong import protocol
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
@@ -30,9 +31,11 @@ from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import Journal
+from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.staging import scan
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -46,9 +49,9 @@ _BUDGET_S = 3.0
 """Time in which one call is retried: enough for a lost connection, and short for a waiting operator."""
 _CONNECTIONS = 2
 _STEP = 1
-# Names of the hooks.  Stores list these two in different orders.
-_SMALL, _LARGE = "rank-00000.json", "rank-00000/shard.bin"
-_SET = "step-000000000001.doctor"
+# Stores list these two names of the hooks in different orders.
+_SMALL, _LARGE = protocol.rank_manifest_name(0), f"{protocol.rank_directory(0)}/shard.bin"
+_SET = protocol.sealed_name(_STEP, "doctor")
 
 T = TypeVar("T")
 
@@ -160,7 +163,12 @@ class Rehearsal:
                 f"listing {len(found)}"
             )
         source, copy = self._directory() / _SET, self._directory() / "restored"
-        restored = restore(self._store, self.keys, copy, connections=_CONNECTIONS)
+        restored = restore(
+            self._store,
+            self.keys,
+            RestoreTarget(copy),
+            options=ReadOptions(connections=_CONNECTIONS),
+        )
         for shard in self._shards:
             if not filecmp.cmp(source / shard.path, copy / shard.path, shallow=False):
                 raise CorruptError(
@@ -228,11 +236,9 @@ class Rehearsal:
             self.keys,
             self._directory(),
             self._events.put,
-            journal=Journal(own, run=self.keys.run, store_url=self._store.url),
-            nonce=partial(secrets.token_hex, 4),
+            journal=UploadJournal(own, run=self.keys.run, store_url=self._store.url),
             connections=_CONNECTIONS,
             part_size_bytes=self.part_bytes,
-            is_urgent=lambda: False,
         )
 
     def _write(self, path: str, size_bytes: int) -> None:

@@ -29,14 +29,14 @@ from swansongd.doctor.findings import (
 )
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import BytesBody, ObjectStore
-from swansongd.stores.configured import open_configured
 from swansongd.stores.file import mounts
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Wire
+from swansongd.stores.opening import open_store
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.threads import parallel
 
@@ -80,7 +80,7 @@ def checks(
         )
     edit = fixes.edit(path)
     try:
-        where = open_configured(config.store, connections=config.flush.connections)
+        where = open_store(config.store, connections=config.flush.connections)
     except ConfigError as error:
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", judge=lambda: unusable)
@@ -251,7 +251,7 @@ class _Probe:
         if not self._may_send_trailers:
             return False
         with_headers = replace(self._config.store, checksums="header")  # type: ignore[type-var]
-        store = open_configured(with_headers, connections=1)
+        store = open_store(with_headers, connections=1)
         try:
             store.put_shard(f"{self.rehearsal.keys.run}/header", BytesBody(bytes(SMALL_BYTES)))
         except StoreError:
@@ -312,7 +312,7 @@ class _Probe:
             store_fixes.address(self._config),
             connections=1,
             ca_bundle=store_fixes.trusted(self._config),
-            reply_s=_DATE_TIMEOUT_S,
+            first_byte_s=_DATE_TIMEOUT_S,
         )
         asked_wall_s = time.time()
         try:

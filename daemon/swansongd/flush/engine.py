@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flush: moves the shards of one set to the object store, part by part, in many threads.
+"""The flush engine sends the shards of one set to the object store, part by part, in many threads.
 
-One set at a time; whoever decides which is :mod:`swansongd.core`.  What is done for one shard is
-:mod:`swansongd.flush.uploader`.  A part passes window by window through the digest and onto the wire, so
-memory is bounded by workers times window whatever the files measure.  Before each window a worker looks
-whether its bytes are still wanted: that is how a flush is cancelled, and nothing waits for a request that
-hangs.
+It sends one set at a time; :mod:`swansongd.core` decides which.  Each worker takes a task
+(:mod:`swansongd.flush.tasks`) from the upload queue of the set (:mod:`swansongd.flush.queue`).
+:mod:`swansongd.flush.uploader` carries out the tasks of shards.  A part passes through the digest and into
+the request window by window, so memory is limited to one window for each worker.  Before each window the
+worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for a request
+that hangs.
 
-Nothing that is stored is sent again.  A set that comes back after another one, or under its sealed name,
-goes on where it was (:mod:`swansongd.flush.queue`), and so does a daemon that was restarted
-(:mod:`swansongd.flush.journal`), once the store has confirmed what the journal says.  A file whose bytes the
-newest committed set has stored under the same path is referenced instead.
+The engine sends no stored byte again.  A set resumes after another set, under its sealed name, and after a
+restart of the daemon: the journal (:mod:`swansongd.flush.journal`) holds the progress, and the store
+confirms it.  If the newest committed set has a file with the same path and bytes, the engine references
+that object instead.
 
-No key is written twice with different bytes: keys carry a nonce, which is new for each set in each life
-of the daemon, and whenever a file of the set is not the same any more.
+A key is never written twice with different bytes.  Keys contain a nonce, which is new for each set after
+each start of the daemon, and whenever a file of the set has changed.
+
+Progress takes one path: the workers count the bytes of each window in the :class:`ActiveFlush`, and one
+thread posts the counters at short intervals.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import structlog
 from swansong.bounds import BoundsError
@@ -32,33 +36,41 @@ from swansong.bounds import BoundsError
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
+from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled
-from swansongd.flush.journal import SETS_MAX, Journal
-from swansongd.flush.queue import Order, Outcome, Task, UploadQueue
+from swansongd.flush.journal import SETS_MAX, UploadJournal
+from swansongd.flush.queue import UploadQueue
+from swansongd.flush.tasks import Advance, Begin, Finish, SendPart, Task, TaskOutcome
 from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
-from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
+from swansongd.util.concurrency import ConcurrencyLimit
 
 _PROGRESS_INTERVAL_S = 0.05
 
 _log = structlog.get_logger(__name__)
 
 
+def upload_nonce() -> str:
+    """A random nonce for the keys of one upload."""
+    return secrets.token_hex(4)
+
+
 class FlushEngine:
     """Sends one set at a time.
 
     Args:
-        store: wrapped so that it retries, and gives up at the deadline.
+        store: retries failed requests until the deadline.
         keys: of the run.
         run_directory: staging directory of the run, as a path or an open descriptor.
-        post: takes FlushProgress, Flushed and FlushFailed.
+        post: receives FlushProgress, Flushed and FlushFailed.
         journal: of this run and store.
-        nonce: a new short random word at each call.
-        connections: how many parts travel at once, at the most.
-        part_size_bytes: of each part, but for large files.
+        connections: largest number of parts in flight.
+        part_size_bytes: size of a part, except of large files.
         is_urgent: whether an evacuation is open.
+        nonce: returns a new nonce for the keys of a set.
+        monotonic: the clock of the concurrency limit.
     """
 
     def __init__(
@@ -68,246 +80,228 @@ class FlushEngine:
         run_directory: int | Path,
         post: Callable[[Event], None],
         *,
-        journal: Journal,
-        nonce: Callable[[], str],
+        journal: UploadJournal,
         connections: int,
         part_size_bytes: int,
-        is_urgent: Callable[[], bool],
+        is_urgent: Callable[[], bool] = lambda: False,
+        nonce: Callable[[], str] = upload_nonce,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
         self._run_directory = run_directory
         self._post = post
         self._journal = journal
-        self._nonce = nonce
         self._connections = connections
-        self._cpus = len(os.sched_getaffinity(0))
+        self._nonce = nonce
         self._monotonic = monotonic
-        self._changed = threading.Condition()
-        self._sender = ShardUploader(
+        self._cpus = len(os.sched_getaffinity(0))
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_begun = threading.Condition(self._lock)
+        self._uploader = ShardUploader(
             store,
             run_directory,
             journal,
-            lock=self._changed,
-            report=self._report,
+            lock=self._lock,
             part_size_bytes=part_size_bytes,
             is_urgent=is_urgent,
         )
         self._idle = 0
-        self._is_watched = False
-        self._sets: dict[CheckpointId, UploadQueue] = {}
-        self._active: UploadQueue | None = None
-        self._ordered: tuple[Order, UploadQueue] | None = None
-        """What the next free worker begins: whoever gives the order must not wait for the journal."""
+        """Workers that wait for a task."""
+        self._queues: dict[CheckpointId, UploadQueue] = {}
+        self._active: ActiveFlush | None = None
+        self._ordered: ActiveFlush | None = None
+        """The flush that the next free worker begins: start() must not wait for the journal."""
         self._is_beginning = False
-        self._progress_mono_s = monotonic()
+        self._reported: FlushProgress | None = None
+        threading.Thread(target=self._report, name="flush-progress", daemon=True).start()
         for number in range(connections):
             self._start_worker(number)
 
     def start(
         self, flush_id: str, staged: Staged, generation: int, *, is_sealed: bool = True
     ) -> None:
-        """Send this set, and leave whatever else was being sent where it is.
+        """Send this set, and interrupt the set that is being sent.
 
-        Of a set that is not sealed the files so far are sent; FlushProgress is all that is heard of it,
-        or FlushFailed when the store fails.
+        If the set is not sealed, its files so far are sent.  Such a flush posts FlushProgress, or
+        FlushFailed when the store fails, and never Flushed.
         """
-        with self._changed:
-            flush_set = self._sets.get(staged.id) or self._new_set(staged, generation)
-            if self._active is not flush_set:
-                self._halt()
-            # A set that grows is ordered again and again: each time from two would cost it the wire.
-            before = flush_set.order
-            width = ConcurrencyLimit(self._connections) if before is None else before.width
-            width.reset_counters()
-            self._ordered = Order(flush_id, staged, is_sealed, width), flush_set
-            self._changed.notify()
+        with self._lock:
+            queue = self._queues.get(staged.id) or self._new_queue(staged, generation)
+            if self._active is not None and self._active.queue is not queue:
+                self._deactivate()
+            # A growing set is ordered again and again, and must not begin with two connections each time.
+            limit = self._active.limit if self._active else ConcurrencyLimit(self._connections)
+            limit.reset_counters()
+            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue, limit)
+            self._has_work.notify()
 
     def cancel(self, flush_id: str) -> None:
-        """Send no further byte of this flush; says nothing more about it."""
-        with self._changed:
-            if self._ordered is not None and self._ordered[0].flush_id == flush_id:
+        """Send no further byte of this flush, and post no outcome of it."""
+        with self._lock:
+            if self._ordered is not None and self._ordered.flush_id == flush_id:
                 self._ordered = None
-                self._halt()  # what was to go on as this one
-            order = self._active.order if self._active is not None else None
-            if order is not None and order.flush_id == flush_id:
-                self._halt()
+                self._deactivate()  # an earlier flush of the same set
+            elif self._active is not None and self._active.flush_id == flush_id:
+                self._deactivate()
 
-    def _new_set(self, staged: Staged, generation: int) -> UploadQueue:
-        others = [
-            checkpoint for checkpoint, other in self._sets.items() if other is not self._active
-        ]
-        for checkpoint in others[: len(self._sets) - SETS_MAX + 1]:
-            del self._sets[checkpoint]
+    def _new_queue(self, staged: Staged, generation: int) -> UploadQueue:
+        active = self._active.queue if self._active is not None else None
+        others = [checkpoint for checkpoint, queue in self._queues.items() if queue is not active]
+        for checkpoint in others[: len(self._queues) - SETS_MAX + 1]:
+            del self._queues[checkpoint]
         key_of = partial(self._key_of, generation, staged)
-        made = self._sets[staged.id] = UploadQueue(str(staged.id), key_of, self._nonce)
+        made = self._queues[staged.id] = UploadQueue(str(staged.id), key_of, self._nonce)
         return made
 
-    def _key_of(self, generation: int, staged: Staged, path: str, upload_nonce: str) -> str:
-        return self._keys.shard(generation, staged.id, upload_nonce, staged.node, path)
+    def _key_of(self, generation: int, staged: Staged, path: str, nonce: str) -> str:
+        return self._keys.shard(generation, staged.id, nonce, staged.node, path)
 
-    def _halt(self) -> None:
-        flush_set, self._active = self._active, None
-        if flush_set is not None and flush_set.order is not None:
-            order, flush_set.order = flush_set.order, None
-            self._close_if_over(order, flush_set)
+    def _deactivate(self) -> None:
+        flush, self._active = self._active, None
+        if flush is not None:
+            flush.queue.close()
+            self._close_if_over(flush)
 
-    # ------------------------------------------------------------------ in the workers
+    def _close_if_over(self, flush: ActiveFlush) -> None:
+        if self._active is not flush and not flush.workers:
+            flush.close_directory()
+
+    # ------------------------------------------------------------------ workers
 
     def _start_worker(self, number: int) -> None:
         try:
             threading.Thread(target=self._work, name=f"flush-{number}", daemon=True).start()
-        except RuntimeError as error:  # as many as this VM allows, and at least one
+        except RuntimeError as error:  # the VM allows no more threads; one worker is enough
             if not number:
                 raise
             _log.warning("flush_worker_not_started", number=number, error=str(error))
 
     def _work(self) -> None:
         while True:
-            order, flush_set, task = self._take()
-            outcome: Outcome = "again"
-            try:
-                if task == "begin":
-                    self._begin(order, flush_set)
-                elif task == "end":
-                    self._end(order, flush_set)
-                else:
-                    self._sender.carry_out(order, flush_set, *task)
-                outcome = "done"
-            except Cancelled:
-                pass
-            except StagingError as error:
-                outcome = "aside"
-                self._fail(order, flush_set, error.line(), void=True)
-            except BoundsError as error:  # the set has a number that no key can hold
-                self._fail(order, flush_set, str(error), void=True)
-            except SwansongError as error:
-                self._fail(order, flush_set, error.line(), void=False)
-            except Exception as error:  # a fault of ours must not end the worker
-                _log.exception("flush_fault", flush_id=order.flush_id)
-                self._fail(order, flush_set, f"{type(error).__name__}: {error}", void=False)
-            self._leave(order, flush_set, task, outcome)
+            flush, task = self._take()
+            self._leave(flush, task, self._carry_out(flush, task))
 
-    def _take(self) -> tuple[Order, UploadQueue, Task | Literal["begin"]]:
-        with self._changed:
+    def _take(self) -> tuple[ActiveFlush, Task]:
+        """Wait for a task."""
+        with self._lock:
             while True:
-                if self._ordered is not None and not self._is_beginning:
-                    self._is_beginning = True
-                    return *self._ordered, "begin"
-                if (open_to := self._open_to_more()) is not None:
-                    order, active = open_to
-                    if (task := active.next_task()) is not None:
-                        order.workers += 1
-                        self._wake()
-                        return order, active, task
-                self._wait()
+                if (found := self._next_task()) is not None:
+                    found[0].workers += 1
+                    self._wake_one()
+                    return found
+                self._idle += 1
+                self._has_work.wait()
+                self._idle -= 1
 
-    def _wait(self) -> None:
-        """Until something changed.  During a flush one of those who wait keeps watch: when nothing moves
-        at all, nobody else looks whether more workers help."""
-        keeps_watch = self._active is not None and not self._is_watched
-        self._is_watched |= keeps_watch
-        self._idle += 1
-        self._changed.wait(SAMPLE_S if keeps_watch else None)
-        self._idle -= 1
-        if keeps_watch:
-            self._is_watched = False
-            if self._active is not None and self._active.order is not None:
-                self._look(self._active.order)
-
-    def _look(self, order: Order) -> int:
-        """See whether more workers may take part; returns the bytes sent."""
-        sent_bytes = sum(list(order.sent_bytes.values()))
-        order.width.look(self._monotonic(), sent_bytes, time.process_time(), self._cpus)
-        return sent_bytes
-
-    def _wake(self) -> None:
-        """One worker at a time, who wakes the next: there may be less to do than there are workers."""
-        open_to = self._open_to_more()
-        if self._idle and (not self._is_watched or (open_to and open_to[1].has_task())):
-            self._changed.notify()
-
-    def _open_to_more(self) -> tuple[Order, UploadQueue] | None:
-        """What is being sent, if one more worker may take part."""
+    def _next_task(self) -> tuple[ActiveFlush, Task] | None:
+        if self._ordered is not None and not self._is_beginning:
+            self._is_beginning = True
+            return self._ordered, Begin()
         active = self._active
-        if active is None or active.order is None:
+        if active is None or not active.admits_worker:
             return None
-        order = active.order
-        return (order, active) if order.workers < order.width.now else None
+        task = active.queue.next_task()
+        return None if task is None else (active, task)
 
-    def _leave(
-        self,
-        order: Order,
-        flush_set: UploadQueue,
-        task: Task | Literal["begin"],
-        outcome: Outcome,
-    ) -> None:
-        with self._changed:
-            if task == "begin":
+    def _wake_one(self) -> None:
+        """Wake one worker if it may take a task.  That worker wakes the next one."""
+        active = self._active
+        if self._idle and active is not None and active.admits_worker and active.queue.has_task():
+            self._has_work.notify()
+
+    def _carry_out(self, flush: ActiveFlush, task: Task) -> TaskOutcome:
+        try:
+            match task:
+                case Begin():
+                    self._begin(flush)
+                case Finish():
+                    self._finish(flush)
+                case Advance() | SendPart():
+                    self._uploader.carry_out(flush, task)
+        except Cancelled:
+            return TaskOutcome.RETRY
+        except StagingError as error:
+            self._fail(flush, error.line(), void=True)
+            return TaskOutcome.DEFERRED
+        except BoundsError as error:  # the set has a number that no key can contain
+            self._fail(flush, str(error), void=True)
+        except SwansongError as error:
+            self._fail(flush, error.line(), void=False)
+        except Exception as error:  # a fault of the daemon must not end the worker
+            _log.exception("flush_fault", flush_id=flush.flush_id)
+            self._fail(flush, f"{type(error).__name__}: {error}", void=False)
+        else:
+            return TaskOutcome.DONE
+        return TaskOutcome.RETRY
+
+    def _leave(self, flush: ActiveFlush, task: Task, outcome: TaskOutcome) -> None:
+        with self._lock:
+            flush.workers -= 1
+            if isinstance(task, Begin):
                 self._is_beginning = False
-                self._changed.notify()
-            elif task != "end":
-                if outcome == "aside" and flush_set.order is not order:
-                    outcome = "again"  # what the order before could not read, this one may
-                flush_set.settle(*task, outcome)
-            order.workers -= task != "begin"
-            self._close_if_over(order, flush_set)
-        self._report(flush_set, at_once=task == "begin")
+                self._has_work.notify()
+            elif not isinstance(task, Finish):
+                if outcome is TaskOutcome.DEFERRED and self._active is not flush:
+                    outcome = (
+                        TaskOutcome.RETRY
+                    )  # a newer flush of the set may be able to read the file
+                flush.queue.finish(task, outcome)
+            self._close_if_over(flush)
 
-    def _fail(self, order: Order, flush_set: UploadQueue, reason: str, *, void: bool) -> None:
-        with self._changed:
-            # A set that is not sealed may still change: its files are looked at again when it is.
-            if flush_set.order is not order or (void and not order.is_sealed):
-                return
-            flush_set.order = None
-            if self._active is flush_set:
-                self._active = None
-        self._post(FlushFailed(order.flush_id, reason, void))
-
-    def _begin(self, order: Order, flush_set: UploadQueue) -> None:
-        held = self._journal.held(flush_set.name)
-        with self._changed:
-            if self._ordered is None or self._ordered[0] is not order:
-                return  # there is another by now, or none
+    def _begin(self, flush: ActiveFlush) -> None:
+        records = self._journal.records_of(flush.queue.name)
+        with self._lock:
+            if self._ordered is not flush:
+                return  # replaced or cancelled meanwhile
             self._ordered = None
-            self._active = flush_set
-            before = flush_set.order
-            flush_set.begin(order, held)
+            before, self._active = self._active, flush
+            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed)
             if before is not None:
-                self._close_if_over(before, flush_set)
+                self._close_if_over(before)
+            self._reported = progress = flush.progress()
+            self._has_begun.notify()
+        self._post(progress)
 
-    def _end(self, order: Order, flush_set: UploadQueue) -> None:
-        if not scan.same_listing(self._run_directory, order.staged):
+    def _finish(self, flush: ActiveFlush) -> None:
+        if not scan.same_listing(self._run_directory, flush.staged):
             raise StagingError(
-                f"{order.staged.directory} changed while it was read",
+                f"{flush.staged.directory} changed while it was read",
                 hint="If the trainer was still writing, raise trainer.settle_s",
             )
-        with self._changed:
-            if flush_set.order is not order:
+        with self._lock:
+            if self._active is not flush:
                 return
-            stored = [shard.stored for _, shard in sorted(flush_set.shards.items())]
-            self._halt()
-        held = [item for item in stored if item is not None]
-        referenced = [item.shard.size_bytes for item in held if item.is_referenced]
-        self._post(Flushed(order.flush_id, tuple(item.shard for item in held), sum(referenced)))
+            stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
+            self._deactivate()
+        records = [record for record in stored if record is not None]
+        referenced = [record.shard.size_bytes for record in records if record.is_referenced]
+        shards = tuple(record.shard for record in records)
+        self._post(Flushed(flush.flush_id, shards, sum(referenced)))
 
-    def _close_if_over(self, order: Order, flush_set: UploadQueue) -> None:
-        if flush_set.order is not order and not order.workers and order.directory is not None:
-            order.directory.close()
-            order.directory = None
-
-    def _report(self, flush_set: UploadQueue, *, at_once: bool = False) -> None:
-        """Say how far the flush is, now and then."""
-        now = self._monotonic()
-        if not at_once and now - self._progress_mono_s < _PROGRESS_INTERVAL_S:
-            return  # nearly always, and then without waiting for the lock
-        with self._changed:
-            order = flush_set.order
-            is_due = at_once or now - self._progress_mono_s >= _PROGRESS_INTERVAL_S
-            if order is None or not is_due:
+    def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
+        with self._lock:
+            # A set that is not sealed may still change; the sealed set is checked again.
+            if self._active is not flush or (void and not flush.is_sealed):
                 return
-            self._progress_mono_s = now
-            sent_bytes = self._look(order)
-            self._wake()
-            progress = FlushProgress(order.flush_id, flush_set.bytes_stored, sent_bytes)
-        self._post(progress)
+            self._deactivate()
+        self._post(FlushFailed(flush.flush_id, reason, void))
+
+    # ------------------------------------------------------------------ progress
+
+    def _report(self) -> None:
+        """Post the progress of the active flush at short intervals, and adapt its concurrency."""
+        while True:
+            with self._lock:
+                while (flush := self._active) is None:
+                    self._has_begun.wait()
+                progress = flush.progress()
+                flush.limit.sample(
+                    self._monotonic(), progress.bytes_sent, time.process_time(), self._cpus
+                )
+                self._wake_one()
+                is_new, self._reported = progress != self._reported, progress
+            if is_new:
+                self._post(progress)
+            with self._lock:
+                self._has_begun.wait(_PROGRESS_INTERVAL_S)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upload journal: what is stored of which set, so that a restarted daemon goes on where it was.
+"""The upload journal: which parts and shards the store has acknowledged, so that a restarted daemon resumes.
 
-One file of lines in the daemon's own directory, a record in each: the digest of everything up to it,
-and JSON.  Reading ends at the first line whose digest does not fit, so a torn tail, one with a hole in
-it, or one written twice is as good as none.  Nothing is ever synced: after SIGKILL the kernel still has
-all of it, and what a power cut takes away is sent again.  A record is a claim, never a proof: whoever
-reads one of an earlier daemon asks the store whether it is so.
+The journal is one file in the daemon's own directory.  Each line is an entry: JSON, preceded by the digest
+of the file up to here.  Reading ends at the first line with a wrong digest.  So a torn tail, a hole and a
+repeated line lose only the entries from there on.  The file is never synced: after SIGKILL the kernel still
+has all of it, and entries lost in a power cut only cause bytes to be sent again.  An entry proves nothing:
+the flush asks the store to confirm the entries of an earlier daemon.
 
-The file counts only if it lies in a directory of this user and was written by it; each record is checked
-field by field.  A flush works with its content in memory, as :class:`UploadRecord` and
-:class:`ShardRecord`.  Methods may be called from any thread.
+The file is read only if its directory and the file belong to this user, and each entry is checked field by
+field.  A flush uses the content in memory, as :class:`UploadRecord` and :class:`ShardRecord`.  All methods
+are thread-safe.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt, Upload
 FILE_NAME = "uploads.journal"
 _TEMPORARY = f".{FILE_NAME}.new"
 SETS_MAX = 4
-"""Sets that are remembered; the one begun first is forgotten for a fifth."""
+"""Sets in the journal; a further set replaces the oldest one."""
 BYTES_MAX = 256 * 2**20
-"""Longest file that is read: a million parts."""
+"""Largest file that is read; enough for a million parts."""
 _COMPACT_OVER_BYTES = 4 * 2**20
 _LINE_BYTES_MAX = 8 * 2**20
 _CRC32C_MAX = 2**32 - 1
@@ -46,12 +46,16 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 _log = structlog.get_logger(__name__)
 
-Record = dict[str, Any]
+Entry = dict[str, Any]
+"""One line of the journal, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A part that the store has acknowledged, and the BLAKE3 of its bytes."""
+    """A part that the store has acknowledged.
+
+    ``digest`` is the BLAKE3 of its bytes.
+    """
 
     receipt: PartReceipt
     digest: bytes
@@ -59,7 +63,7 @@ class PartRecord:
 
 @dataclass(eq=False, slots=True)
 class UploadRecord:
-    """A multipart upload under way, and its parts so far, by number."""
+    """A multipart upload that is not completed, with its acknowledged parts by number."""
 
     file: StagedFile
     upload: Upload
@@ -67,7 +71,7 @@ class UploadRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its parts are there."""
+        """Whether the store has acknowledged all parts."""
         return len(self.parts) == self.parts_max
 
     @property
@@ -77,96 +81,96 @@ class UploadRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard that is stored whole."""
+    """A shard that is stored completely."""
 
     file: StagedFile
     shard: StoredShard
     part_digests: tuple[bytes, ...]
-    """BLAKE3 of each part; empty when only that of the whole is known."""
+    """BLAKE3 of each part; empty if only the digest of the shard is known."""
     is_referenced: bool = False
-    """It was stored by another set."""
+    """Whether another set has stored the object."""
 
 
-Held = UploadRecord | ShardRecord
+FileRecord = UploadRecord | ShardRecord
 
 
 @dataclass(slots=True)
 class Contents:
-    """What a journal says, record by record."""
+    """The content of a journal."""
 
-    sets: dict[str, dict[str, Held]] = field(default_factory=dict)
+    sets: dict[str, dict[str, FileRecord]] = field(default_factory=dict)
     """By set and path."""
     known: dict[str, ShardRecord] = field(default_factory=dict)
     """The shards of the newest committed set, by path."""
 
-    def apply(self, record: Record) -> None:
-        """Apply one record.
+    def apply(self, entry: Entry) -> None:
+        """Apply one entry.
 
         Raises:
-            ValueError: this version does not write such a record.
+            ValueError: this version does not write such an entry.
         """
-        match record.get("is"):
+        match entry.get("is"):
             case "upload":
-                self.put(_set(record), UploadRecord(_file(record), _upload(record)))
+                self.put(_set(entry), UploadRecord(_file(entry), _upload(entry)))
             case "part":
-                held = self.sets.get(_set(record), {}).get(_text(record, "path"))
-                if isinstance(held, UploadRecord):
-                    receipt = _receipt(record, held.parts_max)
-                    held.parts[receipt.number] = PartRecord(receipt, _digest(record.get("digest")))
+                record = self.sets.get(_set(entry), {}).get(_text(entry, "path"))
+                if isinstance(record, UploadRecord):
+                    receipt = _receipt(entry, record.parts_max)
+                    record.parts[receipt.number] = PartRecord(receipt, _digest(entry.get("digest")))
             case "shard":
-                self.put(_set(record), _shard(record))
+                self.put(_set(entry), _shard(entry))
             case "known":
-                held = _shard(record)
-                self.known[held.shard.path] = held
+                record = _shard(entry)
+                self.known[record.shard.path] = record
             case "dropped":
-                held_of_set = self.sets.get(_set(record), {})
-                held_of_set.pop(_text(record, "path"), None)
-                if not held_of_set:
-                    self.sets.pop(_set(record), None)
+                records = self.sets.get(_set(entry), {})
+                records.pop(_text(entry, "path"), None)
+                if not records:
+                    self.sets.pop(_set(entry), None)
             case "committed":
-                held_of_set = self.sets.pop(_set(record), {})
+                records = self.sets.pop(_set(entry), {})
                 self.known = {
-                    path: held
-                    for path, held in held_of_set.items()
-                    if isinstance(held, ShardRecord)
+                    path: record
+                    for path, record in records.items()
+                    if isinstance(record, ShardRecord)
                 }
             case unknown:
                 raise ValueError(unknown)
 
-    def records(self) -> Iterator[Record]:
-        """The fewest records that say the same."""
-        for held in self.known.values():
-            yield _shard_record("", held) | {"is": "known"}
+    def entries(self) -> Iterator[Entry]:
+        """The fewest entries with this content."""
+        for known in self.known.values():
+            yield _shard_entry("", known) | {"is": "known"}
         for name, paths in self.sets.items():
-            for path, held_of_path in paths.items():
-                if isinstance(held_of_path, ShardRecord):
-                    yield _shard_record(name, held_of_path)
+            for path, record in paths.items():
+                if isinstance(record, ShardRecord):
+                    yield _shard_entry(name, record)
                     continue
-                yield _upload_record(name, held_of_path)
-                for part in list(held_of_path.parts.values()):
-                    yield _part_record(name, path, part)
+                yield _upload_entry(name, record)
+                for part in list(record.parts.values()):
+                    yield _part_entry(name, path, part)
 
-    def put(self, name: str, held: Held) -> None:
-        """Hold this of the set of that name."""
+    def put(self, name: str, record: FileRecord) -> None:
+        """Add or replace the record of a file."""
         while name not in self.sets and len(self.sets) >= SETS_MAX:
             del self.sets[next(iter(self.sets))]
-        self.sets.setdefault(name, {})[held.file.path] = held
+        self.sets.setdefault(name, {})[record.file.path] = record
 
 
-class Journal:
+class UploadJournal:
     """The journal of one run and one store.
 
-    Reads what is there, and begins a file anew that says the same in as few lines.  A disk that does not
-    take it is logged, and costs only what a restart would have to send again.
+    The constructor reads the existing file and replaces it by a shorter one with the same content.  A failed
+    write is logged; then a restarted daemon sends more bytes again.
 
     Args:
-        directory: the daemon's own, in staging.
-        run, store_url: a journal of another run or store is not read.
+        directory: the daemon's own directory in staging.
+        run, store_url: the journal of another run or store is ignored.
     """
 
     def __init__(self, directory: Path, *, run: str, store_url: str) -> None:
         self._directory = directory
-        self._header: Record = {
+        self._header: Entry = {
             "is": "journal", "version": _VERSION, "run": run, "store": store_url,
         }  # fmt: skip
         self._lock = threading.Lock()
@@ -178,70 +182,70 @@ class Journal:
         with self._lock:
             self._rewrite()
 
-    def held(self, set_name: str) -> dict[str, Held]:
-        """What is held of a set, by path."""
+    def records_of(self, set_name: str) -> dict[str, FileRecord]:
+        """The records of a set, by path."""
         with self._lock:
             return dict(self._contents.sets.get(set_name, {}))
 
     def known(self, path: str) -> ShardRecord | None:
-        """The shard that the newest committed set has under this path."""
+        """The shard of the newest committed set under this path."""
         with self._lock:
             return self._contents.known.get(path)
 
     def holds_upload(self, upload_id: str) -> bool:
-        """Whether a flush may still go on with this upload."""
+        """Whether a flush may still resume this upload."""
         with self._lock:
             return any(
-                isinstance(held, UploadRecord) and held.upload.upload_id == upload_id
+                isinstance(record, UploadRecord) and record.upload.upload_id == upload_id
                 for paths in self._contents.sets.values()
-                for held in paths.values()
+                for record in paths.values()
             )
 
     def upload_begun(self, set_name: str, file: StagedFile, upload: Upload) -> UploadRecord:
         with self._lock:
-            self._take(_upload_record(set_name, UploadRecord(file, upload)))
-            held = self._contents.sets[set_name][file.path]
-        assert isinstance(held, UploadRecord)
-        return held
+            self._take(_upload_entry(set_name, UploadRecord(file, upload)))
+            record = self._contents.sets[set_name][file.path]
+        assert isinstance(record, UploadRecord)
+        return record
 
     def part_stored(
-        self, set_name: str, held: UploadRecord, receipt: PartReceipt, digest: bytes
+        self, set_name: str, record: UploadRecord, receipt: PartReceipt, digest: bytes
     ) -> None:
         part = PartRecord(receipt, digest)
-        path = held.file.path
-        body = _encoded(_part_record(set_name, path, part))
+        path = record.file.path
+        body = _encoded(_part_entry(set_name, path, part))
         with self._lock:
-            held.parts[receipt.number] = part
-            # Else the set, or this upload of the file, was given up meanwhile.
-            if self._contents.sets.get(set_name, {}).get(path) is held:
+            record.parts[receipt.number] = part
+            # Otherwise the set was forgotten, or the upload was restarted, in the meantime.
+            if self._contents.sets.get(set_name, {}).get(path) is record:
                 self._append(body)
 
-    def shard_stored(self, set_name: str, held: ShardRecord) -> None:
-        body = _encoded(_shard_record(set_name, held))
+    def shard_stored(self, set_name: str, record: ShardRecord) -> None:
+        body = _encoded(_shard_entry(set_name, record))
         with self._lock:
-            self._contents.put(set_name, held)
+            self._contents.put(set_name, record)
             self._append(body)
 
     def committed(self, set_name: str, shards: Sequence[StoredShard]) -> None:
-        """The set is committed as these shards, which may be referenced from now on."""
+        """Note that the set is committed as these shards; later sets may reference them."""
         with self._lock:
-            held_of_set = self._contents.sets.get(set_name)
+            records = self._contents.sets.get(set_name)
             named = set(shards)
-            if held_of_set is None:
+            if records is None:
                 return
-            for path, held in list(held_of_set.items()):
-                if not isinstance(held, ShardRecord) or held.shard not in named:
+            for path, record in list(records.items()):
+                if not isinstance(record, ShardRecord) or record.shard not in named:
                     self._take({"is": "dropped", "set": set_name, "path": path})
             self._take({"is": "committed", "set": set_name})
 
     def seed(self, shards: Sequence[StoredShard]) -> None:
-        """What the newest commit of an earlier VM has stored; ignored where more is known."""
+        """Note the shards of the newest commit of an earlier VM, unless a commit of this VM is known."""
         with self._lock:
             if self._contents.known:
                 return
             for shard in shards:
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
-                self._take(_shard_record("", ShardRecord(file, shard, ())) | {"is": "known"})
+                self._take(_shard_entry("", ShardRecord(file, shard, ())) | {"is": "known"})
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -269,13 +273,13 @@ class Journal:
             _log.warning(
                 "journal_not_read",
                 error=str(error),
-                hint="Uploads of an earlier daemon are not continued, but sent again",
+                hint="Uploads of an earlier daemon are not resumed; their shards are sent again",
             )
             return b""
 
-    def _take(self, record: Record) -> None:
-        self._contents.apply(record)
-        self._append(_encoded(record))
+    def _take(self, entry: Entry) -> None:
+        self._contents.apply(entry)
+        self._append(_encoded(entry))
 
     def _append(self, body: bytes) -> None:
         if self._fd < 0:
@@ -284,60 +288,62 @@ class Journal:
         try:
             openat.write_all(self._fd, line)
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
             return
         self._size_bytes += len(line)
         if self._size_bytes > self._compact_at_bytes:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Put the shortest file that says the same in the place of what is there."""
+        """Replace the file by the shortest one with the same content."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         lines = []
         self._chain = ""
-        for record in (self._header, *self._contents.records()):
-            line, self._chain = _line(_encoded(record), self._chain)
+        for entry in (self._header, *self._contents.entries()):
+            line, self._chain = _line(_encoded(entry), self._chain)
             lines.append(line)
         data = b"".join(lines)
         try:
             with self._opened() as own_fd:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(_TEMPORARY, dir_fd=own_fd)  # of a daemon that was killed right here
+                    os.unlink(_TEMPORARY, dir_fd=own_fd)  # a daemon was killed before the rename
                 flags = os.O_WRONLY | os.O_APPEND
                 self._fd = openat.create_file(_TEMPORARY, dir_fd=own_fd, flags=flags)
                 openat.write_all(self._fd, data)
                 os.rename(_TEMPORARY, FILE_NAME, src_dir_fd=own_fd, dst_dir_fd=own_fd)
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
         self._size_bytes = len(data)
         self._compact_at_bytes = 2 * len(data) + _COMPACT_OVER_BYTES
 
-    def _give_up(self, error: OSError) -> None:
-        """No more is written until the next start: what follows a torn line would not be read."""
+    def _stop_writing(self, error: OSError) -> None:
+        """Write nothing more until the next start: lines after a torn line would not be read."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         _log.warning(
             "journal_not_written",
             error=str(error),
-            hint="Make room in staging; a daemon that restarts now sends again what it has sent",
+            hint="Free space in staging; a daemon that restarts now sends stored parts again",
         )
 
 
 def replay(data: bytes, header: Mapping[str, Any]) -> Contents:
-    """What the bytes of a journal say, as far as they are whole, if they begin with ``header``."""
+    """The content of a journal up to the first damaged line; empty if it does not begin with ``header``."""
     contents = Contents()
     chain = ""
     is_first = True
     begin = 0
-    while (end := data.find(b"\n", begin, begin + _LINE_BYTES_MAX)) >= 0:  # else: a torn line
+    while (
+        end := data.find(b"\n", begin, begin + _LINE_BYTES_MAX)
+    ) >= 0:  # a torn line ends the loop
         try:
-            record, chain = _parse(data[begin:end], chain)
+            entry, chain = _parse(data[begin:end], chain)
             if not is_first:
-                contents.apply(record)
-            elif record != header:
+                contents.apply(entry)
+            elif entry != header:
                 break
         except ValueError:
             break
@@ -346,43 +352,43 @@ def replay(data: bytes, header: Mapping[str, Any]) -> Contents:
     return contents
 
 
-def _encoded(record: Record) -> bytes:
-    return _ENCODE(record).encode()
+def _encoded(entry: Entry) -> bytes:
+    return _ENCODE(entry).encode()
 
 
 def _line(body: bytes, chain: str) -> tuple[bytes, str]:
-    """The line of a record after the line that ``chain`` is of, and its own chain."""
+    """The line of an entry that follows the line with digest ``chain``, and the digest of the line."""
     chain = _chained(body, chain)
     return b"%b %b\n" % (chain.encode(), body), chain
 
 
-def _parse(line: bytes, chain: str) -> tuple[Record, str]:
-    """The record of a line, and its own chain.
+def _parse(line: bytes, chain: str) -> tuple[Entry, str]:
+    """The entry of a line that follows the line with digest ``chain``, and the digest of the line.
 
     Raises:
-        ValueError: the line does not follow the one that ``chain`` is of, or contains no record.
+        ValueError: the digest is wrong, or the line contains no entry.
     """
     claimed, _, body = line.partition(b" ")
     chain = _chained(body, chain)
     if claimed != chain.encode():
-        raise ValueError("the chain is broken")
-    return bounds.json_object(body, "the record", _LINE_BYTES_MAX), chain
+        raise ValueError("the digest is wrong")
+    return bounds.json_object(body, "the journal entry", _LINE_BYTES_MAX), chain
 
 
 def _chained(body: bytes, chain: str) -> str:
     return blake3(chain.encode() + body).hexdigest(8)
 
 
-# ---------------------------------------------------------------------- records
+# ---------------------------------------------------------------------- entries
 
 
-def _upload_record(set_name: str, held: UploadRecord) -> Record:
-    upload = held.upload
+def _upload_entry(set_name: str, record: UploadRecord) -> Entry:
+    upload = record.upload
     fields = [upload.key, upload.upload_id, upload.size_bytes, upload.part_size_bytes]
-    return {"is": "upload", "set": set_name, "file": _fields(held.file), "upload": fields}
+    return {"is": "upload", "set": set_name, "file": _fields(record.file), "upload": fields}
 
 
-def _part_record(set_name: str, path: str, part: PartRecord) -> Record:
+def _part_entry(set_name: str, path: str, part: PartRecord) -> Entry:
     receipt = part.receipt
     return {
         "is": "part",
@@ -393,15 +399,15 @@ def _part_record(set_name: str, path: str, part: PartRecord) -> Record:
     }
 
 
-def _shard_record(set_name: str, held: ShardRecord) -> Record:
-    shard = held.shard
+def _shard_entry(set_name: str, record: ShardRecord) -> Entry:
+    shard = record.shard
     return {
         "is": "shard",
         "set": set_name,
-        "file": _fields(held.file),
+        "file": _fields(record.file),
         "shard": [shard.digest, shard.key, shard.part_size_bytes, shard.crc32c],
-        "parts": [digest.hex() for digest in held.part_digests],
-        "is_referenced": held.is_referenced,
+        "parts": [digest.hex() for digest in record.part_digests],
+        "is_referenced": record.is_referenced,
     }
 
 
@@ -409,16 +415,16 @@ def _fields(file: StagedFile) -> list[str | int]:
     return [file.path, file.size_bytes, file.mtime_ns, file.inode]
 
 
-def _set(record: Record) -> str:
-    return _text(record, "set")
+def _set(entry: Entry) -> str:
+    return _text(entry, "set")
 
 
-def _text(record: Record, name: str) -> str:
-    return bounds.text(record.get(name), name)
+def _text(entry: Entry, name: str) -> str:
+    return bounds.text(entry.get(name), name)
 
 
-def _list(record: Record, name: str, length: int) -> list[Any]:
-    found = bounds.items(record.get(name), name, length)
+def _list(entry: Entry, name: str, length: int) -> list[Any]:
+    found = bounds.items(entry.get(name), name, length)
     if len(found) != length:
         raise bounds.BoundsError(f"{name} has {len(found)} items, not {length}")
     return found
@@ -436,8 +442,8 @@ def _digest(value: Any) -> bytes:
     return bytes.fromhex(bounds.text(value, "a digest", bounds.ID_CHARS_MAX))
 
 
-def _file(record: Record) -> StagedFile:
-    path, size_bytes, mtime_ns, inode = _list(record, "file", 4)
+def _file(entry: Entry) -> StagedFile:
+    path, size_bytes, mtime_ns, inode = _list(entry, "file", 4)
     return StagedFile(
         path=bounds.text(path, "a path"),
         size_bytes=_size(size_bytes),
@@ -446,8 +452,8 @@ def _file(record: Record) -> StagedFile:
     )
 
 
-def _upload(record: Record) -> Upload:
-    key, upload_id, size_bytes, part_size_bytes = _list(record, "upload", 4)
+def _upload(entry: Entry) -> Upload:
+    key, upload_id, size_bytes, part_size_bytes = _list(entry, "upload", 4)
     return Upload(
         bounds.text(key, "a key"),
         bounds.text(upload_id, "an upload id"),
@@ -456,8 +462,8 @@ def _upload(record: Record) -> Upload:
     )
 
 
-def _receipt(record: Record, parts_max: int) -> PartReceipt:
-    number, etag, crc32c = _list(record, "receipt", 3)
+def _receipt(entry: Entry, parts_max: int) -> PartReceipt:
+    number, etag, crc32c = _list(entry, "receipt", 3)
     return PartReceipt(
         bounds.integer(number, "a part number", 1, parts_max),
         bounds.text(etag, "an ETag"),
@@ -465,9 +471,9 @@ def _receipt(record: Record, parts_max: int) -> PartReceipt:
     )
 
 
-def _shard(record: Record) -> ShardRecord:
-    file = _file(record)
-    digest, key, part_size_bytes, crc32c = _list(record, "shard", 4)
+def _shard(entry: Entry) -> ShardRecord:
+    file = _file(entry)
+    digest, key, part_size_bytes, crc32c = _list(entry, "shard", 4)
     shard = StoredShard(
         path=file.path,
         size_bytes=file.size_bytes,
@@ -476,8 +482,8 @@ def _shard(record: Record) -> ShardRecord:
         part_size_bytes=_part_size(part_size_bytes),
         crc32c=bounds.integer(crc32c, "a CRC32C", 0, _CRC32C_MAX),
     )
-    count = part_count(shard.size_bytes, shard.part_size_bytes) if record.get("parts") else 0
-    digests = tuple(_digest(part) for part in _list(record, "parts", count))
+    count = part_count(shard.size_bytes, shard.part_size_bytes) if entry.get("parts") else 0
+    digests = tuple(_digest(part) for part in _list(entry, "parts", count))
     return ShardRecord(
-        file, shard, digests, bounds.boolean(record.get("is_referenced"), "is_referenced")
+        file, shard, digests, bounds.boolean(entry.get("is_referenced"), "is_referenced")
     )

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker of the flush does for one shard: refer to it, send it, complete it, or ask what is there."""
+"""Carries out the tasks of one shard: reference it, send it, complete it, or confirm an earlier upload."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from threading import Condition
 
 import structlog
 
 from swansongd.digests import part_count, shard_digest
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
+from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, within_means
-from swansongd.flush.journal import Journal, ShardRecord, UploadRecord
-from swansongd.flush.queue import ADVANCE, Order, Shard, UploadQueue
+from swansongd.flush.journal import ShardRecord, UploadJournal, UploadRecord
+from swansongd.flush.tasks import Advance, SendPart, Shard, ShardTask
 from swansongd.model import StoredShard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
@@ -23,22 +24,20 @@ _log = structlog.get_logger(__name__)
 
 
 class ShardUploader:
-    """Carries out the tasks of a :class:`UploadQueue`, in as many threads as call.
+    """Carries out shard tasks, in as many threads as call it.
 
     Args:
         store, run_directory, journal, part_size_bytes, is_urgent: as of the engine.
-        lock: under which the books are kept.
-        report: called as often as something has moved.
+        lock: guards the flushes and their queues.
     """
 
     def __init__(
         self,
         store: ObjectStore,
         run_directory: int | Path,
-        journal: Journal,
+        journal: UploadJournal,
         *,
-        lock: Condition,
-        report: Callable[[UploadQueue], None],
+        lock: threading.Lock,
         part_size_bytes: int,
         is_urgent: Callable[[], bool],
     ) -> None:
@@ -46,79 +45,90 @@ class ShardUploader:
         self._run_directory = run_directory
         self._journal = journal
         self._lock = lock
-        self._report = report
         self._part_size_bytes = part_size_bytes
         self._is_urgent = is_urgent
 
-    def carry_out(self, order: Order, flush_set: UploadQueue, shard: Shard, number: int) -> None:
-        """Send part ``number``, or take the next step of the shard as a whole; raises what hinders it."""
-        upload = shard.upload
+    def carry_out(self, flush: ActiveFlush, task: ShardTask) -> None:
+        """Carry out one task.
+
+        Raises:
+            Cancelled: the bytes are not needed any more.
+            StagingError: the file cannot be read, or has changed.
+            StoreError: the store failed.
+        """
+        shard = task.shard
         if not shard.is_confirmed:
-            self._recover(flush_set, shard)
-        elif upload is None:
-            self._open(order, flush_set, shard)
-        elif number != ADVANCE:
-            self._send_part(order, flush_set, shard, upload, number)
-        elif upload.is_whole:
-            self._complete(flush_set, shard, upload)
+            self._confirm(flush, shard)
+        elif (upload := shard.upload) is None:
+            self._open(flush, shard)
+        else:
+            match task:
+                case SendPart(number=number):
+                    self._send_part(flush, shard, upload, number)
+                case Advance() if upload.is_whole:
+                    self._complete(flush, shard, upload)
 
-    def _recover(self, flush_set: UploadQueue, shard: Shard) -> None:
-        """Ask the store about what the journal says, and believe what both say."""
-        held = shard.held
-        if isinstance(held, ShardRecord):
-            if self._is_there(held.shard):
-                self._stored(flush_set, shard, held)
+    def _confirm(self, flush: ActiveFlush, shard: Shard) -> None:
+        """Compare the journal's record of an earlier daemon with the store, and keep what both contain."""
+        record = shard.record
+        if isinstance(record, ShardRecord):
+            if self._is_in_store(record.shard):
+                self._stored(flush, shard, record)
             else:
-                self._renew(flush_set, shard, NotFound(f"{held.shard.key} is gone"))
-        elif held is not None:
-            try:
-                receipts = {receipt.number: receipt for receipt in self._store.parts(held.upload)}
-            except Permanent as error:
-                # The store does not know the upload, or the store or the role lists no parts.  An outage
-                # of everything, such as of credentials, fails this question too, and keeps the upload.
-                info = self._store.head(held.upload.key)
-                if held.is_whole and info is not None and info.size_bytes == held.upload.size_bytes:
-                    self._stored(
-                        flush_set, shard, _whole(held)
-                    )  # completed, but the reply was lost
-                else:
-                    self._renew(flush_set, shard, error)
-                return
-            with self._lock:
-                for number, part in list(held.parts.items()):
-                    is_true = _agree(part.receipt, receipts.get(number))
-                    if not is_true and number not in shard.in_flight:
-                        del held.parts[number]
-                shard.is_confirmed = True
-                flush_set.count(shard)
+                self._restart(flush, shard, NotFound(f"{record.shard.key} is gone"))
+        elif record is not None:
+            self._confirm_upload(flush, shard, record)
 
-    def _open(self, order: Order, flush_set: UploadQueue, shard: Shard) -> None:
-        """Reference the shard, store it in one request, or begin its upload."""
-        file = shard.file
-        referenced = self._reference(order, flush_set, shard)
-        if referenced is not None:
-            self._stored(flush_set, shard, referenced)
+    def _confirm_upload(self, flush: ActiveFlush, shard: Shard, record: UploadRecord) -> None:
+        try:
+            receipts = {receipt.number: receipt for receipt in self._store.parts(record.upload)}
+        except Permanent as error:
+            # The store does not know the upload, or lists no parts for this role.  If everything fails,
+            # for example for lack of credentials, this request fails too, and the upload is kept.
+            info = self._store.head(record.upload.key)
+            if record.is_whole and info is not None and info.size_bytes == record.upload.size_bytes:
+                # The upload was completed, and only the reply was lost.
+                self._stored(flush, shard, _completed(record))
+            else:
+                self._restart(flush, shard, error)
             return
+        with self._lock:
+            for number, part in list(record.parts.items()):
+                is_in_store = _is_same(part.receipt, receipts.get(number))
+                if not is_in_store and number not in shard.parts_in_flight:
+                    del record.parts[number]
+            shard.is_confirmed = True
+            flush.queue.count(shard)
+
+    def _open(self, flush: ActiveFlush, shard: Shard) -> None:
+        """Reference the shard, store it in one request, or begin its upload."""
+        referenced = self._reference(flush, shard)
+        if referenced is not None:
+            self._stored(flush, shard, referenced)
+            return
+        size_bytes = shard.file.size_bytes
         part_size_bytes = part_size_for(
-            file.size_bytes,
+            size_bytes,
             wanted_bytes=self._part_size_bytes,
             least_bytes=self._store.part_size_bytes_min,
         )
-        if file.size_bytes > part_size_bytes:
-            upload = self._store.begin(shard.key, file.size_bytes, part_size_bytes)
-            held = self._journal.upload_begun(flush_set.name, file, upload)
-            with self._lock:
-                shard.held = held
+        if size_bytes <= part_size_bytes:
+            self._send_whole(flush, shard, part_size_bytes)
             return
-        with opened(self._directory(order), file) as fd:
-            body = _body(
-                flush_set, shard, fd, 0, file.size_bytes, moved=self._moved(order, flush_set)
-            )
+        upload = self._store.begin(shard.key, size_bytes, part_size_bytes)
+        record = self._journal.upload_begun(flush.queue.name, shard.file, upload)
+        with self._lock:
+            shard.record = record
+
+    def _send_whole(self, flush: ActiveFlush, shard: Shard, part_size_bytes: int) -> None:
+        file = shard.file
+        with opened(self._directory(flush), file) as fd:
+            body = _body(flush, shard, fd, 0, file.size_bytes, moved=flush.count_sent)
             try:
                 crc32c = self._store.put_shard(shard.key, body)
             except Exists as error:
-                # Other bytes than were sent were taken all the same: the key is spent.
-                self._renew(flush_set, shard, error)
+                # The store has other bytes under this key: the key is used up.
+                self._restart(flush, shard, error)
                 return
         stored = StoredShard(
             path=file.path,
@@ -128,13 +138,13 @@ class ShardUploader:
             part_size_bytes=part_size_bytes,
             crc32c=crc32c,
         )
-        self._stored(flush_set, shard, ShardRecord(file, stored, (body.digest,)))
+        self._stored(flush, shard, ShardRecord(file, stored, (body.digest,)))
 
-    def _reference(self, order: Order, flush_set: UploadQueue, shard: Shard) -> ShardRecord | None:
-        """The shard as the newest committed set has stored it, when it has the same bytes.
+    def _reference(self, flush: ActiveFlush, shard: Shard) -> ShardRecord | None:
+        """The shard of the newest committed set under the same path, if it has the same bytes.
 
-        Its first part tells nearly always when it has not.  Where nothing is known of the parts the whole
-        file has to be read, for which there is no time in an evacuation.
+        If the bytes differ, the first part nearly always shows it.  If the digests of the parts are
+        unknown, the whole file must be read, and an evacuation has no time for that.
         """
         file = shard.file
         known = self._journal.known(file.path)
@@ -144,90 +154,80 @@ class ShardUploader:
             return None
         part_size_bytes = known.shard.part_size_bytes
         digests: list[bytes] = []
-        with opened(self._directory(order), file) as fd:
+        with opened(self._directory(flush), file) as fd:
             for index in range(part_count(file.size_bytes, part_size_bytes)):
                 offset = index * part_size_bytes
                 size_bytes = min(part_size_bytes, file.size_bytes - offset)
-                body = _body(flush_set, shard, fd, offset, size_bytes)
-                digests.append(body.read_all())
+                digests.append(_body(flush, shard, fd, offset, size_bytes).read_all())
                 if known.part_digests and digests[-1] != known.part_digests[index]:
                     return None
-        if shard_digest(digests) != known.shard.digest or not self._is_there(known.shard):
+        if shard_digest(digests) != known.shard.digest or not self._is_in_store(known.shard):
             return None
         return ShardRecord(file, known.shard, tuple(digests), is_referenced=True)
 
     def _send_part(
-        self, order: Order, flush_set: UploadQueue, shard: Shard, held: UploadRecord, number: int
+        self, flush: ActiveFlush, shard: Shard, record: UploadRecord, number: int
     ) -> None:
-        upload = held.upload
+        upload = record.upload
         offset = (number - 1) * upload.part_size_bytes
         size_bytes = upload.part_length_bytes(number)
-        with opened(self._directory(order), shard.file) as fd:
-            body = _body(
-                flush_set, shard, fd, offset, size_bytes, moved=self._moved(order, flush_set)
-            )
+        with opened(self._directory(flush), shard.file) as fd:
+            body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
                 receipt = self._store.put_part(upload, number, body)
             except NotFound as error:
-                self._renew(flush_set, shard, error)
+                self._restart(flush, shard, error)
                 raise Cancelled from None
-        self._journal.part_stored(flush_set.name, held, receipt, body.digest)
+        self._journal.part_stored(flush.queue.name, record, receipt, body.digest)
 
-    def _complete(self, flush_set: UploadQueue, shard: Shard, held: UploadRecord) -> None:
-        whole = _whole(held)
-        receipts = [held.parts[number].receipt for number in sorted(held.parts)]
+    def _complete(self, flush: ActiveFlush, shard: Shard, record: UploadRecord) -> None:
+        completed = _completed(record)
+        receipts = [record.parts[number].receipt for number in sorted(record.parts)]
         try:
-            self._store.complete(held.upload, receipts)
+            self._store.complete(record.upload, receipts)
         except NotFound as error:
-            self._renew(flush_set, shard, error)
+            self._restart(flush, shard, error)
         except BaseException:
             with self._lock:
-                shard.is_confirmed = False  # the next try asks for the parts first
-                flush_set.count(shard)
+                shard.is_confirmed = (
+                    False  # the outcome is unknown: the next Advance asks the store
+                )
+                flush.queue.count(shard)
             raise
         else:
-            self._stored(flush_set, shard, whole)
+            self._stored(flush, shard, completed)
 
-    def _renew(self, flush_set: UploadQueue, shard: Shard, error: StoreError) -> None:
-        _log.warning("shard_sent_anew", key=shard.key, error=str(error))
+    def _restart(self, flush: ActiveFlush, shard: Shard, error: StoreError) -> None:
+        _log.warning("upload_restarted", key=shard.key, error=str(error))
         with self._lock:
-            if not flush_set.renew(shard):
+            if not flush.queue.restart_upload(shard):
                 raise error
 
-    def _stored(self, flush_set: UploadQueue, shard: Shard, held: ShardRecord) -> None:
-        self._journal.shard_stored(flush_set.name, held)
+    def _stored(self, flush: ActiveFlush, shard: Shard, record: ShardRecord) -> None:
+        self._journal.shard_stored(flush.queue.name, record)
         with self._lock:
-            flush_set.stored(shard, held)
+            flush.queue.stored(shard, record)
 
-    def _directory(self, order: Order) -> scan.SetDirectory:
-        """Of the set, opened once an order."""
-        if order.directory is not None:
-            return order.directory
-        name = order.staged.directory
-        mine = within_means(lambda: scan.SetDirectory(self._run_directory, name))
+    def _directory(self, flush: ActiveFlush) -> scan.SetDirectory:
+        """The directory of the set, opened once for all workers of the flush."""
+        if flush.directory is not None:
+            return flush.directory
+        name = flush.staged.directory
+        directory = within_means(lambda: scan.SetDirectory(self._run_directory, name))
         with self._lock:
-            if order.directory is None:
-                order.directory = mine
-                return mine
-        mine.close()
-        return order.directory
+            if flush.directory is None:
+                flush.directory = directory
+                return directory
+        directory.close()
+        return flush.directory
 
-    def _moved(self, order: Order, flush_set: UploadQueue) -> Callable[[int], None]:
-        """Counts what leaves, window by window: with many parts under way none of them may end for long."""
-
-        def moved(size_bytes: int) -> None:
-            order.moved(size_bytes)
-            self._report(flush_set)
-
-        return moved
-
-    def _is_there(self, shard: StoredShard) -> bool:
+    def _is_in_store(self, shard: StoredShard) -> bool:
         info = self._store.head(shard.key)
         return info is not None and info.size_bytes == shard.size_bytes
 
 
 def _body(
-    flush_set: UploadQueue,
+    flush: ActiveFlush,
     shard: Shard,
     fd: int,
     offset: int,
@@ -236,28 +236,28 @@ def _body(
     moved: Callable[[int], None] = lambda _bytes: None,
 ) -> FileBody:
     def is_unwanted() -> bool:
-        return not flush_set.wants(shard)
+        return not flush.queue.wants(shard)
 
     return FileBody(fd, shard.file.path, offset, size_bytes, is_unwanted=is_unwanted, moved=moved)
 
 
-def _agree(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
-    """Whether the store has the part that we have a receipt of."""
+def _is_same(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
+    """Whether the store lists the part that our receipt describes."""
     if theirs is None or theirs != ours:
         return False
     return theirs.crc32c in (ours.crc32c, CRC32C_UNKNOWN)
 
 
-def _whole(held: UploadRecord) -> ShardRecord:
-    """The shard that comes of an upload that has all its parts."""
-    upload = held.upload
-    parts = [held.parts[number] for number in sorted(held.parts)]
+def _completed(record: UploadRecord) -> ShardRecord:
+    """The record of the shard once an upload with all its parts is completed."""
+    upload = record.upload
+    parts = [record.parts[number] for number in sorted(record.parts)]
     digests = tuple(part.digest for part in parts)
     lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
     return ShardRecord(
-        held.file,
+        record.file,
         StoredShard(
-            path=held.file.path,
+            path=record.file.path,
             size_bytes=upload.size_bytes,
             digest=shard_digest(digests),
             key=upload.key,

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What systemd keeps for us from one start of the daemon to the next: its file descriptor store.
+"""systemd's file descriptor store: state that survives a restart of the daemon.
 
-Three things outlive a crash or a restart: the socket that trainers connect to, so that they wait instead of
-being refused; the live notices with the ids of their evacuations; and logind's delay lock, while a shutdown
-waits for an evacuation.  When the service is stopped, systemd closes all of them.
+Three things survive a crash or a restart:
 
-A lock in the store delays the shutdown even if no daemon runs any more.  So each start takes the lock out of
-the store, and a lock from there is not stored again: one restart during a shutdown keeps the lock, and a
-daemon that crashes again releases it.
+- the listening socket, so that trainers wait for the next daemon instead of being refused;
+- the notices in force, with the ids of their evacuations;
+- logind's delay lock, while a shutdown waits for an evacuation.
 
-Without systemd the notices are in a file of the daemon's own directory, which counts for this boot only.
+When the service is stopped, systemd closes all three.
+
+A stored lock delays the shutdown even if no daemon runs any more.  Each start therefore removes the lock from
+the store, and does not store an inherited lock again.  One restart during a shutdown keeps the lock; a
+second crash releases it.
+
+Without systemd the notices are written to a file in the daemon's own directory.  That file is valid for the
+current boot only.
 """
 
 from __future__ import annotations
@@ -40,12 +45,14 @@ _FACTS_MAX = 64
 
 
 class FdStore:
-    """Without room in the store of systemd, nothing is kept and nothing comes back.
+    """Stores descriptors and notices for the next daemon, and returns those of the previous one.
+
+    If systemd's store is full or disabled, nothing is stored and nothing is returned.
 
     Args:
-        notifier: the way to systemd.
-        environment: of the process; says what was kept by the daemon before us.
-        boot_id: of this boot of the kernel: the deadlines of another one mean nothing.
+        notifier: the connection to systemd.
+        environment: of the process; lists the inherited descriptors.
+        boot_id: of this boot; notices from another boot are dropped, because its monotonic clock is gone.
     """
 
     def __init__(
@@ -58,18 +65,18 @@ class FdStore:
         self._notices_fd = self._fds.pop(NOTICES, None)
         self._own_fd: int | None = None
         if LOCK in self._fds:
-            # Before anything can fail: if this start fails, the lock is released with the process.
+            # First of all: if this start fails later, the lock is released with the process.
             notifier.drop(LOCK)
 
     def use_directory(self, own_fd: int) -> None:
-        """Without systemd, keep the notices in this directory, which no other user may write to."""
+        """Without systemd, store the notices in this directory, which only the daemon can write."""
         if not self._notifier.has_systemd:
             self._own_fd = own_fd
 
-    # ------------------------------------------------------------------ from the daemon before us
+    # ------------------------------------------------------------------ from the previous daemon
 
     def listener_fd(self, path: Path) -> int | None:
-        """The listening socket, if it is the one at ``path``."""
+        """The inherited listening socket; None unless it is bound to ``path``."""
         fd = self._fds.pop(LISTENER, None)
         if fd is None:
             return None
@@ -82,12 +89,12 @@ class FdStore:
         return None
 
     def lock_fd(self) -> int | None:
-        """The delay lock that the daemon before us held while a shutdown waited for it."""
+        """The delay lock that the previous daemon held during a shutdown; None without one."""
         return self._fds.pop(LOCK, None)
 
     def notices(self, now_mono_s: float) -> list[Notice]:
-        """Those that were live, and have not run out since."""
-        # Absent, cut off, or of another version; BoundsError is a ValueError.
+        """The notices that were in force and whose deadlines have not passed since."""
+        # Absent, truncated, or of another version; BoundsError is a ValueError.
         with suppress(OSError, ValueError, KeyError, RecursionError):
             found = bounds.json_object(self._read(), NOTICES, _NOTICES_MAX_BYTES)
             if found["boot_id"] != self._boot_id:
@@ -107,39 +114,41 @@ class FdStore:
             b"" if self._notices_fd is None else os.pread(self._notices_fd, _NOTICES_MAX_BYTES, 0)
         )
 
-    # ------------------------------------------------------------------ for the daemon after us
+    # ------------------------------------------------------------------ for the next daemon
 
-    def keep_listener(self, fd: int) -> None:
-        self._notifier.keep(LISTENER, fd)
+    def store_listener(self, fd: int) -> None:
+        self._notifier.store(LISTENER, fd)
 
-    def keep_lock(self, fd: int | None) -> None:
-        """In place of the one kept so far; with None, that one is let go."""
+    def store_lock(self, fd: int | None) -> None:
+        """Replace the stored lock; None only removes it."""
         self._notifier.drop(LOCK)
         if fd is not None:
-            self._notifier.keep(LOCK, fd)
+            self._notifier.store(LOCK, fd)
 
-    def keep_notices(self, notices: Iterable[Notice]) -> None:
-        """In place of those kept so far."""
+    def store_notices(self, notices: Iterable[Notice]) -> None:
+        """Replace the stored notices."""
         wanted = tuple(notices)
         if wanted == self._notices:
             return
         self._notices = wanted
         body = {"boot_id": self._boot_id, NOTICES: [asdict(item) for item in wanted]}
         data = json.dumps(body).encode()
-        with suppress(OSError):  # no memory or no space for it: then nothing is kept
+        with suppress(
+            OSError
+        ):  # out of memory or disk space: the next daemon reads them from the sources
             if self._own_fd is not None:
-                # No fsync: the file need not outlive this boot, and the decision loop must not wait.
+                # No fsync: the file need not survive this boot, and the decision loop must not block.
                 openat.replace_file(NOTICES_FILE, data, dir_fd=self._own_fd, durable=False)
                 return
             if self._notices_fd is None:
                 self._notices_fd = os.memfd_create(NOTICES)
-                self._notifier.keep(NOTICES, self._notices_fd)
+                self._notifier.store(NOTICES, self._notices_fd)
             os.ftruncate(self._notices_fd, 0)
             os.pwrite(self._notices_fd, data, 0)
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
-    """The descriptors that systemd handed to this process, by name; of two with one name the later."""
+    """The descriptors that systemd passed to this process, by name; the last one if a name repeats."""
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return {}
     found: dict[str, int] = {}
@@ -148,7 +157,7 @@ def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
     for fd, name in enumerate(names[: int(count) if count.isdecimal() else 0], _FIRST_FD):
         try:
             os.set_inheritable(fd, False)
-        except OSError:  # promised, and not there
+        except OSError:  # listed, but not open
             continue
         if name in found:
             os.close(found[name])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells systemd how we are: sd_notify(3), which is one datagram."""
+"""Notifications to systemd, as in sd_notify(3): one datagram each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 
 
 class SystemdNotifier:
-    """Sends to NOTIFY_SOCKET; does nothing where there is none.
+    """Sends to NOTIFY_SOCKET; does nothing if that variable is not set.
 
     Args:
         environment: of the process.
@@ -25,13 +25,13 @@ class SystemdNotifier:
         watchdog_us = environment.get("WATCHDOG_USEC", "")
         is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_interval_s: float | None = None
-        """How often to call :meth:`watchdog`: half of what systemd allows."""
+        """Interval at which to call :meth:`watchdog`: half of systemd's limit; None without a watchdog."""
         if watchdog_us.isdigit() and int(watchdog_us) > 0 and is_ours:
             self.watchdog_interval_s = int(watchdog_us) / 2e6
 
     @property
     def has_systemd(self) -> bool:
-        """Whether there is anybody to tell."""
+        """Whether systemd started this process and expects notifications."""
         return bool(self._address)
 
     def ready(self) -> None:
@@ -47,27 +47,27 @@ class SystemdNotifier:
         self._send("WATCHDOG=1")
 
     def stopping(self, *, within_s: float) -> None:
-        """We are on the way out, and systemd hears from us again, or we are gone, within so long.
+        """Report that the daemon stops, and extend the timeout: it exits or reports within ``within_s``.
 
-        Until then it waits, though TimeoutStopSec= may be over by that time; it never waits less than that.
+        systemd then waits that long even beyond TimeoutStopSec=, and never less than TimeoutStopSec=.
         """
         self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}")
 
-    def keep(self, name: str, fd: int) -> None:
-        """Let systemd hold a copy of ``fd``, and hand it to the next start of the daemon.
+    def store(self, name: str, fd: int) -> None:
+        """Have systemd store a copy of ``fd`` and pass it to the next start of the daemon.
 
-        It does so only if the unit has FileDescriptorStoreMax=.
+        systemd ignores this unless the unit sets FileDescriptorStoreMax=.
         """
         self._send(f"FDSTORE=1\nFDNAME={name}", fd)
 
     def drop(self, name: str) -> None:
-        """Let systemd close all that it holds under this name."""
+        """Have systemd close all descriptors that it stores under this name."""
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def _send(self, message: str, *fds: int) -> None:
         if self._address:
-            with suppress(OSError):  # a systemd that does not listen changes nothing for us
-                # Not socket.send_fds: Python 3.11's leaves the address out.
+            with suppress(OSError):  # the daemon works without systemd's attention
+                # Not socket.send_fds: in Python 3.11 it ignores the address.
                 held = (
                     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 )

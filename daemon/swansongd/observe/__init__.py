@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators see: status, timeline, health, log."""
+"""Status, timeline, health and log: the operators' view of the daemon."""

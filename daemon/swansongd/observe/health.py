@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health of a source or of the store, from single successes and failures."""
+"""The health of a source or of the store, derived from single successes and failures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from swansongd.model import Health, SourceStatus
 
 
 class HealthTracker:
-    """Turns single successes and failures into health, and says so once per change.
+    """Turns single successes and failures into health, and posts each change once.
 
-    A change of the reason alone is posted too, with the ``since`` of the health that goes on.
+    A change of the reason alone is posted as well; ``since_mono_s`` then stays the same.
 
     Args:
         source: glossary name of the source.
-        blind_after_s: without one good answer for this long the source counts as blind.
+        blind_after_s: time without a valid answer after which the source counts as blind.
         monotonic: the clock.
+        post: takes the SourceChanged events.
     """
 
     def __init__(
@@ -36,25 +37,25 @@ class HealthTracker:
         self._status: SourceStatus | None = None
 
     def ok(self, reason: str = "answers") -> None:
-        """The source answered as it should."""
+        """The source gave a valid answer."""
         self._last_good_mono_s = self._monotonic()
         self._become(Health.OK, reason)
 
     def failed(self, reason: str) -> None:
-        """The source could not be asked, or not be understood.
+        """The source could not be reached, or its answer was invalid.
 
-        ``reason`` should be the same words for the same cause: each new wording is posted.
+        Use the same ``reason`` for the same cause: each new wording is posted.
         """
         blind = self._monotonic() - self._last_good_mono_s >= self._blind_after_s
         self._become(Health.BLIND if blind else Health.DEGRADED, reason)
 
     def degraded(self, reason: str) -> None:
-        """The source answers, but something about it is amiss."""
+        """The source answers, but is limited in some way."""
         self._last_good_mono_s = self._monotonic()
         self._become(Health.DEGRADED, reason)
 
     def unsupported(self, reason: str) -> None:
-        """The source answered, and says that this VM has no such thing."""
+        """The source answered that this VM lacks the feature."""
         self._last_good_mono_s = self._monotonic()
         self._become(Health.UNSUPPORTED, reason)
 
@@ -62,11 +63,11 @@ class HealthTracker:
         before = self._status
         if before is not None and (before.health, before.reason) == (health, reason):
             return
-        goes_on = before is not None and before.health is health
+        is_same = before is not None and before.health is health
         self._status = SourceStatus(
             source=self._source,
             health=health,
             reason=reason,
-            since_mono_s=before.since_mono_s if before and goes_on else self._monotonic(),
+            since_mono_s=before.since_mono_s if before and is_same else self._monotonic(),
         )
         self._post(SourceChanged(self._status))

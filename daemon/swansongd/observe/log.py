@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs: one line per event to standard error, written by a thread of its own.
+"""Logging: one line per event to standard error, written by a separate thread.
 
-Whoever logs puts a finished line into a bounded queue and goes on; when the journal stalls, lines are
-dropped and counted, and the decision loop never waits.  Strings are shortened and made printable on
-their way, for many come from trainers and from the network.  What other libraries log through
-``logging`` takes the same way, capped at warnings where they might show a credential.
+A caller puts a finished line into a bounded queue and returns.  If standard error blocks, lines are dropped
+and counted, so the decision loop never blocks on a log.  Strings are shortened and made printable first,
+because many of them come from trainers and from the network.  Records of other libraries take the same path;
+libraries that might log a credential are limited to warnings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Writer:
         self._lines: queue.Queue[str] = queue.Queue(_LINES_MAX)
         self._lock = threading.Lock()
         self._dropped = 0
-        self._dropped_unsaid = 0
+        self._dropped_unreported = 0
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     @property
@@ -57,7 +57,7 @@ class _Writer:
         except queue.Full:
             with self._lock:
                 self._dropped += 1
-                self._dropped_unsaid += 1
+                self._dropped_unreported += 1
 
     def flush(self, timeout_s: float) -> bool:
         give_up_mono_s = time.monotonic() + timeout_s
@@ -74,14 +74,14 @@ class _Writer:
             try:
                 self._write(line)
                 with self._lock:
-                    unsaid, self._dropped_unsaid = self._dropped_unsaid, 0
-                if unsaid:
+                    unreported, self._dropped_unreported = self._dropped_unreported, 0
+                if unreported:
                     self._write(
-                        f'{{"event": "log_dropped", "level": "warning", "lines": {unsaid}}}'
+                        f'{{"event": "log_dropped", "level": "warning", "lines": {unreported}}}'
                     )
             except OSError:
                 with self._lock:
-                    self._dropped += 1  # nobody listens any more, and there is no one to tell
+                    self._dropped += 1  # standard error is closed: there is no place to report it
             finally:
                 self._lines.task_done()
 
@@ -92,7 +92,7 @@ class _Writer:
 
 
 class _Lines:
-    """What structlog calls a logger: takes the finished line."""
+    """A logger as structlog needs one: takes finished lines."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
@@ -104,7 +104,7 @@ class _Lines:
 
 
 class _Libraries(logging.Handler):
-    """Hands what libraries log over to structlog; their text is a fact, never the event."""
+    """Passes records of other libraries to structlog, as ``message`` of the event ``library_log``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -124,12 +124,12 @@ _writer: _Writer | None = None
 
 
 def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
-    """Set logging up for the process; may be called again.
+    """Set up logging for the process; may be called again.
 
     Args:
         log_format: ``json`` or ``console``.
-        level: ``debug``, ``info``, ``warning`` or ``error``; nothing below it is written.
-        fd: where to write; standard error unless told otherwise.
+        level: the lowest level to write: ``debug``, ``info``, ``warning`` or ``error``.
+        fd: the descriptor to write to; None for standard error.
     """
     global _writer  # noqa: PLW0603 - the process has one log
     flush(1.0)
@@ -157,12 +157,12 @@ def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
 
 
 def flush(timeout_s: float) -> bool:
-    """Wait until all lines are written; False when ``timeout_s`` was not enough."""
+    """Wait until all lines are written; False after ``timeout_s``."""
     return _writer is None or _writer.flush(timeout_s)
 
 
 def dropped() -> int:
-    """How many lines were dropped since :func:`configure`, because nobody took them."""
+    """Number of lines dropped since :func:`configure`, because standard error blocked or was closed."""
     return 0 if _writer is None else _writer.dropped
 
 
@@ -178,7 +178,7 @@ def _event_first(
 
 
 def printable(value: object, depth: int = 0) -> object:
-    """The value with all strings in it shortened and without control characters, fit for JSON."""
+    """A copy for JSON: strings shortened and without control characters, large containers cut."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

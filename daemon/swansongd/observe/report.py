@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the daemon as ``swansong status`` shows it.  docs/operations.md describes the fields."""
+"""The state of the daemon for ``swansong status``.  docs/operations/status.md describes the fields."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from swansongd.core.state import FailedSaves, State
 from swansongd.model import Health, TrainerView
 
 STORE_HEALTH = "store"
-"""Under this name the health of the store goes beside that of the sources."""
+"""Name under which :attr:`State.sources` holds the health of the store."""
 TRAINERS_MAX = 100
-"""Trainers in one report, which must fit into a message."""
+"""Trainers in one report: it must fit into one message of the channel."""
 
 
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
-    """Everything that a person or a probe wants to know, as plain JSON values."""
+    """The whole report, as plain JSON values."""
     evacuation = state.evacuation
     health = {
         name: {
@@ -84,7 +84,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
 
 
 def status_line(state: State, now_mono_s: float) -> str:
-    """The same in one line, for ``systemctl status``."""
+    """A summary in one line, for ``systemctl status``."""
     last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
     if state.part is not None:
         last += f"; {state.part}"
@@ -102,14 +102,14 @@ def status_line(state: State, now_mono_s: float) -> str:
 
 
 def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float | None:
-    """For how long nothing was heard of a rank that has come to a halt; else None."""
+    """Seconds since the last report of a rank that is stalled; None for any other rank."""
     if trainer.connection not in state.stalled or trainer.reported_mono_s is None:
         return None
     return round(now_mono_s - trainer.reported_mono_s, 1)
 
 
 def _verdict(state: State) -> str | None:
-    """That of the open evacuation, which may have none yet; without one, that of the last evacuation."""
+    """The verdict of the open evacuation, None while it is undecided; otherwise the last verdict."""
     decided = state.evacuation or state.last_verdict
     is_precaution = state.evacuation is not None and state.evacuation.is_precaution
     if is_precaution:
@@ -144,7 +144,7 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 
 def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
-    """None for a commit that was found and whose manifest was not read yet."""
+    """Age of the last commit; None until the manifest of a commit found at the start was read."""
     since = state.last_commit_mono_s
     if since is None and state.found_commit == state.last_complete is not None:
         since = state.found_commit_mono_s
@@ -164,13 +164,13 @@ def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
     return {
         "step": flight.staged.id.step,
         "size_bytes": flight.staged.size_bytes,
-        "stored_bytes": state.kept.get(flight.staged.id, 0),
+        "stored_bytes": state.stored_bytes.get(flight.staged.id, 0),
         "for_s": round(now_mono_s - flight.started_mono_s, 1),
     }
 
 
 def _unsent(state: State, now_mono_s: float) -> dict[str, object]:
-    """The sealed sets that wait for the store, and those that were dropped because newer ones came."""
+    """Sealed sets that wait for their upload, and the number of those that newer sets replaced."""
     waiting, dropped = staged_sets.unsent(state), state.dropped
     is_retried = bool(state.failures) and state.flight is None
     return {
@@ -197,8 +197,8 @@ def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
 
 
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
-    """What would be lost if the power went now."""
-    # A commit that training started behind is one of another line of states: nothing here is in it.
+    """The work that a power cut would lose now."""
+    # If training started behind the last commit, that commit belongs to another lineage: it covers nothing.
     last = None if state.owes_checkpoint else state.last_complete
     committed = last.step if last else 0
     ahead = max((trainer.step for trainer in state.trainers), default=committed)

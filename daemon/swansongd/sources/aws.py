@@ -15,7 +15,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Post, is_news
+from swansongd.sources.base import Clock, Clocks, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
@@ -52,7 +52,7 @@ ON_DEMAND = "on-demand"
 _RENEW_BEFORE_S = 300.0
 _RENEW_RETRY_S = 30.0
 _KINDS = {"terminate": "reclaim", "stop": "stop", "hibernate": "hibernate"}
-_MEND = "aws ec2 modify-instance-metadata-options --instance-id ID"
+_FIX = "aws ec2 modify-instance-metadata-options --instance-id ID"
 
 
 class ImdsSession:
@@ -155,7 +155,7 @@ class Imds:
                 raise MetadataUnavailable(
                     "the metadata service answers, but its token does not arrive: the hop limit is "
                     "too low for a container; fix it with "
-                    f"`{_MEND} --http-put-response-hop-limit 2`",
+                    f"`{_FIX} --http-put-response-hop-limit 2`",
                     timed_out=True,
                 ) from error
             raise
@@ -190,7 +190,7 @@ def _refusal(status: int) -> str:
     if status == 403:
         return (
             "the metadata service refuses (HTTP 403): it may be switched off; fix it with "
-            f"`{_MEND} --http-endpoint enabled`"
+            f"`{_FIX} --http-endpoint enabled`"
         )
     return f"the metadata service answers HTTP {status}"
 
@@ -286,79 +286,77 @@ class Look:
     """Why this VM has no such source; empty where it has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwsOptions:
+    """How the sources of AWS poll."""
+
+    metadata_url: str = DEFAULT_URL
+    assumed_grace_s: float
+    """Grace period of a notice that does not state its time."""
+    poll_interval_s: float = 1.0
+    timeout_s: float = TIMEOUT_S
+    """Limit of each HTTP exchange at first; it adapts, up to five times as much."""
+    blind_after_s: float = 15.0
+    """Without an answer for this long, or for three polls, the source is blind."""
+    look_again_s: float = 60.0
+    """From one poll to the next while this VM seems to have no such source."""
+    clocks: Clocks = field(default_factory=Clocks)
+    uniform: Callable[[float, float], float] = random.uniform
+    """The source of jitter."""
+
+
 class AwsSource(ABC):
-    """Base of the sources: polls, raises each notice once, withdraws it, tells its health.
+    """Base of the sources: polls, posts each notice once, withdraws it, and reports its health.
 
     Args:
-        metadata_url: address of the metadata service.
-        poll_interval_s: from one poll to the next.
-        assumed_grace_s: grace period for a notice that does not state its time.
-        monotonic, wall: the clocks, in seconds.
+        options: how it polls.
         session: shared by all sources of this VM.
-        timeout_s: limit of each HTTP exchange at first; it adapts, up to five times as much.
-        blind_after_s: without an answer for this long, or for three polls, the source calls itself blind.
-        look_again_s: from one poll to the next while this VM seems to have no such source.
-        uniform: where jitter comes from.
     """
 
     name: str
     rests: ClassVar[bool] = True
     """It polls less often while this VM seems to have no such source."""
 
-    def __init__(
-        self,
-        *,
-        assumed_grace_s: float,
-        monotonic: Clock,
-        wall: Clock,
-        metadata_url: str = DEFAULT_URL,
-        session: ImdsSession | None = None,
-        poll_interval_s: float = 1.0,
-        timeout_s: float = TIMEOUT_S,
-        blind_after_s: float = 15.0,
-        look_again_s: float = 60.0,
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        self._metadata_url = metadata_url
+    def __init__(self, options: AwsOptions, session: ImdsSession | None = None) -> None:
+        self._options = options
         self._session = session or ImdsSession()
-        self._poll_interval_s = poll_interval_s
-        self._assumed_grace_s = assumed_grace_s
-        self._monotonic = monotonic
-        self._wall = wall
-        self._timeout_s = timeout_s
-        self._blind_after_s = max(blind_after_s, 3 * poll_interval_s)
-        self._look_again_s = max(look_again_s, poll_interval_s)
-        self._uniform = uniform
+        self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
         self._live: Notice | None = None
         self._skew_s = 0.0
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
+        options = self._options
+        interval_s = options.poll_interval_s
         client = MetadataClient(
-            self._metadata_url,
-            timeout_s=self._timeout_s,
-            timeout_max_s=self._timeout_s * TIMEOUT_MAX_S / TIMEOUT_S,
-            fallback_url=fallback_url(self._metadata_url, "aws"),
+            options.metadata_url,
+            timeout_s=options.timeout_s,
+            timeout_max_s=options.timeout_s * TIMEOUT_MAX_S / TIMEOUT_S,
+            fallback_url=fallback_url(options.metadata_url, "aws"),
         )
         imds = Imds(client, monotonic=self._monotonic, session=self._session)
         health = HealthTracker(
-            self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
+            self.name,
+            blind_after_s=max(options.blind_after_s, 3 * interval_s),
+            monotonic=self._monotonic,
+            post=post,
         )
 
         def look() -> float:
             asked = Moment(self._monotonic(), self._wall())
             seen = self._look(imds, asked)
             self._show(seen, post)
-            interval_s = self._poll_interval_s
+            next_s = interval_s
             if seen.missing and seen.notice is None:
                 health.unsupported(seen.missing)
-                interval_s = self._look_again_s if self.rests else interval_s
+                next_s = max(options.look_again_s, interval_s) if self.rests else interval_s
             else:
                 health.ok("answers" + self._skew_words(asked, seen.answer))
-            return max(0.0, asked.mono_s + interval_s - self._monotonic())
+            return max(0.0, asked.mono_s + next_s - self._monotonic())
 
-        interval_s = self._poll_interval_s
-        backoff = Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), self._uniform)
+        backoff = Backoff(
+            interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), options.uniform
+        )
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
     @abstractmethod
@@ -402,7 +400,9 @@ class AwsSpotSource(AwsSource):
         answer = imds.look(SPOT_PATH)
         notice = None
         if answer.status == 200:
-            notice = read_instance_action(answer.body, asked.fixed(answer), self._assumed_grace_s)
+            notice = read_instance_action(
+                answer.body, asked.fixed(answer), self._options.assumed_grace_s
+            )
             if server_date_s(answer) is None:
                 notice = self._by_local_clock(notice, answer.body, asked)
             self._body = answer.body
@@ -420,7 +420,7 @@ class AwsSpotSource(AwsSource):
             return notice
         return replace(
             notice,
-            deadline_mono_s=asked.mono_s + self._assumed_grace_s,
+            deadline_mono_s=asked.mono_s + self._options.assumed_grace_s,
             deadline_quality=DeadlineQuality.ASSUMED,
         )
 

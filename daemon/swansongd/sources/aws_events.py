@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time
 from swansongd.sources.metadata import MetadataUnavailable, shortened
@@ -90,7 +91,7 @@ class AwsAsgSource(AwsSource):
     ``assumed_grace_s``.
     """
 
-    name = "aws.asg"
+    name = ASG_SOURCE
 
     def _look(self, imds: Imds, asked: Moment) -> Look:
         answer = imds.look(ASG_PATH)
@@ -104,7 +105,7 @@ class AwsAsgSource(AwsSource):
             kind=_ASG_ENDS[state],
             identity=f"{self.name}:{state}",
             severity=Severity.IMMINENT,
-            deadline_mono_s=asked.mono_s + self._assumed_grace_s,
+            deadline_mono_s=asked.mono_s + self._options.assumed_grace_s,
             deadline_quality=DeadlineQuality.ASSUMED,
             detail=f"target lifecycle state {state}",
         )
@@ -125,7 +126,7 @@ class AwsScheduledSource(AwsSource):
         if live or self._live is not None:
             over = self._read_history(imds)
         notices = [
-            (read_event(event, asked.fixed(answer), self._assumed_grace_s), event)
+            (read_event(event, asked.fixed(answer), self._options.assumed_grace_s), event)
             for event in live
             if _text(event, "EventId") not in over
         ]

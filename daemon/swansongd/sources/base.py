@@ -10,7 +10,9 @@ raises out of :meth:`Source.run`, never exits, and takes "could not ask" for *un
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from swansongd.core.events import Event
@@ -21,6 +23,21 @@ Post = Callable[[Event], None]
 
 Clock = Callable[[], float]
 """Seconds of ``time.monotonic`` or of ``time.time``, whichever the parameter is named for."""
+
+
+def _since_boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """The clocks of a VM, in seconds."""
+
+    monotonic: Clock = time.monotonic
+    wall: Clock = time.time
+    """Since 1970, UTC."""
+    since_boot: Clock = _since_boot_s
+    """Counts the time for which the VM was suspended."""
 
 
 class Source(Protocol):

@@ -13,13 +13,13 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Post, is_news
+from swansongd.sources.base import Clocks, Post, is_news
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     Answer,
@@ -129,65 +129,62 @@ def read_boot_id(path: str = BOOT_ID_PATH) -> str:
         return "unknown"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcpOptions:
+    """How the sources of GCP watch."""
+
+    metadata_url: str = DEFAULT_URL
+    grace_s: float
+    """Grace period of a notice that does not state its time."""
+    boot_id: str = field(default_factory=read_boot_id)
+    """Part of the identity of each notice."""
+    hang_s: int = 10
+    """How long the server is asked to hold a request, in whole seconds."""
+    timeout_s: float = 12.0
+    """Limit of each HTTP exchange, more than ``hang_s``; it adapts to a slow server.  A connection that
+    broke without a sign can hide a notice for this long."""
+    retry_cap_s: float = 2.0
+    """The longest wait before the next request after a failure."""
+    blind_after_s: float = 30.0
+    """Without an answer for this long the source is blind."""
+    clocks: Clocks = field(default_factory=Clocks)
+    uniform: Callable[[float, float], float] = random.uniform
+    """The source of jitter."""
+
+
 class GcpSource(ABC):
-    """Watches one key of the metadata server in its own thread.  What a value means, a subclass says.
+    """Watches one key of the metadata server in a thread.  Subclasses interpret its value.
 
     A key that was never there (404) makes the source unsupported, and is asked for again every minute.
-
-    Args:
-        monotonic: the clock, in seconds.
-        metadata_url: address of the metadata server.
-        boot_id: makes the identity of notices; of this boot if not given.
-        hang_s: how long the server is asked to hold a request, in whole seconds.
-        timeout_s: limit of each HTTP exchange, more than ``hang_s``; it adapts to a slow server.  For so
-            long a connection that broke without a sign can hide a notice.
-        retry_cap_s: most to wait before asking again after a failure.
-        blind_after_s: without an answer for this long the source calls itself blind.
-        uniform: where jitter comes from.
     """
 
     name: str
     key: ClassVar[str]
     parameters: ClassVar[Mapping[str, str]] = {}
     pace_s: ClassVar[float] = 1.0
-    """A server that wakes us for nothing again and again is asked this far apart, not in a spin."""
+    """Shortest interval of requests to a server that ends each hanging request without a change."""
 
-    def __init__(
-        self,
-        *,
-        monotonic: Clock,
-        metadata_url: str = DEFAULT_URL,
-        boot_id: str | None = None,
-        hang_s: int = 10,
-        timeout_s: float = 12.0,
-        retry_cap_s: float = 2.0,
-        blind_after_s: float = 30.0,
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        self._metadata_url = metadata_url
-        self._monotonic = monotonic
-        self._identity = f"{self.name}:{read_boot_id() if boot_id is None else boot_id}"
-        self._hang_s = hang_s
-        self._timeout_s = timeout_s
-        self._retry_cap_s = retry_cap_s
-        self._blind_after_s = blind_after_s
-        self._uniform = uniform
+    def __init__(self, options: GcpOptions) -> None:
+        self._options = options
+        self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
+        self._identity = f"{self.name}:{options.boot_id}"
         self._lock = threading.Lock()
         self._live: Notice | None = None
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
         # A slow server needs more than the time for which it holds the request.
-        slack_s = self._timeout_s - self._hang_s
+        options = self._options
+        slack_s = options.timeout_s - options.hang_s
         client = MetadataClient(
-            self._metadata_url,
-            timeout_s=self._timeout_s,
-            timeout_max_s=self._timeout_s + 4 * max(0.0, slack_s),
-            fallback_url=fallback_url(self._metadata_url, "gcp"),
+            options.metadata_url,
+            timeout_s=options.timeout_s,
+            timeout_max_s=options.timeout_s + 4 * max(0.0, slack_s),
+            fallback_url=fallback_url(options.metadata_url, "gcp"),
         )
-        key = KeyWatch(client, self.key, hang_s=self._hang_s, parameters=self.parameters)
+        key = KeyWatch(client, self.key, hang_s=options.hang_s, parameters=self.parameters)
         health = HealthTracker(
-            self.name, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
+            self.name, blind_after_s=options.blind_after_s, monotonic=self._monotonic, post=post
         )
         is_known = False
 
@@ -209,7 +206,7 @@ class GcpSource(ABC):
             health.ok()
             return 0.0 if changed else max(0.0, asked_mono_s + self.pace_s - self._monotonic())
 
-        backoff = Backoff(min(0.2, self._retry_cap_s), self._retry_cap_s, self._uniform)
+        backoff = Backoff(min(0.2, options.retry_cap_s), options.retry_cap_s, options.uniform)
         watch(look, client=client, health=health, backoff=backoff, stop=stop)
 
     @abstractmethod
@@ -260,7 +257,7 @@ class GcpPreemptedSource(GcpSource):
     last FALSE; where there was none the long notice is not counted on.
 
     Args:
-        assumed_grace_s: from the first sight to the end, without the long notice.
+        options: ``grace_s`` is the time from the first sight to the end, without the long notice.
         notice_s: the preemption notice that the VM was created with, 0 or 120; None to learn it.
         learn_after_s: see above.
     """
@@ -271,30 +268,12 @@ class GcpPreemptedSource(GcpSource):
 
     def __init__(
         self,
+        options: GcpOptions,
         *,
-        assumed_grace_s: float,
-        monotonic: Clock,
         notice_s: float | None = None,
         learn_after_s: float = LEARN_AFTER_S,
-        metadata_url: str = DEFAULT_URL,
-        boot_id: str | None = None,
-        hang_s: int = 10,
-        timeout_s: float = 12.0,
-        retry_cap_s: float = 2.0,
-        blind_after_s: float = 30.0,
-        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        super().__init__(
-            monotonic=monotonic,
-            metadata_url=metadata_url,
-            boot_id=boot_id,
-            hang_s=hang_s,
-            timeout_s=timeout_s,
-            retry_cap_s=retry_cap_s,
-            blind_after_s=blind_after_s,
-            uniform=uniform,
-        )
-        self._assumed_grace_s = assumed_grace_s
+        super().__init__(options)
         self._notice_s = notice_s
         self._learn_after_s = learn_after_s
         self._idle_mono_s: float | None = None
@@ -321,7 +300,7 @@ class GcpPreemptedSource(GcpSource):
             identity=self._identity,
             severity=Severity.IMMINENT,
             deadline_mono_s=(
-                now_mono_s + self._assumed_grace_s if stated_mono_s is None else stated_mono_s
+                now_mono_s + self._options.grace_s if stated_mono_s is None else stated_mono_s
             ),
             deadline_quality=(
                 DeadlineQuality.ASSUMED if stated_mono_s is None else DeadlineQuality.DERIVED

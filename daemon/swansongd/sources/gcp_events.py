@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.aws import Moment
-from swansongd.sources.base import Clock
 from swansongd.sources.gcp import GcpSource, Sight, get
 from swansongd.sources.metadata import (
-    DEFAULT_URL,
     MetadataClient,
     MetadataUnavailable,
     fallback_url,
@@ -30,39 +26,7 @@ _ENDS = ("TERMINATE_ON_HOST_MAINTENANCE", "SHUTDOWN_ON_HOST_MAINTENANCE")
 
 
 class _TimedSource(GcpSource):
-    """A source that needs both clocks.  Arguments as of :class:`GcpSource`.
-
-    Args:
-        grace_s: grace period of a notice that does not state its time.
-        wall: seconds since 1970, UTC.
-    """
-
-    def __init__(
-        self,
-        *,
-        grace_s: float,
-        monotonic: Clock,
-        wall: Clock,
-        metadata_url: str = DEFAULT_URL,
-        boot_id: str | None = None,
-        hang_s: int = 10,
-        timeout_s: float = 12.0,
-        retry_cap_s: float = 2.0,
-        blind_after_s: float = 30.0,
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        super().__init__(
-            monotonic=monotonic,
-            metadata_url=metadata_url,
-            boot_id=boot_id,
-            hang_s=hang_s,
-            timeout_s=timeout_s,
-            retry_cap_s=retry_cap_s,
-            blind_after_s=blind_after_s,
-            uniform=uniform,
-        )
-        self._grace_s = grace_s
-        self._wall = wall
+    """A source whose notices state their time."""
 
     def _deadline(
         self, sight: Sight, stated: datetime | None, plus_s: float = 0.0
@@ -70,7 +34,7 @@ class _TimedSource(GcpSource):
         """``plus_s`` after a stated time, by the server's clock; now if that has passed."""
         now = Moment(self._monotonic(), self._wall()).fixed(sight.answer)
         if stated is None:
-            return now.mono_s + self._grace_s, DeadlineQuality.ASSUMED
+            return now.mono_s + self._options.grace_s, DeadlineQuality.ASSUMED
         left_s = stated.timestamp() + plus_s - now.wall_s
         quality = DeadlineQuality.STATED if left_s >= 0 else DeadlineQuality.DERIVED
         return now.mono_s + max(0.0, left_s), quality
@@ -102,7 +66,7 @@ class GcpMaintenanceSource(_TimedSource):
             kind="host-maintenance",
             identity=self._identity,
             severity=Severity.SCHEDULED,
-            deadline_mono_s=self._monotonic() + self._grace_s,
+            deadline_mono_s=self._monotonic() + self._options.grace_s,
             deadline_quality=quality,
             detail=f"maintenance-event is {sight.text}",
         )
@@ -197,9 +161,9 @@ class GcpStopSource(_TimedSource):
     def _details(self) -> tuple[float | None, datetime | None]:
         """How long the stop may take, and when it was ordered; what cannot be had quickly is None."""
         texts = []
-        fallback = fallback_url(self._metadata_url, "gcp")
+        fallback = fallback_url(self._options.metadata_url, "gcp")
         with MetadataClient(
-            self._metadata_url, timeout_s=_DETAILS_TIMEOUT_S, fallback_url=fallback
+            self._options.metadata_url, timeout_s=_DETAILS_TIMEOUT_S, fallback_url=fallback
         ) as client:
             for name in ("max-duration", "request-timestamp"):
                 try:

@@ -252,7 +252,7 @@ class LogindSource:
         boot_id: tells the shutdowns of one boot from those of the next.
         monotonic: the clock.
         lock_fd: the delay lock of the daemon before this one.
-        keep_lock: stores the lock over a restart of the daemon, or removes it with None.  Called with a lock
+        store_lock: stores the lock over a restart of the daemon, or removes it with None.  Called with a lock
             only while a shutdown waits, and never with ``lock_fd``: a daemon that crashes in each
             evacuation must not delay the shutdown for longer than one restart.
     """
@@ -268,10 +268,10 @@ class LogindSource:
         boot_id: str,
         monotonic: Clock,
         lock_fd: int | None = None,
-        keep_lock: Callable[[int | None], None] = lambda _: None,
+        store_lock: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         self._bus = bus
-        self._keep_lock = keep_lock
+        self._store_lock = store_lock
         self._wanted_delay_s = wanted_delay_s
         self._stop_grace_s = stop_grace_s
         self._boot_id = boot_id
@@ -293,7 +293,7 @@ class LogindSource:
         with self._guard:
             if self._is_shutting_down and self._lock_fd is not None:
                 self._close_lock()
-                self._keep_lock(None)
+                self._store_lock(None)
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """Watch until ``stop`` is set, then close the lock; a copy that is stored stays."""
@@ -353,7 +353,7 @@ class LogindSource:
             return str(error)
         with self._guard:
             self._close_lock()
-            self._keep_lock(None)
+            self._store_lock(None)
             self._lock_fd, self._is_inherited = taken_fd, False
         return ""
 
@@ -367,7 +367,7 @@ class LogindSource:
             before, self._is_shutting_down = self._is_shutting_down, going_down
             is_held = self._lock_fd is not None
             if going_down and not before and not self._is_inherited:
-                self._keep_lock(self._lock_fd)
+                self._store_lock(self._lock_fd)
         if going_down and not before:
             self._shutdowns += 1
             post(NoticeRaised(self._notice(how, is_held)))

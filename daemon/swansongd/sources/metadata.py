@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urlsplit
 
 from swansongd.errors import Transient
 from swansongd.observe.health import HealthTracker
-from swansongd.util.http1 import AnswerReader, left_s, receive_until, request_head
+from swansongd.util.http1 import ResponseReader, left_s, receive_until, request_head
 
 DEFAULT_URL = "http://169.254.169.254"
 IPV6_URLS = {"aws": "http://[fd00:ec2::254]", "gcp": "http://[fd20:ce::254]"}
@@ -149,7 +149,7 @@ class MetadataClient:
             sock.settimeout(left_s(end_mono_s))
             host = urlsplit(self._url).netloc
             sock.sendall(request_head([lines[0], f"Host: {host}", *lines[1:]]))
-            reader = AnswerReader(receive_until(sock, end_mono_s), method)
+            reader = ResponseReader(receive_until(sock, end_mono_s), method)
             found = reader.head()
             if found.status == 200 and not found.has_end:
                 raise Transient("the answer does not say where its body ends")

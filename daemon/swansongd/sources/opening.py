@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration to the sources of this VM."""
+"""Opens the sources that the configuration names; none of them sends a request yet."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from datetime import datetime
-
+from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.model import Health, SourceStatus
+from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
-from swansongd.sources.aws import AwsSource, AwsSpotSource, ImdsSession
+from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
-from swansongd.sources.base import Clock, Source
+from swansongd.sources.base import Clocks, Source
 from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
-from swansongd.sources.gcp import GcpPreemptedSource
+from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource
 from swansongd.sources.gcp_events import (
     GPU_MAINTENANCE_S,
     GcpMaintenanceSource,
@@ -23,81 +22,98 @@ from swansongd.sources.gcp_events import (
 from swansongd.sources.metadata import DEFAULT_URL
 
 _SCHEDULED_POLLS = 10
-"""Scheduled events on AWS come days ahead: they are asked for once in so many intervals."""
+"""AWS announces scheduled events days ahead: their source polls once in this many intervals."""
+_ALL_CLOCKS = Clocks()
 
 
 def open_sources(
-    cloud: str,
-    *,
-    metadata_url: str | None,
-    poll_interval_s: float,
-    assumed_grace_s: float,
-    monotonic: Clock,
-    wall: Clock,
-    gcp_preemption_notice_s: float | None = None,
-    asg_grace_s: float | None = None,
+    config: SourcesConfig, deadline: DeadlineConfig, *, boot_id: str, clocks: Clocks = _ALL_CLOCKS
 ) -> list[Source]:
-    """The sources to run; nothing is asked yet.
+    """The sources of the cloud and of the configured deadlines.
 
     Args:
-        cloud: ``aws``, ``gcp``, ``none``, or ``auto`` to look at the firmware.
-        metadata_url: address of the metadata server, None for the one that all clouds share.
-        poll_interval_s: from one poll to the next, where a source has to poll.
-        assumed_grace_s: grace period of a notice that states none.
-        monotonic, wall: the clocks, in seconds.
-        gcp_preemption_notice_s: what a Spot VM on GCP was created with, 0 or 120; None to learn it.
-        asg_grace_s: how long the Auto Scaling group's lifecycle hook holds a VM on AWS; None to assume
-            what is assumed of any notice.
+        config, deadline: of the daemon.
+        boot_id: of the kernel.
+        clocks: of this VM.
     """
-    url = metadata_url or DEFAULT_URL
-    match detect_cloud() if cloud == "auto" else cloud:
-        case "aws":
-            session = ImdsSession()
+    cloud = detect_cloud() if config.cloud == "auto" else config.cloud
+    opened: list[Source] = []
+    if cloud == "aws":
+        opened += _aws(config, deadline, clocks)
+    elif cloud == "gcp":
+        opened += _gcp(config, deadline, boot_id, clocks)
+    return opened + _deadlines(config, boot_id, clocks)
 
-            def aws(kind: type[AwsSource], interval_s: float, grace_s: float) -> AwsSource:
-                return kind(
-                    metadata_url=url,
-                    session=session,
-                    poll_interval_s=interval_s,
-                    assumed_grace_s=grace_s,
-                    monotonic=monotonic,
-                    wall=wall,
-                )
 
-            return [
-                aws(AwsSpotSource, poll_interval_s, assumed_grace_s),
-                aws(AwsRebalanceSource, poll_interval_s, assumed_grace_s),
-                aws(AwsAsgSource, poll_interval_s, asg_grace_s or assumed_grace_s),
-                aws(AwsScheduledSource, _SCHEDULED_POLLS * poll_interval_s, assumed_grace_s),
-            ]
-        case "gcp":
-            return [
-                GcpPreemptedSource(
-                    metadata_url=url,
-                    assumed_grace_s=assumed_grace_s,
-                    notice_s=gcp_preemption_notice_s,
-                    monotonic=monotonic,
-                ),
-                GcpMaintenanceSource(
-                    metadata_url=url, grace_s=GPU_MAINTENANCE_S, monotonic=monotonic, wall=wall
-                ),
-                GcpUpcomingSource(
-                    metadata_url=url, grace_s=GPU_MAINTENANCE_S, monotonic=monotonic, wall=wall
-                ),
-                GcpStopSource(
-                    metadata_url=url, grace_s=assumed_grace_s, monotonic=monotonic, wall=wall
-                ),
-            ]
-        case "none":
-            return []
-        case _:
-            raise ValueError(f"no such cloud: {cloud!r}")
+def _aws(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
+    session = ImdsSession()
+
+    def options(*, polls: int = 1, grace_s: float = deadline.assumed_grace_s) -> AwsOptions:
+        return AwsOptions(
+            metadata_url=config.metadata_url or DEFAULT_URL,
+            poll_interval_s=polls * config.poll_interval_s,
+            assumed_grace_s=grace_s,
+            clocks=clocks,
+        )
+
+    hook_grace_s = config.asg_grace_s or deadline.assumed_grace_s
+    return [
+        AwsSpotSource(options(), session),
+        AwsRebalanceSource(options(), session),
+        AwsAsgSource(options(grace_s=hook_grace_s), session),
+        AwsScheduledSource(options(polls=_SCHEDULED_POLLS), session),
+    ]
+
+
+def _gcp(
+    config: SourcesConfig, deadline: DeadlineConfig, boot_id: str, clocks: Clocks
+) -> list[Source]:
+    def options(grace_s: float) -> GcpOptions:
+        return GcpOptions(
+            metadata_url=config.metadata_url or DEFAULT_URL,
+            grace_s=grace_s,
+            boot_id=boot_id,
+            clocks=clocks,
+        )
+
+    soon, maintenance = options(deadline.assumed_grace_s), options(GPU_MAINTENANCE_S)
+    return [
+        GcpPreemptedSource(soon, notice_s=config.gcp_preemption_notice_s),
+        GcpMaintenanceSource(maintenance),
+        GcpUpcomingSource(maintenance),
+        GcpStopSource(soon),
+    ]
+
+
+def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Source]:
+    """One source for the configured deadlines; none without one."""
+    ends = []
+    if config.end_at is not None:
+        ends.append(end_at(config.end_at, wall=clocks.wall))
+    if config.max_run_duration_s is not None:
+        ends.append(
+            end_after(config.max_run_duration_s, boot_id=boot_id, since_boot=clocks.since_boot)
+        )
+    if not ends:
+        return []
+    return [DeadlineSource(tuple(ends), lead_s=config.end_lead_s, monotonic=clocks.monotonic)]
+
+
+def open_lifecycle_hook(config: SourcesConfig) -> LifecycleHook | None:
+    """The lifecycle hook of the Auto Scaling group; None where none is configured."""
+    if config.asg_hook is None or config.asg_name is None:
+        return None
+    return LifecycleHook(
+        hook=config.asg_hook,
+        group=config.asg_name,
+        metadata_url=config.metadata_url or DEFAULT_URL,
+    )
 
 
 def unknown_firmware(
     cloud: str, *, now_mono_s: float, dmi_directory: str = DMI_DIRECTORY
 ) -> SourceStatus | None:
-    """What to report when ``sources.cloud`` is ``auto`` and the firmware names no known cloud; else None."""
+    """The status when ``sources.cloud`` is ``auto`` and the firmware names no known cloud; else None."""
     if cloud != "auto" or detect_cloud(dmi_directory) != "none":
         return None
     return SourceStatus(
@@ -109,35 +125,7 @@ def unknown_firmware(
     )
 
 
-def shortest_grace_s(names: Collection[str], *, assumed_grace_s: float) -> float:
-    """How long before the end word may come at the latest, where these sources watch."""
-    return SPOT_NOTICE_S if AwsSpotSource.name in names else assumed_grace_s
-
-
-def open_deadline(
-    instant: datetime | None,
-    max_run_duration_s: float | None,
-    *,
-    lead_s: float,
-    boot_id: str,
-    since_boot: Clock,
-    monotonic: Clock,
-    wall: Clock,
-) -> list[Source]:
-    """The source of the ends that are configured; none where none is.
-
-    Args:
-        instant: of ``sources.end_at``.
-        max_run_duration_s: counted from the boot.
-        lead_s: so long before the end the notice becomes imminent.
-        boot_id: of the kernel.
-        since_boot, monotonic, wall: the clocks, in seconds.
-    """
-    ends = []
-    if instant is not None:
-        ends.append(end_at(instant, wall=wall))
-    if max_run_duration_s is not None:
-        ends.append(end_after(max_run_duration_s, boot_id=boot_id, since_boot=since_boot))
-    if not ends:
-        return []
-    return [DeadlineSource(tuple(ends), lead_s=lead_s, monotonic=monotonic)]
+def shortest_grace_s(sources: list[Source], *, assumed_grace_s: float) -> float:
+    """The shortest time between a notice of these sources and the end of the VM."""
+    watches_spot = any(source.name == AwsSpotSource.name for source in sources)
+    return SPOT_NOTICE_S if watches_spot else assumed_grace_s

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -38,7 +38,10 @@ _KINDS = {
 
 
 def walk(
-    directory_fd: int, allowed_uids: frozenset[int] | None = None, *, passing_over: str = ""
+    directory_fd: int,
+    allowed_uids: frozenset[int] | None = None,
+    *,
+    passing_over: Callable[[str], bool] | None = None,
 ) -> tuple[StagedFile, ...]:
     """All files below an open directory, sorted by path.
 
@@ -46,7 +49,7 @@ def walk(
         directory_fd: open directory of the set.
         allowed_uids: users that files and directories may belong to, and whose files must be readable;
             None asks neither.
-        passing_over: suffix of the top-level directories that are left out; empty: none.
+        passing_over: whether an entry of the top level, by its name, is left out.
 
     Raises:
         StagingError: something there must not, or cannot, be uploaded; the message names it.
@@ -76,10 +79,12 @@ class _Walk:
         self._device = device
         self._allowed_uids = allowed_uids
 
-    def enter(self, directory_fd: int, prefix: str, *, passing_over: str = "") -> None:
+    def enter(
+        self, directory_fd: int, prefix: str, *, passing_over: Callable[[str], bool] | None = None
+    ) -> None:
         with os.scandir(directory_fd) as entries:
             for entry in entries:
-                if passing_over and entry.name.endswith(passing_over):
+                if passing_over is not None and passing_over(entry.name):
                     continue
                 path = prefix + entry.name
                 facts = entry.stat(follow_symlinks=False)
@@ -118,7 +123,7 @@ def listing(
     directory: str,
     allowed_uids: frozenset[int] | None = None,
     *,
-    passing_over: str = "",
+    passing_over: Callable[[str], bool] | None = None,
 ) -> tuple[StagedFile, ...]:
     """The files of a set: all below its directory, or the one file that it is.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import signal
 import stat
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ class Layout:
     """How a framework lays a checkpoint out, and how it shows that it has finished."""
 
     framework: str
-    name: re.Pattern[str]
-    """Of the directory; the first group is the step, where the name has one."""
+    """Key of :data:`swansong.protocol.ADOPTED_NAMES`."""
     is_one_file: bool = False
     needs: frozenset[str] = frozenset()
     """Without these files it is not this layout."""
@@ -49,19 +47,15 @@ class Layout:
 ADOPTED = (
     Layout(  # Hugging Face: training_args.bin comes with the model, trainer_state.json after all else
         "checkpoint-n",
-        re.compile(r"checkpoint-([0-9]{1,12})"),
         last=("training_args.bin", "trainer_state.json"),
         markers=frozenset({"trainer_state.json"}),
     ),
     Layout(  # PyTorch DCP: the coordinator puts .metadata in place after all ranks have written
         "dcp",
-        re.compile(r"(?:.*[^0-9])?([0-9]{1,12})[^0-9]*|.*"),
         needs=frozenset({".metadata"}),
         markers=frozenset({".metadata"}),
     ),
-    Layout(  # Lightning
-        "ckpt", re.compile(r"(?:.*[^a-z])?step=([0-9]{1,12})(?:[^0-9].*)?\.ckpt"), is_one_file=True
-    ),
+    Layout("ckpt", is_one_file=True),  # Lightning
 )
 """The first that fits is taken."""
 
@@ -73,10 +67,6 @@ MANIFESTS_MAX_BYTES = 32 * 2**20
 """All rank manifests of one set together."""
 ALL = "*"
 """Stands for the directory in a rejection that concerns many."""
-
-_RANK_MANIFEST = re.compile(r"rank-[0-9]{5,}\.json")
-_RANK_BEGUN = re.compile(r"rank-[0-9]{5,}" + re.escape(protocol.BEGUN_SUFFIX))
-_FINAL = re.compile(r"rank-[0-9]{5,}(\.json|/.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +127,7 @@ class Scanner:
         with scan.opened(self._directory) as run_fd:
             names, rejected = self._candidates(run_fd)
             for name in names:
-                if _is_partial(name):
+                if protocol.parse_partial_name(name):
                     pending.append(name)
                     partly = self._look_into(run_fd, name)
                     if partly is not None:
@@ -180,7 +170,7 @@ class Scanner:
         with os.scandir(run_fd) as entries:
             for entry in entries:
                 name = entry.name
-                if name.startswith(".") or name == protocol.RESTORED_DIRECTORY:
+                if protocol.is_private_name(name):
                     continue
                 try:
                     uid = entry.stat(follow_symlinks=False).st_uid
@@ -214,7 +204,7 @@ class Scanner:
         """What is final of a set that is being written; None when nothing can be said of it."""
         try:
             files = scan.listing(
-                run_fd, name, self._allowed_uids, passing_over=protocol.WRITING_SUFFIX
+                run_fd, name, self._allowed_uids, passing_over=protocol.is_writing_directory
             )
             return _growing(run_fd, name, files)
         except (StagingError, ProtocolError):
@@ -307,21 +297,13 @@ def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def _is_partial(name: str) -> bool:
-    sealed = name.removesuffix(protocol.PARTIAL_SUFFIX)
-    return sealed != name and protocol.parse_sealed_name(sealed) is not None
-
-
 def _step_of(name: str) -> int:
     """The step in the name of an entry, as far as it has one; -1 without."""
-    sealed = protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX))
-    if sealed is not None:
-        return sealed[0]
-    for layout in ADOPTED:
-        match = layout.name.fullmatch(name)
-        if match is not None and match[1] is not None:
-            return int(match[1])
-    return -1
+    of_hooks = protocol.parse_sealed_name(name) or protocol.parse_partial_name(name)
+    if of_hooks is not None:
+        return of_hooks[0]
+    steps = (protocol.parse_adopted_name(layout.framework, name) for layout in ADOPTED)
+    return next((step for step in steps if step is not None and step >= 0), -1)
 
 
 def _limited(rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -336,7 +318,8 @@ def _layout_of(run_fd: int, name: str) -> Layout | None:
         for layout in ADOPTED:
             # A link under a name that would be adopted is reported; others are nobody's business.
             fits = stat.S_ISLNK(mode) or stat.S_ISDIR(mode) != layout.is_one_file
-            if fits and layout.name.fullmatch(name) and _holds(run_fd, name, layout.needs):
+            fits &= protocol.parse_adopted_name(layout.framework, name) is not None
+            if fits and _holds(run_fd, name, layout.needs):
                 return layout
     except OSError:
         pass  # gone meanwhile
@@ -357,8 +340,8 @@ def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
 
 def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged:
     paths = {file.path for file in files}
-    match = layout.name.fullmatch(name)
-    if match is None or match[1] is None:
+    step = protocol.parse_adopted_name(layout.framework, name)
+    if step is None or step < 0:
         raise StagingError("has no step number of up to 12 digits in its name")
     if not paths:
         raise StagingError("holds no file")
@@ -366,7 +349,7 @@ def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged
         raise StagingError(f"is not complete: {layout.last[1]} is missing")
     content = "\n".join(f"{f.path}\t{f.size_bytes}\t{f.mtime_ns}\t{f.inode}" for f in files)
     return Staged(
-        id=CheckpointId(int(match[1]), hashlib.sha256(content.encode()).hexdigest()[:12]),
+        id=CheckpointId(step, hashlib.sha256(content.encode()).hexdigest()[:12]),
         directory=name,
         kind=CheckpointKind.PERIODIC,
         files=files,
@@ -376,7 +359,7 @@ def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged
 
 
 def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    named = [file for file in files if _RANK_MANIFEST.fullmatch(file.path)]
+    named = [file for file in files if protocol.is_rank_manifest(file.path)]
     if not named:
         raise StagingError("has no rank manifest")
     # Counted before they are read: a set may hold thousands of large ones.
@@ -402,13 +385,13 @@ def _growing(run_fd: int, name: str, files: tuple[StagedFile, ...]) -> Staged:
     named = [
         file
         for file in files
-        if _RANK_BEGUN.fullmatch(file.path) or _RANK_MANIFEST.fullmatch(file.path)
+        if protocol.is_rank_begun(file.path) or protocol.is_rank_manifest(file.path)
     ]
     if not named:
         raise StagingError("no rank has begun to write")
     _check_total(named)
     manifests = [replace(_read_manifest(run_fd, name, file), files=[]) for file in named]
-    final = tuple(file for file in files if _FINAL.fullmatch(file.path))
+    final = tuple(file for file in files if protocol.is_final(file.path))
     return _of_hooks(name, _lead(manifests), final, manifests)
 
 
@@ -428,7 +411,7 @@ def _of_hooks(
     files: tuple[StagedFile, ...],
     manifests: Sequence[RankManifest],
 ) -> Staged:
-    parsed = protocol.parse_sealed_name(name.removesuffix(protocol.PARTIAL_SUFFIX))
+    parsed = protocol.parse_sealed_name(name) or protocol.parse_partial_name(name)
     assert parsed is not None
     elsewhere = lead.world_size - lead.local_world_size
     is_possible = elsewhere >= lead.nodes - 1 if lead.nodes > 1 else elsewhere == 0
@@ -496,7 +479,7 @@ def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifes
             manifest = RankManifest.decode(stream.read(file.size_bytes))
         except (OSError, ProtocolError) as error:
             raise StagingError(f"{file.path}: {error}") from None
-    begun = protocol.rank_directory(manifest.rank) + protocol.BEGUN_SUFFIX
-    if file.path not in (protocol.rank_manifest_name(manifest.rank), begun):
+    rank = manifest.rank
+    if file.path not in (protocol.rank_manifest_name(rank), protocol.rank_begun_name(rank)):
         raise StagingError(f"{file.path} says it is of rank {manifest.rank}")
     return manifest

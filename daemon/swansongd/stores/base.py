@@ -199,7 +199,7 @@ class ObjectStore(Protocol):
         """The parts that the store has, by number: a receipt kept from earlier holds if it is among them.
 
         Raises NotFound when the upload is unknown.  The checksum is that which the store knows, or
-        CRC32C_UNTOLD; so hand the receipts that were kept to ``complete``, not these.  A part of
+        :data:`CRC32C_UNKNOWN`; so hand the receipts that were kept to ``complete``, not these.  A part of
         the wrong length is left out.
         """
 
@@ -318,7 +318,7 @@ def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
         raise Permanent(f"{upload.key} wants its {count} parts in order, got {len(parts)} others")
 
 
-def settle_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> None:
+def confirm_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> None:
     """Decide a completion that found its upload unknown: was an earlier one carried out, unheard?
 
     Raises ``unknown`` unless the object is there with the size of the upload.

@@ -26,7 +26,7 @@ _PAUSE_S = 2.0
 _log = structlog.get_logger(__name__)
 
 
-class Credentials(Generic[Value]):
+class CredentialCache(Generic[Value]):
     """What authorises the requests to one store.  Every method may be called from many threads at once.
 
     The SDKs ask the metadata service minutes before credentials expire, during a request, and fail with
@@ -36,7 +36,7 @@ class Credentials(Generic[Value]):
         what: names them in log lines.
         load: reads all sources from the beginning, and returns the first one that has credentials.
         fetch: returns what authorises requests, renewed by that source if it does not last.
-        is_over: whether what was fetched from that source has expired.
+        has_expired: whether what was fetched from that source has expired.
 
     The three functions raise StoreError only.
     """
@@ -47,28 +47,28 @@ class Credentials(Generic[Value]):
         *,
         load: Callable[[], Any],
         fetch: Callable[[Any], Value],
-        is_over: Callable[[Any], bool],
+        has_expired: Callable[[Any], bool],
     ) -> None:
         self._what = what
         self._load = load
         self._fetch = fetch
-        self._is_over = is_over
+        self._has_expired = has_expired
         self._lock = threading.Lock()
         self._source: Any = None
         self._value: Value | None = None
         self._read_mono_s = -math.inf
         self._failure: StoreError | None = None
         """Of the last reading."""
-        self._is_on_trial = False
+        self._is_unproven = False
         """Whether the store has accepted nothing since the last reading."""
 
     def get(self) -> Value:
         """The known credentials; asks no source of them unless they have expired."""
         value = self._value
-        if value is None or self._is_over(self._source):
+        if value is None or self._has_expired(self._source):
             with self._lock:
                 value = self._value
-                if value is None or self._is_over(self._source):
+                if value is None or self._has_expired(self._source):
                     value = self._renewed()
         return value
 
@@ -90,7 +90,7 @@ class Credentials(Generic[Value]):
             if self._value != refused:
                 return True
             is_too_soon = time.monotonic() < self._read_mono_s + _PAUSE_S
-            if not is_too_soon or (is_certain and not self._is_on_trial):
+            if not is_too_soon or (is_certain and not self._is_unproven):
                 try:
                     self._read()
                 except StoreError:
@@ -104,8 +104,8 @@ class Credentials(Generic[Value]):
 
     def accept(self, used: Value) -> None:
         """The store accepted ``used``: the next refusal of them is news."""
-        if self._is_on_trial and self._value == used:
-            self._is_on_trial = False
+        if self._is_unproven and self._value == used:
+            self._is_unproven = False
 
     # ------------------------------------------------------------ under the lock
 
@@ -116,7 +116,7 @@ class Credentials(Generic[Value]):
             self._source = source
             return value
         if isinstance(self._failure, Permanent) and (
-            time.monotonic() < self._read_mono_s + _PAUSE_S and self._is_over(self._source)
+            time.monotonic() < self._read_mono_s + _PAUSE_S and self._has_expired(self._source)
         ):
             raise Permanent(str(self._failure), hint=self._failure.hint)
         try:
@@ -129,7 +129,7 @@ class Credentials(Generic[Value]):
     def _read(self) -> Value:
         """Read all sources again."""
         self._read_mono_s = time.monotonic()
-        self._is_on_trial = True
+        self._is_unproven = True
         try:
             source = self._load()
             value = self._fetch(source)

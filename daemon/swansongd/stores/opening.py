@@ -1,49 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the URL in the configuration to the store that it names."""
+"""Opens the store that the configuration names."""
 
 from __future__ import annotations
 
+from swansongd.config.config import StoreConfig
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.s3.access import Addressing
-from swansongd.stores.s3.store import Checksums, S3Store
+from swansongd.stores.options import GcsOptions, S3Options
+from swansongd.stores.s3.store import S3Store
 
 
-def open_store(
-    url: str,
-    *,
-    endpoint: str | None = None,
-    region: str | None = None,
-    connections: int = 16,
-    profile: str | None = None,
-    ca_bundle: str | None = None,
-    addressing: Addressing = "auto",
-    checksums: Checksums = "auto",
-) -> ObjectStore:
-    """The backend for ``file://``, ``s3://`` or ``gs://``.  Asks nothing of it yet: see ``check()``.
+def open_store(config: StoreConfig, *, connections: int = 16) -> ObjectStore:
+    """The backend for ``file://``, ``s3://`` or ``gs://``.  Sends no request: see ``check()``.
 
-    What concerns one provider only is ignored by the others.
+    The options of one provider are ignored by the others.
 
     Raises:
-        ConfigError: the URL names no store that we know, or not in full.
+        ConfigError: the URL does not name a store, or an option is wrong.
     """
-    match url.partition("://")[0]:
+    match config.url.partition("://")[0]:
         case "file":
-            return FileStore(url)
+            return FileStore(config.url)
         case "s3":
             return S3Store(
-                url,
-                endpoint,
-                region,
-                connections,
-                profile=profile,
-                ca_bundle=ca_bundle,
-                addressing=addressing,
-                checksums=checksums,
+                config.url,
+                S3Options(
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                    region=config.region,
+                    profile=config.profile,
+                    addressing=config.addressing,
+                    checksums=config.checksums,
+                ),
             )
         case "gs":
-            return GcsStore(url, endpoint, connections, ca_bundle=ca_bundle)
+            return GcsStore(
+                config.url,
+                GcsOptions(
+                    endpoint=config.endpoint, connections=connections, ca_bundle=config.ca_bundle
+                ),
+            )
         case scheme:
             raise ConfigError([f"store.url: {scheme!r:.40} is none of file://, s3://, gs://"])

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
 
+from swansongd.config.config import TrainerConfig
 from swansongd.config.values import signal_number
 from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
@@ -262,3 +263,24 @@ def _program(arguments: list[str]) -> str:
         else:
             return PurePath(argument).name
     return ""
+
+
+def open_sender(
+    config: TrainerConfig, trainers: frozenset[int], post: Callable[[Event], None]
+) -> SignalSender | None:
+    """The sender that the configuration asks for; None for ``trainer.signal = "none"``.
+
+    Args:
+        config: of the trainer.
+        trainers: uids of ``trainer.users``.
+        post: see :class:`SignalSender`.
+    """
+    if config.signal == "none":
+        return None
+    return SignalSender(
+        signal_name=config.signal,
+        pid_file=config.pid_file,
+        unit=config.unit,
+        allowed_uids=users.may_be_signalled(trainers, os.geteuid()),
+        post=post,
+    )

@@ -89,7 +89,7 @@ class Head:
         return self.is_chunked or self.size_bytes is not None
 
 
-class AnswerReader:
+class ResponseReader:
     """Takes one answer from a connection.
 
     Args:

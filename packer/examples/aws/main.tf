@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# One Spot VM with a GPU that an Auto Scaling group replaces when it is taken away, in whichever of several
-# types and subnets has room.  The role may do what ../../permissions/aws-vm.json says, and no more.
+# One Spot VM with a GPU.  After a preemption an Auto Scaling group replaces it, in any of several types and subnets
+# with capacity.  The role has exactly the permissions of ../../permissions/aws-vm.json.
 
 terraform {
   required_version = ">= 1.5"
@@ -30,7 +30,7 @@ variable "prefix" {
 
 variable "subnets" {
   type        = list(string)
-  description = "As many zones as possible: that is where spare GPUs are found."
+  description = "As many zones as possible, to find spare GPUs."
 }
 
 variable "security_groups" {
@@ -42,7 +42,7 @@ variable "security_groups" {
 variable "key_name" {
   type        = string
   default     = null
-  description = "Key pair for SSH; without it the way in is Systems Manager, whose agent the image needs (Debian's has none)."
+  description = "Key pair for SSH; without it use Systems Manager, whose agent the image needs (Debian's has none)."
 }
 
 variable "disk_gb" {
@@ -54,7 +54,7 @@ variable "disk_gb" {
 variable "instance_types" {
   type        = list(string)
   default     = ["g5.xlarge", "g5.2xlarge", "g6.xlarge", "g6.2xlarge"]
-  description = "Types that the run can go on with on any of them."
+  description = "Types that can each continue the run."
 }
 
 variable "image_name" {
@@ -67,7 +67,7 @@ locals {
   group = "swansong-${var.run}"
 }
 
-# aws-cn and aws-us-gov have names of their own for everything.
+# aws-cn and aws-us-gov use other names.
 data "aws_partition" "here" {}
 
 data "aws_ami" "swansong" {
@@ -103,7 +103,7 @@ resource "aws_iam_role_policy" "vm" {
   "GROUP", local.group)
 }
 
-# The way in, without an open port: aws ssm start-session --target INSTANCE
+# Log in without an open port: aws ssm start-session --target INSTANCE
 resource "aws_iam_role_policy_attachment" "session" {
   role       = aws_iam_role.vm.name
   policy_arn = "arn:${data.aws_partition.here.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
@@ -136,7 +136,7 @@ resource "aws_launch_template" "vm" {
     }
   }
 
-  # One hop: containers with a network of their own get neither notices nor the VM's credentials.
+  # One hop: containers with a separate network get neither notices nor the VM's credentials.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -182,7 +182,7 @@ resource "aws_autoscaling_group" "vm" {
     }
   }
 
-  # As sources.asg_hook and asg_grace_s in the user data: kept waiting until there is a verdict.
+  # Same values as sources.asg_hook and asg_grace_s in the user data: the hook is held until the verdict.
   initial_lifecycle_hook {
     name                 = "swansong"
     lifecycle_transition = "autoscaling:EC2_INSTANCE_TERMINATING"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# One Spot VM with a GPU that a managed instance group makes anew when it is preempted, in whichever zone
-# of the region has room.  The service account may do what ../../permissions/gcp-vm.yaml says, and no more.
+# One Spot VM with a GPU.  After a preemption a managed instance group creates it again, in any zone of the region
+# with capacity.  The service account has exactly the permissions of ../../permissions/gcp-vm.yaml.
 
 terraform {
   required_version = ">= 1.5"
@@ -19,19 +19,19 @@ terraform {
 
 variable "project" {
   type        = string
-  description = "Project that everything is made in."
+  description = "Project of all resources."
 }
 
 variable "region" {
   type        = string
   default     = "us-central1"
-  description = "Of the group; best also that of the bucket."
+  description = "Region of the group, preferably also of the bucket."
 }
 
 variable "zones" {
   type        = list(string)
   default     = ["us-central1-a", "us-central1-b", "us-central1-c"]
-  description = "As many as have the machine type: that is where spare GPUs are found."
+  description = "All zones that have the machine type, to find spare GPUs."
 }
 
 variable "run" {
@@ -65,7 +65,7 @@ variable "image_name" {
 variable "disk_type" {
   type        = string
   default     = "pd-balanced"
-  description = "Of the boot disk; newer machine types take hyperdisk-balanced only."
+  description = "Type of the boot disk; newer machine types accept only hyperdisk-balanced."
 }
 
 variable "disk_gb" {
@@ -77,13 +77,13 @@ variable "disk_gb" {
 variable "network" {
   type        = string
   default     = "default"
-  description = "A network with automatic subnetworks; the VM needs no way in; out to Cloud Storage."
+  description = "A network with automatic subnetworks; the VM needs access to Cloud Storage and accepts no connections."
 }
 
 variable "subnetwork" {
   type        = string
   default     = null
-  description = "Of the region, in a network whose subnetworks are made by hand; goes before network."
+  description = "Subnetwork of the region, in a network with custom subnetworks; overrides network."
 }
 
 variable "external_ip" {
@@ -95,11 +95,11 @@ variable "external_ip" {
 variable "preemption_notice_s" {
   type        = number
   default     = 0
-  description = "120: the VM learns of a preemption two minutes ahead. 0: with the soft-off, 30 s before the end."
+  description = "120: the notice comes two minutes ahead. 0: it comes with the soft-off, 30 s before the end."
 
   validation {
     condition     = contains([0, 120], var.preemption_notice_s)
-    error_message = "Compute Engine knows 0 and 120."
+    error_message = "preemption_notice_s is 0 or 120: Compute Engine has no other value."
   }
 }
 
@@ -199,7 +199,7 @@ resource "google_compute_region_instance_group_manager" "vm" {
     instance_template = google_compute_instance_template.vm.id
   }
 
-  # Never two at a time: a second VM beside one that still trains would take the run over from it.
+  # Never two VMs at once: a second VM would take the run over from one that still trains.
   update_policy {
     type                         = "OPPORTUNISTIC"
     minimal_action               = "REPLACE"

@@ -16,12 +16,12 @@ from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
-PAGE = build.REPOSITORY / "docs" / "operations.md"
+PAGE = build.REPOSITORY / "docs" / "operations" / "install.md"
 STAGING = "d /mnt/nvme/staging 2750 swansong swansong-trainers -"
 
 
 def uninstall_commands() -> str:
-    """As docs/operations.md has them, for root."""
+    """As docs/operations/install.md has them, for root."""
     return PAGE.read_text().partition("## Uninstall\n")[2].split("```")[1].replace("sudo ", "")
 
 

@@ -96,7 +96,7 @@ def test_a_changed_claim_loses_its_signature() -> None:
 
 
 def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
-    """docs/format.md, with the standard library alone."""
+    """docs/format-objects.md, with the standard library alone."""
     body = json.loads(encode(CLAIM, SIGNER))
     signature = body.pop("signature")
     message = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

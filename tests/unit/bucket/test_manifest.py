@@ -477,7 +477,7 @@ def test_a_reader_with_a_key_refuses_what_that_key_has_not_signed() -> None:
 
 
 def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
-    """docs/format.md, in ten lines of standard library."""
+    """docs/format-objects.md, in ten lines of standard library."""
     import hmac
 
     body = json.loads(encode(MANIFEST, SIGNER))

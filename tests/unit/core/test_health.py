@@ -6,9 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from swansongd.bucket.protected import Best, pins
 from swansongd.core.events import (
     CancelFlush,
     ClaimGeneration,
@@ -50,46 +47,6 @@ def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
     assert is_healthy(merged_health([GOOD, BAD])) is False
     assert is_healthy(merged_health([{}, {}])) is None
     assert merged_health([]) == {}
-
-
-# ---------------------------------------------------------------- pins
-
-
-@given(
-    st.dictionaries(
-        st.tuples(st.integers(1, 3), st.integers(0, 20)),
-        st.tuples(st.floats(0, 9), st.booleans()),
-        max_size=12,
-    )
-)
-def test_the_newest_healthy_and_the_best_have_a_name(
-    made: dict[tuple[int, int], tuple[float, bool]],
-) -> None:
-    """Among the healthy ones: none is newer, none is better; each pin is given once."""
-    commits = [
-        (CommitRef(*ref), {"loss": loss, "loss_is_finite": float(good)})
-        for ref, (loss, good) in made.items()
-    ]
-    healthy = {ref: health["loss"] for ref, health in commits if is_healthy(health)}
-    named = pins(commits)
-    owners = {pin: ref for ref, names in named.items() for pin in names}
-    assert sum(len(names) for names in named.values()) == len(owners)
-    if not healthy:
-        assert not named
-    else:
-        assert owners["healthy"] == max(healthy)
-        assert healthy[owners["best loss"]] == min(healthy.values())
-
-
-def test_the_best_may_be_the_highest() -> None:
-    """Of an accuracy the greatest is best; of equals the newest; without the metric there is none."""
-    commits = [
-        (CommitRef(1, step), {"accuracy": accuracy})
-        for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1))
-    ]
-    assert pins(commits, Best("accuracy", is_highest=True)) == {CommitRef(1, 3): ["best accuracy"]}
-    assert pins(commits, Best("accuracy")) == {CommitRef(1, 4): ["best accuracy"]}
-    assert pins(commits) == {}, "of unknown health is not healthy"
 
 
 # ---------------------------------------------------------------- the pinned set in staging

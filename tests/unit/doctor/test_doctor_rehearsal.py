@@ -56,7 +56,7 @@ class Altered(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Altered:
     made = Altered()
-    monkeypatch.setattr(of_store, "open_configured", lambda *_args, **_options: made)
+    monkeypatch.setattr(of_store, "open_store", lambda *_args, **_options: made)
     return made
 
 

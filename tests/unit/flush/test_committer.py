@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     CommitManifest,
+    Conclude,
     Event,
     FenceFound,
     GenerationClaimed,
@@ -35,11 +35,12 @@ from swansongd.core.events import (
 )
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
-from swansongd.flush.committer import ClaimRecord, Committer
-from swansongd.flush.journal import Journal, ShardRecord
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
+from swansongd.flush.journal import ShardRecord, UploadJournal
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import CheckpointId, CommitRef, Health, StagedFile
-from swansongd.observe.health import HealthTracker
+from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -61,7 +62,7 @@ class Desk:
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
         self.events: queue.Queue[Event] = queue.Queue()
-        self.journal = Journal(self.own, run="r", store_url=self.store.url)
+        self.journal = UploadJournal(self.own, run="r", store_url=self.store.url)
         self.health: list[Health] = []
         self.reason = ""
         self.now = NOW
@@ -77,17 +78,15 @@ class Desk:
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
+        opened = store or self._counting()
         committer = Committer(
-            store or self._counting(),
+            opened,
             keys,
-            self.own,
             self.events.put,
+            Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
             journal=self.journal,
-            boot_id=boot,
             wall=lambda: self.now,
-            health=StoreHealth(
-                HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note)
-            ),
+            health=StoreHealth(note),
         )
         committer.start()
         try:
@@ -133,6 +132,10 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
+
+
+LOST = Conclude("e1", Verdict.LOST, "nothing was staged", None, 0.0)
+SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(1, 10), 1.0)
 
 
 def an_order(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
@@ -552,18 +555,18 @@ def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Com
 
 def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Committer) -> None:
     """The clock stands still here; no farewell takes another's name, and none is lost."""
-    bodies = [json.dumps({"verdict": verdict}).encode() for verdict in ("PARTIAL", "SAFE")]
-    for body in bodies:
-        working.farewell(1, body)
+    for conclusion in (LOST, SAFE):
+        working.farewell(1, conclusion, [])
     assert working.drain(10)
     keys = stored(desk, KEYS.farewells)
-    assert sorted(desk.store.get(key) for key in keys) == sorted(bodies)
+    bodies = [json.loads(desk.store.get(key)) for key in keys]
+    assert {body["verdict"] for body in bodies} == {"LOST", "SAFE"}
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
 def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Committer) -> None:
     with desk.outage():
-        working.farewell(1, b"{}")
+        working.farewell(1, LOST, [])
         assert working.drain(10)
     working.commit(an_order())
     assert desk.next() == CommitDone("f10", CommitRef(1, 10))
@@ -572,7 +575,7 @@ def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Com
 def test_drain_waits_for_what_was_ordered_and_not_for_ever(desk: Desk) -> None:
     """With a store that never lets the committer claim, False comes within the time given."""
     with desk.outage(), desk.committer() as committer:
-        committer.farewell(1, b"{}")
+        committer.farewell(1, LOST, [])
         assert not committer.drain(0.05)
 
 

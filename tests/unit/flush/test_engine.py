@@ -372,12 +372,11 @@ def test_a_set_that_is_ordered_again_keeps_its_width(tmp_path: Path) -> None:
     flush.engine.start("early", many, 1, is_sealed=False)
     until(lambda: len(begun) == 20, what="all of them to begin")
     flush.engine.start("sealed", many, 1)
-    order = until(
-        lambda: (
-            flush.engine._active and (now := flush.engine._active.order) and now.is_sealed and now
-        )
+    active = until(
+        lambda: (now := flush.engine._active) and now.is_sealed and now,
+        what="the sealed set to be flushed",
     )
-    assert order.width.now == 21
+    assert active.limit.now == 21
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 

@@ -24,8 +24,8 @@ from swansongd.flush.journal import (
     FILE_NAME,
     SETS_MAX,
     Contents,
-    Journal,
     ShardRecord,
+    UploadJournal,
     UploadRecord,
     replay,
 )
@@ -52,13 +52,13 @@ def a_shard(path: str, key: str = "k") -> ShardRecord:
     return ShardRecord(file, shard, (b"a" * 32, b"b" * 32, b"c" * 32))
 
 
-def opened(directory: Path, *, run: str = "r", store_url: str = "s3://b") -> Journal:
-    return Journal(directory, run=run, store_url=store_url)
+def opened(directory: Path, *, run: str = "r", store_url: str = "s3://b") -> UploadJournal:
+    return UploadJournal(directory, run=run, store_url=store_url)
 
 
 def facts(contents: Contents) -> list[object]:
     """What the contents say, comparable."""
-    return list(contents.records())
+    return list(contents.entries())
 
 
 def written(directory: Path, seed: int) -> list[list[object]]:
@@ -84,7 +84,7 @@ def written(directory: Path, seed: int) -> list[list[object]]:
             case 3:
                 journal.shard_stored(name, a_shard(path, f"k{next(keys)}"))
             case _:
-                held_now = journal.held(name).values()
+                held_now = journal.records_of(name).values()
                 shards = [held.shard for held in held_now if isinstance(held, ShardRecord)]
                 journal.committed(name, shards[: choose.randrange(3)])
         said.append(facts(copy.deepcopy(journal._contents)))
@@ -167,8 +167,8 @@ def test_all_of_it_is_there_in_the_next_life(tmp_path: Path) -> None:
     first.shard_stored("0.a", a_shard("y"))
     first.committed("0.a", [a_shard("y").shard])
     second = opened(tmp_path)
-    assert second.held("1.a")["x"] == a_shard("x")
-    upload = second.held("1.a")["d/a"]
+    assert second.records_of("1.a")["x"] == a_shard("x")
+    upload = second.records_of("1.a")["d/a"]
     assert isinstance(upload, UploadRecord)
     assert (upload.file, upload.upload) == (FILE, UPLOAD)
     (part,) = upload.parts.values()
@@ -176,7 +176,7 @@ def test_all_of_it_is_there_in_the_next_life(tmp_path: Path) -> None:
     assert part.digest == b"d" * 32
     assert second.known("y") == a_shard("y")
     assert second.holds_upload("u1")
-    assert second.held("0.a") == {}
+    assert second.records_of("0.a") == {}
 
 
 @pytest.mark.parametrize("other", [{"run": "another"}, {"store_url": "s3://another"}])
@@ -185,7 +185,7 @@ def test_the_journal_of_another_run_or_store_is_not_believed(
 ) -> None:
     """Whoever points staging at another bucket begins anew."""
     opened(tmp_path).shard_stored("1.a", a_shard("x"))
-    assert opened(tmp_path, **other).held("1.a") == {}
+    assert opened(tmp_path, **other).records_of("1.a") == {}
 
 
 def test_only_what_the_manifest_names_is_known(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_few_sets_are_remembered(tmp_path: Path) -> None:
     for number in range(SETS_MAX + 3):
         journal.shard_stored(f"{number}.a", a_shard("x"))
     for one in (journal, opened(tmp_path)):
-        held = [number for number in range(SETS_MAX + 3) if one.held(f"{number}.a")]
+        held = [number for number in range(SETS_MAX + 3) if one.records_of(f"{number}.a")]
         assert held == list(range(3, SETS_MAX + 3))
 
 
@@ -231,7 +231,7 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
     for number in range(500):
         journal.shard_stored("1.a", a_shard(f"f{number % 3}", f"k{number}"))
         assert (tmp_path / FILE_NAME).stat().st_size < 12_000
-    assert opened(tmp_path).held("1.a") == journal.held("1.a")
+    assert opened(tmp_path).records_of("1.a") == journal.records_of("1.a")
     assert len(list(tmp_path.iterdir())) == 1, "no temporary file stays"
 
 
@@ -252,8 +252,8 @@ def test_a_torn_write_ends_the_journal_and_not_the_daemon(
     journal.shard_stored("1.a", a_shard("y"))
     monkeypatch.undo()
     journal.shard_stored("1.a", a_shard("z"))
-    assert set(journal.held("1.a")) == {"x", "y", "z"}
-    assert set(opened(tmp_path).held("1.a")) == {"x"}
+    assert set(journal.records_of("1.a")) == {"x", "y", "z"}
+    assert set(opened(tmp_path).records_of("1.a")) == {"x"}
 
 
 def a_journal(*records: object) -> bytes:
@@ -304,7 +304,7 @@ def test_no_record_raises_or_is_taken_over_unchecked(
             assert all(held.upload.part_length_bytes(number) > 0 for number in held.parts)
         else:
             assert len(held.part_digests) in (0, 3)
-    assert facts(contents) == facts(replay(a_journal(*contents.records()), HEADER))
+    assert facts(contents) == facts(replay(a_journal(*contents.entries()), HEADER))
 
 
 @pytest.mark.parametrize(
@@ -358,11 +358,11 @@ def test_a_file_that_this_daemon_did_not_write_is_no_journal(tmp_path: Path, pla
     with capture_logs() as logs:
         journal = opened(own)
     assert logs[0]["event"] == "journal_not_read"
-    assert journal.held("1.a") == {}
+    assert journal.records_of("1.a") == {}
     journal.shard_stored("1.a", a_shard("y"))
     assert elsewhere.read_bytes() == before
     if plant != "directory":
-        assert set(opened(own).held("1.a")) == {"y"}
+        assert set(opened(own).records_of("1.a")) == {"y"}
 
 
 @pytest.mark.fault("S1")
@@ -373,7 +373,7 @@ def test_a_link_in_the_place_of_the_new_file_is_not_written_through(tmp_path: Pa
     (tmp_path / "own" / f".{FILE_NAME}.new").symlink_to(tmp_path / "secret")
     opened(tmp_path / "own").shard_stored("1.a", a_shard("x"))
     assert (tmp_path / "secret").read_text() == "secret"
-    assert set(opened(tmp_path / "own").held("1.a")) == {"x"}
+    assert set(opened(tmp_path / "own").records_of("1.a")) == {"x"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
@@ -381,12 +381,12 @@ def test_a_journal_of_another_user_is_not_believed(tmp_path: Path) -> None:
     """Nor is anything read or written in a directory of another user."""
     opened(tmp_path).shard_stored("1.a", a_shard("x"))
     os.chown(tmp_path / FILE_NAME, 65534, 65534)
-    assert opened(tmp_path).held("1.a") == {}
+    assert opened(tmp_path).records_of("1.a") == {}
     before = (tmp_path / FILE_NAME).read_bytes()
     os.chown(tmp_path, 65534, 65534)
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("y"))
-    assert set(journal.held("1.a")) == {"y"}, "memory is kept"
+    assert set(journal.records_of("1.a")) == {"y"}, "memory is kept"
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 

@@ -10,7 +10,6 @@ from swansongd.core.events import Event, SourceChanged
 from swansongd.errors import Permanent, Transient
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 from swansongd.model import Health
-from swansongd.observe.health import HealthTracker
 
 
 class Clock:
@@ -27,10 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.clock = Clock()
         self.events: list[Event] = []
-        tracker = HealthTracker(
-            "store", blind_after_s=60, monotonic=self.clock, post=self.events.append
-        )
-        self.health = StoreHealth(tracker, monotonic=self.clock)
+        self.health = StoreHealth(self.events.append, monotonic=self.clock)
 
     def attempt(self, took_s: float, error: str = "") -> None:
         began_mono_s = self.clock.now_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into systemd's file descriptor store comes back at the next start of the daemon."""
+"""systemd's file descriptor store: the next start of the daemon gets back what the last one stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testkit.story import a_notice
 
 
 class Systemd:
-    """The other end of NOTIFY_SOCKET, with a store as systemd has one."""
+    """The other end of NOTIFY_SOCKET, with a descriptor store like systemd's."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -55,12 +55,12 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.fixture
-def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
-    """The next start of the daemon: what systemd holds is handed over, from a number on that is free."""
+def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
+    """Starts the daemon again: it inherits the stored descriptors, from the first free number."""
 
     def start() -> FdStore:
         store = systemd.listen()
-        # systemd begins at 3; in this process that is somebody else's, so behind all that are in use.
+        # systemd begins at 3, which is in use in this process: begin behind all open descriptors.
         first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
         monkeypatch.setattr(fdstore, "_FIRST_FD", first)
         for fd, held in enumerate(store.values(), first):
@@ -78,21 +78,21 @@ def start_anew(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def test_a_start_takes_the_lock_out_of_the_store(
-    systemd: Systemd, start_anew: Callable[[], FdStore]
+    systemd: Systemd, restart: Callable[[], FdStore]
 ) -> None:
-    """The newest lock comes back, and from then on only the process holds it, whatever fails next."""
+    """The next daemon gets the newest lock, and from then on only that process holds it."""
     (read_old, old), (read_new, new) = os.pipe(), os.pipe()
     first = FdStore(systemd.notifier, {})
     assert first.lock_fd() is None
-    first.keep_lock(old)
-    first.keep_lock(new)
+    first.store_lock(old)
+    first.store_lock(new)
     systemd.listen()
     os.close(old)
     os.close(new)
-    assert os.read(read_old, 1) == b""  # no descriptor is left
+    assert os.read(read_old, 1) == b""  # no copy of the old lock is open
 
-    second = start_anew()
-    assert fdstore.LOCK not in systemd.listen()  # before the new daemon has asked for the lock
+    second = restart()
+    assert fdstore.LOCK not in systemd.listen()  # before the new daemon called lock_fd()
     taken = second.lock_fd()
     assert taken is not None
     assert os.fstat(taken).st_ino == os.fstat(read_new).st_ino
@@ -104,24 +104,24 @@ def test_a_start_takes_the_lock_out_of_the_store(
 
 
 def test_live_notices_come_back_with_their_deadlines(
-    systemd: Systemd, start_anew: Callable[[], FdStore]
+    systemd: Systemd, restart: Callable[[], FdStore]
 ) -> None:
-    """The same instants on the same clock; those that have run out since do not."""
+    """The deadlines are the same instants of the same clock; expired notices are dropped."""
     early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
     first = FdStore(systemd.notifier, {})
-    first.keep_notices([early, late])
-    second = start_anew()
+    first.store_notices([early, late])
+    second = restart()
     assert second.notices(now_mono_s=10.0) == [early, late]
     assert second.notices(now_mono_s=60.0) == [late]
-    second.keep_notices([late])
-    third = start_anew()
+    second.store_notices([late])
+    third = restart()
     assert third.notices(now_mono_s=10.0) == [late]
-    third.keep_notices([late])
-    third.keep_notices([])
-    assert start_anew().notices(now_mono_s=10.0) == []
+    third.store_notices([late])
+    third.store_notices([])
+    assert restart().notices(now_mono_s=10.0) == []
 
 
-def as_kept(**changes: object) -> bytes:
+def as_stored(**changes: object) -> bytes:
     facts = {**asdict(a_notice(deadline_mono_s=50.0)), **changes}
     return json.dumps({"boot_id": "", "notices": [facts]}).encode()
 
@@ -134,66 +134,66 @@ def as_kept(**changes: object) -> bytes:
         b'[{"source": 1}]',
         b"7",
         b'{"boot_id": "", "notices": [7]}',
-        as_kept().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
-        as_kept(evacuation_id="../x y"),
-        as_kept(is_overdue=1),
-        as_kept(later_mono_s="soon"),
-        as_kept(repeats=["x"] * 1000),
+        as_stored().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
+        as_stored(evacuation_id="../x y"),
+        as_stored(is_overdue=1),
+        as_stored(later_mono_s="soon"),
+        as_stored(repeats=["x"] * 1000),
         b"[" * 60_000,
-        as_kept(deadline_mono_s=float("nan")),
-        as_kept(deadline_mono_s=10**400),
-        as_kept(deadline_mono_s="soon"),
-        as_kept(severity=17),
-        as_kept(source=["aws.spot"]),
-        as_kept(detail="x" * 5000),
-        as_kept()[:-2] + (b", " + as_kept()[28:-2]) * 64 + b"]}",
+        as_stored(deadline_mono_s=float("nan")),
+        as_stored(deadline_mono_s=10**400),
+        as_stored(deadline_mono_s="soon"),
+        as_stored(severity=17),
+        as_stored(source=["aws.spot"]),
+        as_stored(detail="x" * 5000),
+        as_stored()[:-2] + (b", " + as_stored()[28:-2]) * 64 + b"]}",
     ],
     ids=lambda content: repr(content[:20]),
 )
-def test_what_cannot_be_read_is_no_notice(
-    systemd: Systemd, start_anew: Callable[[], FdStore], content: bytes
+def test_unreadable_notices_are_dropped(
+    systemd: Systemd, restart: Callable[[], FdStore], content: bytes
 ) -> None:
-    """Cut off in the middle, or of another version: the sources will tell again."""
+    """Truncated, or of another version: the sources raise their notices again."""
     fd = os.memfd_create("x")
     os.write(fd, content)
-    systemd.notifier.keep(fdstore.NOTICES, fd)
+    systemd.notifier.store(fdstore.NOTICES, fd)
     os.close(fd)
-    assert start_anew().notices(now_mono_s=0.0) == []
+    assert restart().notices(now_mono_s=0.0) == []
 
 
 @pytest.mark.parametrize("count", ["", "-1", "many", "99"])
-def test_a_number_of_descriptors_that_is_wrong_keeps_nobody_from_starting(
+def test_a_wrong_number_of_descriptors_does_not_prevent_the_start(
     systemd: Systemd, count: str
 ) -> None:
-    """Nothing is taken over then."""
+    """No descriptor is used then."""
     facts = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": "a:b"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fdstore, "_FIRST_FD", 1_000_000)  # not open
         assert FdStore(systemd.notifier, facts).lock_fd() is None
 
 
-def test_the_listener_comes_back_only_at_its_path(
-    systemd: Systemd, start_anew: Callable[[], FdStore], tmp_path: Path
+def test_the_listener_is_used_only_at_its_path(
+    systemd: Systemd, restart: Callable[[], FdStore], tmp_path: Path
 ) -> None:
-    """A connection made in between waits in it; at another path, or none, it is let go."""
+    """A connection made between two daemons waits in the backlog; a listener of another path is closed."""
     path = tmp_path / "trainer.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
-        FdStore(systemd.notifier, {}).keep_listener(listener.fileno())
+        FdStore(systemd.notifier, {}).store_listener(listener.fileno())
         systemd.listen()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(path))
-        fd = start_anew().listener_fd(path)
+        fd = restart().listener_fd(path)
         assert fd is not None
         with socket.socket(fileno=fd) as adopted:
             adopted.accept()[0].close()
 
-    assert start_anew().listener_fd(tmp_path / "other.sock") is None
+    assert restart().listener_fd(tmp_path / "other.sock") is None
     assert fdstore.LISTENER not in systemd.listen()
 
 
-def test_what_was_handed_to_another_process_is_not_ours(systemd: Systemd) -> None:
-    """LISTEN_PID names whom it was meant for."""
+def test_descriptors_of_another_process_are_ignored(systemd: Systemd) -> None:
+    """LISTEN_PID names the process that they were passed to."""
     others = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": fdstore.LOCK}
     assert FdStore(systemd.notifier, others).lock_fd() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What systemd hears from us, on a real datagram socket."""
+"""Notifications to systemd, on a real datagram socket."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Systemd:
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
         self._socket.setblocking(False)
 
-    def heard(self) -> list[str]:
-        """Every datagram so far: a local one is there as soon as it is sent."""
+    def received(self) -> list[str]:
+        """Every datagram so far: a local one arrives as soon as it is sent."""
         found = []
         while True:
             try:
@@ -48,7 +48,7 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Systemd]
 
 @pytest.fixture
 def notifier_for() -> Iterator[NewNotifier]:
-    """Makes notifiers; in the daemon they live as long as the process, here they end with the test."""
+    """Makes notifiers that are closed at the end of the test; the daemon never closes its own."""
     made: list[SystemdNotifier] = []
 
     def make(environment: dict[str, str]) -> SystemdNotifier:
@@ -61,33 +61,33 @@ def notifier_for() -> Iterator[NewNotifier]:
 
 
 def test_ready_watchdog_and_stopping(systemd: Systemd, notifier_for: NewNotifier) -> None:
-    """Each is one datagram, in the words of sd_notify(3); time is asked for in microseconds."""
+    """Each is one datagram, in the format of sd_notify(3); the timeout is in microseconds."""
     notifier = notifier_for(systemd.environment)
     notifier.ready()
     notifier.watchdog()
     notifier.stopping(within_s=90.5)
-    assert systemd.heard() == [
+    assert systemd.received() == [
         "READY=1",
         "WATCHDOG=1",
         "STOPPING=1\nEXTEND_TIMEOUT_USEC=90500000",
     ]
 
 
-def test_a_status_is_said_once_per_change(systemd: Systemd, notifier_for: NewNotifier) -> None:
+def test_a_status_is_sent_once_per_change(systemd: Systemd, notifier_for: NewNotifier) -> None:
     notifier = notifier_for(systemd.environment)
     for text in ("IDLE", "IDLE", "ARMED", "ARMED", "IDLE"):
         notifier.status(text)
-    assert systemd.heard() == ["STATUS=IDLE", "STATUS=ARMED", "STATUS=IDLE"]
+    assert systemd.received() == ["STATUS=IDLE", "STATUS=ARMED", "STATUS=IDLE"]
 
 
-def test_a_systemd_that_went_away_or_does_not_read_holds_nobody_up(
+def test_a_systemd_that_died_or_does_not_read_blocks_nothing(
     systemd: Systemd, notifier_for: NewNotifier
 ) -> None:
-    """Neither a full queue nor a dead socket blocks or raises."""
+    """Neither a full queue nor a closed socket blocks or raises."""
     notifier = notifier_for(systemd.environment)
     for number in range(2000):
         notifier.status(str(number))
-    assert 0 < len(systemd.heard()) < 2000
+    assert 0 < len(systemd.received()) < 2000
     systemd.close()
     notifier.watchdog()
 
@@ -111,8 +111,8 @@ def test_without_systemd_nothing_happens(notifier_for: NewNotifier) -> None:
         ({}, None),
     ],
 )
-def test_the_watchdog_wants_half_of_what_is_allowed(
+def test_the_watchdog_interval_is_half_of_the_limit(
     environment: dict[str, str], interval_s: float | None, notifier_for: NewNotifier
 ) -> None:
-    """And only where it means this process."""
+    """Only if WATCHDOG_PID is this process, or not set."""
     assert notifier_for(environment).watchdog_interval_s == interval_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``swansong status`` is told, in each phase of a story."""
+"""The report for ``swansong status``, in each phase of an evacuation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from testkit.story import MIB, Story
 
 
 def shown(story: Story) -> dict[str, Any]:
-    """The report, as it comes out of JSON."""
+    """The report, after a round trip through JSON."""
     report = status_report(story.state, story.now)
     told: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
     assert told == report, "plain JSON values"
     return told
 
 
-def test_before_anything_is_known() -> None:
-    """Unknown is null and not zero."""
+def test_unknown_values_are_null_and_not_zero() -> None:
     report = shown(Story(claimed=False))
     assert (report["generation"], report["state"], report["verdict"]) == (None, "IDLE", None)
     assert report["store"] is None
@@ -40,7 +39,7 @@ def test_before_anything_is_known() -> None:
 
 
 def test_each_phase_of_an_evacuation() -> None:
-    """The state, the plan and the time left are those of the moment."""
+    """State, plan and time left are current."""
     story = Story()
     story.join(step=40)
     story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
@@ -77,8 +76,8 @@ def test_each_phase_of_an_evacuation() -> None:
     assert report["last_verdict"]["step"] == 41
 
 
-def test_the_lag_is_what_a_power_cut_would_cost() -> None:
-    """Steps beyond the commit, seconds since it, and the bytes that are still to be stored."""
+def test_the_lag_is_the_work_that_a_power_cut_would_lose() -> None:
+    """Steps after the commit, seconds since the commit, and bytes that are not stored yet."""
     story = Story()
     story.join(step=10)
     story.seal(10)
@@ -95,7 +94,7 @@ def test_the_lag_is_what_a_power_cut_would_cost() -> None:
 
 
 def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
-    """After a restart the age is unknown until the manifest is read, and then grows as for our own."""
+    """After a restart the age is unknown until the manifest was read; then it grows as for any commit."""
     story = Story(newest=CommitRef(1, 500))
     report = shown(story)
     assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": None}
@@ -109,8 +108,8 @@ def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
     assert report["replication_lag"]["seconds"] == 65.0
 
 
-def test_the_age_is_that_of_the_commit_it_stands_beside() -> None:
-    """After a rollback the newest commit is an older one; it does not get the age of the one given up."""
+def test_the_age_belongs_to_the_reported_commit() -> None:
+    """A rollback makes an older commit the newest; it does not get the age of the abandoned commit."""
     story = Story()
     story.join(step=10)
     story.seal(10)
@@ -121,7 +120,7 @@ def test_the_age_is_that_of_the_commit_it_stands_beside() -> None:
 
 
 def test_failed_saves_are_shown() -> None:
-    """How many checkpoints the trainer could not write, and why the last one failed."""
+    """The number of checkpoints that the trainer could not write, and the reason of the last failure."""
     story = Story()
     assert shown(story)["failed_saves"] == {"count": 0, "last": None}
     story.join(3, rank=3, ranks=4, step=8)
@@ -134,7 +133,7 @@ def test_failed_saves_are_shown() -> None:
 
 
 @pytest.mark.parametrize("health", list(Health))
-def test_the_health_of_the_store_stands_beside_that_of_the_sources(health: Health) -> None:
+def test_the_store_has_its_own_health_field(health: Health) -> None:
     story = Story()
     for name in (STORE_HEALTH, "aws.spot"):
         status = SourceStatus(source=name, health=health, reason="why", since_mono_s=story.now)

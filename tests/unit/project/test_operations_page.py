@@ -1,54 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/operations.md says what there is, all of it and nothing else: log lines, keys, fields, exit codes."""
+"""The pages in docs/operations match the code: log events, keys, fields, options, exit codes, limits."""
 
 from __future__ import annotations
 
+import argparse
 import ast
+import dataclasses
+import inspect
+import pkgutil
 import re
+import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any, get_type_hints
 
+import pytest
 import swansongd
-from swansongd import errors
-from swansongd.cli import notify
-from swansongd.config.config import section_keys
+from swansong import protocol
+from swansongd import doctor, errors, sources
+from swansongd.cli import ls, main, notify
+from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
+from swansongd.core import claims, evacuation, nodes, notices, state
+from swansongd.core.planner import PlanKind
+from swansongd.doctor import store
+from swansongd.doctor.findings import Finding, Level
+from swansongd.flush.store_health import FAILING_AFTER_S
+from swansongd.model import DeadlineQuality, Health, Severity, Verdict
+from swansongd.observe import report
+from swansongd.service import Service
+from swansongd.sources import gcp, metadata
+from swansongd.trainers import admission, connection
 
 from testkit import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
-LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
-FROM_ELSEWHERE = {"log_dropped"}
+PACKAGE = Path(swansongd.__path__[0])
+PAGES = {
+    path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
+}
+LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
+LEVEL_OF_LIBRARIES = {"any"}
+BY_THE_WRITER = {"log_dropped": {"warning"}}
 """Written without structlog, by the thread that writes the lines."""
+OF_THE_KERNEL = {"Read-only file system"}
+OTHER_NAMES = {"credential_process", "nvme_card"}
+"""Names of AWS and of disks."""
 
 
-def section(title: str) -> str:
-    """What stands below the heading, down to the next one of the same depth."""
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    assert found, f"no section {title}"
-    return found[1]
+# ---------------------------------------------------------------- reading the pages
+
+
+def section(page: str, title: str) -> str:
+    """The text below the heading, up to the next heading of the same depth or above."""
+    found = re.search(
+        rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", PAGES[page], re.MULTILINE | re.DOTALL
+    )
+    assert found, f"{page}.md has no section {title}"
+    text = found[2]
+    return text.partition("\n### ")[0] if found[1] == "###" else text
 
 
 def rows(text: str) -> Iterator[list[str]]:
     """Cells of the rows of all tables, without heads and rules."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if not re.match(r"\|[ -]+\|", line) and not re.match(r"\|[ -]+\|", following):
-            yield [cell.strip() for cell in line.strip("|").split(" | ")]
+        is_head = following.startswith("| ---")
+        if line.startswith("|") and not line.startswith("| ---") and not is_head:
+            yield [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def words(text: str) -> set[str]:
-    return set(re.findall(r"`([^`]+)`", text))
+def words(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def first_cells(text: str) -> list[str]:
+    """The words in backticks in the first column of all tables."""
+    return [word for cells in rows(text) for word in words(cells[0])]
+
+
+# ---------------------------------------------------------------- reading the code
 
 
 def calls() -> Iterator[ast.Call]:
-    for path in sorted(Path(swansongd.__path__[0]).rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 yield node
 
 
 def strings(node: ast.AST) -> set[str]:
-    """All that the argument may be, where it is a constant or a choice of constants."""
+    """All values of an argument that is a constant or a choice of constants."""
     match node:
         case ast.Constant(value=str(value)):
             return {value}
@@ -58,18 +99,26 @@ def strings(node: ast.AST) -> set[str]:
             return set()
 
 
-def events() -> set[str]:
-    """The names of all log lines in the code."""
-    found = set(FROM_ELSEWHERE)
+def events() -> dict[str, set[str]]:
+    """The levels of each log event in the code."""
+    found = dict(BY_THE_WRITER)
     for call in calls():
         assert isinstance(call.func, ast.Attribute)
         method, target = call.func.attr, ast.unparse(call.func.value)
+        names: set[str] = set()
+        levels: set[str] = set()
         if method in LEVELS and re.search(r"log(ger)?(\(.*\))?$", target) and call.args:
-            found |= strings(call.args[0])
+            names, levels = strings(call.args[0]), {LEVELS[method]}
+            assert names, ast.unparse(call)
         elif method == "log" and len(call.args) >= 2:
-            found |= strings(call.args[1])
+            names = strings(call.args[1])
+            levels = strings(call.args[0]) or LEVEL_OF_LIBRARIES
         elif method == "_complain":
-            found |= strings(call.args[0])
+            names = strings(call.args[0])
+            given = [strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
+            levels = given[0] if given else {"warning"}
+        for name in names:
+            found[name] = found.get(name, set()) | levels
     return found
 
 
@@ -83,33 +132,31 @@ def phases() -> set[str]:
     }
 
 
-def test_every_log_line_is_explained() -> None:
-    """Each event of the code has a row, and each row an event."""
-    table = section("Log lines").partition("### ")[0]
-    explained = [name for cells in rows(table) for name in re.findall(r"`(\w+)`", cells[0])]
-    assert sorted(explained) == sorted(events())
+def constants() -> set[str]:
+    """Every string in the code."""
+    return {
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
-def test_every_phase_is_explained() -> None:
-    """Each phase of the timeline as well."""
-    table = section("Log lines").partition("### Phases")[2]
-    explained = [name for cells in rows(table) for name in re.findall(r"`(\w+)`", cells[0])]
-    assert sorted(explained) == sorted(phases())
-
-
-def test_every_key_of_the_configuration_is_explained() -> None:
-    """Each key has a row, in the order of the file, and each row a key."""
-    explained = [name for cells in rows(section("Configuration")) for name in words(cells[0])]
-    keys = [f"{name}.{key}" for name, known in section_keys().items() for key in known]
-    assert sorted(explained) == sorted(keys)
+def keys_of(module: Any) -> set[str]:
+    """Every key of a dictionary that the module writes down."""
+    return {
+        name
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if key is not None
+        for name in strings(key)
+    }
 
 
 def fields() -> set[str]:
-    """The top-level fields of the report: of the state, and what the service adds."""
-    package = Path(swansongd.__path__[0])
-    of_state, of_service = (
-        ast.parse((package / name).read_text()) for name in ("observe/report.py", "service.py")
-    )
+    """The top-level fields of the report: those of the state, and those that the service adds."""
+    of_state, of_service = (ast.parse(inspect.getsource(module)) for module in (report, service()))
     reports = [
         statement.value
         for function in ast.walk(of_state)
@@ -124,29 +171,332 @@ def fields() -> set[str]:
     assert len(reports) == 2
     return {
         name
-        for report in reports
-        if isinstance(report, ast.Dict)
-        for key in report.keys
+        for found in reports
+        if isinstance(found, ast.Dict)
+        for key in found.keys
         if key is not None
         for name in strings(key)
     }
 
 
-def test_every_field_of_the_status_is_explained() -> None:
-    """Each top-level field of `swansong status --json` has a row, and each row a field."""
+def service() -> Any:
+    return inspect.getmodule(Service)
+
+
+def options(command: str) -> set[str]:
+    """The long options of a command."""
+    parser = argparse.ArgumentParser(add_help=False)
+    import_module(f"swansongd.cli.{command}").add_arguments(parser)
+    return {action.option_strings[-1] for action in parser._actions if action.option_strings}
+
+
+def notice_sources() -> set[str]:
+    """The names of all sources of notices."""
+    found = {nodes.PEER_SOURCE}
+    for info in pkgutil.iter_modules(sources.__path__):
+        module = import_module(f"swansongd.sources.{info.name}")
+        found |= {
+            vars(module)[name] for name in ("NAME", "MANUAL", "DRILL") if name in vars(module)
+        }
+        classes = [item for item in vars(module).values() if inspect.isclass(item)]
+        found |= {
+            item.name
+            for item in classes
+            if isinstance(getattr(item, "name", None), str) and item.__module__ == module.__name__
+        }
+    return found
+
+
+def unit(name: str, file: str = "systemd/swansongd.service") -> str:
+    """The value of a setting in a file of systemd."""
+    found = re.search(rf"^{name}=(.*)$", (REPOSITORY / file).read_text(), re.MULTILINE)
+    assert found, f"{file} has no {name}="
+    return found[1]
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_every_log_event_is_explained() -> None:
+    """Each event of the code has a row with its levels, and each row an event."""
     explained = {
-        re.split(r"[.\[]", name)[0] for cells in rows(section("Status")) for name in words(cells[0])
+        name: set(cells[1].split(", "))
+        for cells in rows(PAGES["log-events"])
+        for name in words(cells[0])
     }
-    assert explained == fields()
+    assert explained == events()
+    named = first_cells(PAGES["log-events"])
+    assert len(named) == len(set(named))
+
+
+def test_every_phase_is_explained() -> None:
+    """Each phase of the timeline has a row, and each row a phase."""
+    assert sorted(first_cells(section("logs", "Phases"))) == sorted(phases())
+
+
+def test_a_flush_that_stops_is_explained_by_the_reserve() -> None:
+    """Only the begin of the reserve stops a flush with this phase."""
+    (row,) = [cells for cells in rows(section("logs", "Phases")) if "flush_stopped" in cells[0]]
+    assert "the reserve has begun" in row[1]
+
+
+def test_every_verdict_is_explained() -> None:
+    """Each verdict has a row, and each row a verdict."""
+    explained = [cells[0] for cells in rows(section("logs", "Verdicts"))]
+    assert sorted(explained) == sorted(Verdict)
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_every_key_of_the_configuration_is_explained() -> None:
+    """Each key has one row, in the order of the sections, and each row a key."""
+    keys = [f"{name}.{key}" for name, known in section_keys().items() for key in known]
+    assert first_cells(PAGES["configuration"]) == keys
+
+
+def test_every_default_of_the_configuration_is_true() -> None:
+    """A row shows the default, or "required", or words where the default is computed later."""
+    defaults = {
+        f"{name}.{key}": field
+        for (name, keys), kind in zip(
+            section_keys().items(), get_type_hints(Config).values(), strict=True
+        )
+        for key, field in zip(keys, dataclasses.fields(kind), strict=True)
+    }
+    for key, shown, _ in rows(PAGES["configuration"]):
+        field = defaults[key.strip("`")]
+        if field.default is dataclasses.MISSING:
+            assert shown == "required", key
+        elif shown.startswith("`") and shown.strip("`") not in defaults:
+            value = tomllib.loads(f"value = {shown.strip('`')}")["value"]
+            assert field.metadata["reader"](value) == field.default, key
+        else:
+            assert field.default is None, key
+
+
+# ---------------------------------------------------------------- status
+
+
+def test_every_field_of_the_status_is_explained() -> None:
+    """Each top-level field of ``swansong status --json`` has a row, and each row a field."""
+    explained = [name.removesuffix("[]") for name in first_cells(section("status", "Fields"))]
+    assert sorted(explained) == sorted(fields())
+
+
+def test_every_nested_field_of_the_status_is_named() -> None:
+    """Each field within a field is named in a row."""
+    named = {word.removesuffix("[]") for word in words(section("status", "Fields"))}
+    assert keys_of(report) <= named
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "known"),
+    [
+        ("status", "States", list(state.Phase)),
+        ("status", "Plans", list(PlanKind)),
+        ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
+        ("notices", "Health of a source", [f"`{health}`" for health in Health]),
+        ("doctor", "doctor", [f"`{level}`" for level in Level]),
+    ],
+)
+def test_every_value_is_explained(page: str, title: str, known: list[str]) -> None:
+    """Each value has a row, and each row a value."""
+    text = section(page, title) if title != page else PAGES[page].partition("\n## ")[0]
+    assert [cells[0] for cells in rows(text)] == known
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_every_command_is_explained() -> None:
+    """Each command has a row with its help text, in the order of the help."""
+    head = PAGES["commands"].partition("\n## ")[0]
+    assert [(name.strip("`"), text) for name, text in rows(head)] == list(main.COMMANDS.items())
+
+
+@pytest.mark.parametrize("command", sorted(main.COMMANDS))
+def test_every_option_is_explained(command: str) -> None:
+    """Each option of the command has a row, and each row an option."""
+    known = options(command)
+    explained = first_cells(section("commands", command)) if known else []
+    assert sorted(explained) == sorted(known)
+
+
+def test_every_column_of_ls_is_explained() -> None:
+    """Each column has a row, and each row a column, in the order of the table."""
+    columns = [
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(ls._table)))
+        if isinstance(node, ast.Constant) and re.fullmatch("[A-Z]+", str(node.value))
+    ]
+    explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
+    assert set(explained) == set(columns)
+    assert len(explained) == len(set(columns))
+
+
+def test_every_option_of_provision_is_explained() -> None:
+    """Each option in the usage of provision.sh has a row on the page about installation."""
+    usage = (REPOSITORY / "packer/provision.sh").read_text().partition("TEXT\n\t}")[0]
+    known = set(re.findall(r"^\t\t  .*?(--[a-z-]+)", usage, re.MULTILINE)) | {"--store"}
+    explained = {name.split()[0] for name in first_cells(section("install", "Install on a VM"))}
+    assert explained == known
 
 
 def test_every_exit_code_is_explained() -> None:
-    """Each code that a command may end with has a row."""
+    """Each code that a command may end with has a row, and is in the help of the command."""
     own = {
         error.exit_code
         for error in vars(errors).values()
         if isinstance(error, type) and issubclass(error, errors.SwansongError)
     }
     verdicts = set(notify.EXIT_BY_VERDICT.values())
-    explained = {int(code) for cells in rows(section("Exit codes")) for code in cells[0].split(",")}
-    assert explained == own | verdicts | {0}
+    explained = {int(cells[0]) for cells in rows(section("commands", "Exit codes"))}
+    assert explained == own | verdicts | {0} == set(main.EXIT_CODES)
+
+
+def test_restarts_are_those_of_the_unit() -> None:
+    """The codes after which the daemon stays down, and the pause before a restart."""
+    down = {
+        int(cells[0])
+        for cells in rows(section("commands", "Exit codes"))
+        if cells[2].startswith("stays down")
+    }
+    assert down == set(map(int, unit("RestartPreventExitStatus").split()))
+    assert unit("StartLimitIntervalSec") == "0"
+    pause = f"after {unit('RestartSec').removesuffix('s')} s"
+    assert f"systemd restarts the daemon {pause} and never gives up" in PAGES["commands"]
+
+
+# ---------------------------------------------------------------- doctor, sources, limits
+
+
+def test_every_family_of_doctor_is_explained() -> None:
+    """Each family of checks has a row, and each row a family."""
+    modules = [
+        import_module(f"swansongd.doctor.{info.name}")
+        for info in pkgutil.iter_modules(doctor.__path__)
+    ]
+    known = {module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+    assert sorted(first_cells(section("doctor", "Checks by family"))) == sorted(known)
+
+
+def test_every_field_of_a_finding_is_named() -> None:
+    """The page lists the fields of ``swansong doctor --json`` in their order."""
+    listed = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Finding))
+    head, _, last = listed.rpartition(", ")
+    assert f"objects with {head} and {last}." in PAGES["doctor"]
+
+
+def test_every_step_of_the_rehearsal_is_explained() -> None:
+    """Each check of the rehearsal has a row, in its order."""
+    source = inspect.getsource(store._Probe.rehearsal_checks)
+    known = re.findall(r'step\("([^"]+)"', source)
+    assert len(known) == 7
+    assert first_cells(section("doctor", "The rehearsal")) == known
+
+
+def test_every_source_of_notices_is_explained() -> None:
+    """Each source has a row, and each row a source."""
+    explained = [words(cells[0])[0] for cells in rows(section("notices", "Sources"))]
+    assert sorted(explained) == sorted(notice_sources())
+
+
+def test_every_quality_of_a_deadline_is_named() -> None:
+    """Stated, derived, assumed."""
+    text = section("notices", "Which deadline counts")
+    assert {quality.value for quality in DeadlineQuality} <= set(words(text))
+
+
+STATED = [
+    ("notices", f"A time above {state.SCHEDULED_LEAD_S:.0f} s is a scheduled end"),
+    ("notices", f'"When the time is near" is {state.SCHEDULED_LEAD_S:.0f} s before'),
+    ("notices", f"one every {notices.EVERY_S:.0f} s"),
+    ("notices", f"at most one extra checkpoint every {evacuation.PRECAUTION_EVERY_S / 60:.0f} min"),
+    ("notices", f"Up to {notices.BY_HAND_MAX} notices by hand"),
+    ("notices", f"ends differ by {notices.SAME_END_S:g} s or less"),
+    ("notices", f"has outlived them by {notices.OUTLIVED_S:.0f} s"),
+    ("notices", f"still runs {gcp.LEARN_AFTER_S:.0f} s after the notice"),
+    ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
+    ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
+    ("drills", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
+    ("log-events", f"still runs {notices.OUTLIVED_S:.0f} s after the deadline"),
+    ("status", f"it has at most {report.TRAINERS_MAX}"),
+    ("trainer", f"| connections | {admission.CONNECTIONS_MAX}; {admission.CONNECTIONS_PER_USER} "),
+    ("trainer", f"{admission.CONNECTIONS_RESERVED} are reserved for root"),
+    ("trainer", f"closed after {admission.HELLO_LIMIT_S:.0f} s"),
+    ("trainer", f"{connection.MESSAGES_PER_S_MAX:.0f} a second on one connection"),
+    ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
+    ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
+    ("trainer", f"{admission.QUERIES_MAX} of one connection"),
+    ("trainer", f"{nodes.PEER_REQUESTS_MAX} a minute"),
+    ("trainer", f"{claims.CLAIMS_MAX} a minute"),
+    ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
+    ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),
+    ("shutdown", f"has not reported for {unit('WatchdogSec').removesuffix('s')} s"),
+]
+
+
+@pytest.mark.parametrize(("page", "statement"), STATED)
+def test_numbers_are_those_of_the_code(page: str, statement: str) -> None:
+    """Each number that is a constant of the code or of a unit."""
+    assert statement in PAGES[page]
+
+
+def test_the_delay_of_logind_is_that_of_its_drop_in() -> None:
+    """The page and the drop-in have the same delay."""
+    delay = unit("InhibitDelayMaxSec", "systemd/logind.conf.d/zz-swansong.conf")
+    assert f"| {delay.removesuffix('s')} s at most |" in PAGES["shutdown"]
+    assert METADATA_TIMEOUT_S > metadata.TIMEOUT_S
+    assert FAILING_AFTER_S == 2.0
+    assert "fail for two seconds" in PAGES["status"]
+
+
+# ---------------------------------------------------------------- names, messages and links
+
+
+def test_every_quoted_message_is_of_the_code() -> None:
+    """An operator who searches the pages for an error message finds its present words."""
+    quoted = {
+        word
+        for text in (PAGES["runbook"], section("stores", "Errors of a directory"))
+        for word in first_cells(text)
+        if " " in word and not word.startswith(("swansong ", "systemctl "))
+    } - OF_THE_KERNEL
+    assert len(quoted) >= 5
+    written = constants()
+    assert {word for word in quoted if not any(word in text for text in written)} == set()
+
+
+def test_every_name_in_the_pages_exists() -> None:
+    """Keys of the configuration, and names with an underscore, are of the code."""
+    keys = {f"{name}.{key}" for name, known in section_keys().items() for key in known}
+    known = {keyword.arg for call in calls() for keyword in call.keywords}
+    known |= {
+        *constants(),
+        *BY_THE_WRITER,
+        *OTHER_NAMES,
+        *(severity.name.lower() for severity in Severity),
+    }
+    for page, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        named = {word.removesuffix("[]") for word in words(prose)}
+        of_sections = rf"({'|'.join(section_keys())})\.[a-z_]+"
+        assert {word for word in named if re.fullmatch(of_sections, word)} <= keys, page
+        assert {word for word in named if re.fullmatch(r"[a-z]+(_[a-z]+)+", word)} <= known, page
+
+
+def test_every_make_target_exists() -> None:
+    """A command of the pages is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    texts = [*PAGES.values(), (REPOSITORY / "packer/README.md").read_text()]
+    named = {
+        name for text in texts for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    }
+    assert len(named) >= 6
+    assert named <= targets
+
+
+def test_the_entry_page_names_every_page() -> None:
+    """No page is hidden."""
+    assert {page for page in PAGES if f"({page}.md)" not in PAGES["README"]} == {"README"}

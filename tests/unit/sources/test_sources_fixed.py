@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.config.values import InvalidValue, utc_instant
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
 from swansongd.model import DeadlineQuality, Health, Notice, Severity
+from swansongd.sources.base import Clocks
 from swansongd.sources.fixed import DeadlineSource
-from swansongd.sources.opening import open_deadline
+from swansongd.sources.opening import open_sources
 
 END = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
@@ -29,14 +30,15 @@ class World:
     events: list[Event] = field(default_factory=list)
 
     def watch(self, instant: datetime | None = END, run_s: float | None = None) -> None:
-        (source,) = open_deadline(
-            instant,
-            run_s,
-            lead_s=120.0,
+        (source,) = open_sources(
+            SourcesConfig(cloud="none", end_at=instant, max_run_duration_s=run_s, end_lead_s=120.0),
+            DeadlineConfig(),
             boot_id="boot",
-            since_boot=lambda: self.boot_s,
-            monotonic=lambda: self.mono_s,
-            wall=lambda: self.wall_s,
+            clocks=Clocks(
+                monotonic=lambda: self.mono_s,
+                wall=lambda: self.wall_s,
+                since_boot=lambda: self.boot_s,
+            ),
         )
         assert source.name == "deadline"
         self.source = source
@@ -201,13 +203,7 @@ def test_of_two_ends_the_earlier_counts(run_s: float, identity: str) -> None:
 
 def test_without_an_end_there_is_no_source() -> None:
     """Nothing is configured, nothing runs."""
-    clock: Callable[[], float] = lambda: 0.0  # noqa: E731
-    assert (
-        open_deadline(
-            None, None, lead_s=1, boot_id="b", since_boot=clock, monotonic=clock, wall=clock
-        )
-        == []
-    )
+    assert open_sources(SourcesConfig(cloud="none"), DeadlineConfig(), boot_id="b") == []
 
 
 def test_it_stops_when_told() -> None:

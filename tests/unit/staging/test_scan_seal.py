@@ -87,7 +87,7 @@ def test_a_set_of_an_earlier_boot_is_a_set(run: Path, scanner: Scanner) -> None:
 def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
     """What a trainer left when it died in the middle is never taken, however long it lies there."""
     directory = write_set(run)
-    directory.rename(f"{directory}{protocol.PARTIAL_SUFFIX}")
+    directory.rename(run / protocol.partial_name(directory.name))
     scanned = scanner.scan()
     assert (scanned.staged, scanned.rejected) == ((), ())
     assert scanned.pending == (directory.name + ".partial",)
@@ -97,11 +97,11 @@ def begun_set(run: Path, *, ranks: int = 2, **facts: Any) -> Path:
     """A set of which rank 0 has written everything, and the others have finished one file of two."""
     directory = write_set(run, 7, "n1", ranks=ranks, **facts)
     for rank in range(1, ranks):
-        own = directory / protocol.rank_directory(rank)
         manifest = directory / protocol.rank_manifest_name(rank)
-        manifest.rename(f"{own}{protocol.BEGUN_SUFFIX}")
-        write_files(Path(f"{own}{protocol.WRITING_SUFFIX}"), {"half.bin": b"x", "o|dd": b""})
-    return directory.rename(f"{directory}{protocol.PARTIAL_SUFFIX}")
+        manifest.rename(directory / protocol.rank_begun_name(rank))
+        writing = directory / protocol.writing_directory(rank)
+        write_files(writing, {"half.bin": b"x", "o|dd": b""})
+    return directory.rename(run / protocol.partial_name(directory.name))
 
 
 def test_what_is_final_of_a_growing_set_is_told(run: Path, scanner: Scanner) -> None:
@@ -124,10 +124,10 @@ def test_what_was_final_early_is_the_same_file_when_sealed(run: Path, scanner: S
     """Path, size, inode and time: by these the flush knows what it need not send again."""
     directory = begun_set(run)
     (growing,) = scanner.scan().growing
-    own = directory / protocol.rank_directory(1)
-    shutil.rmtree(f"{own}{protocol.WRITING_SUFFIX}")
-    Path(f"{own}{protocol.BEGUN_SUFFIX}").rename(directory / protocol.rank_manifest_name(1))
-    directory.rename(str(directory).removesuffix(protocol.PARTIAL_SUFFIX))
+    shutil.rmtree(directory / protocol.writing_directory(1))
+    begun = directory / protocol.rank_begun_name(1)
+    begun.rename(directory / protocol.rank_manifest_name(1))
+    directory.rename(run / protocol.sealed_name(7, "n1"))
     scanned = scanner.scan()
     assert scanned.growing == ()
     (sealed,) = scanned.staged

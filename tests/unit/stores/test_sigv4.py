@@ -18,7 +18,7 @@ from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     UNSIGNED_PAYLOAD,
     UNSIGNED_TRAILER,
-    Identity,
+    AwsCredentials,
     encoded_path,
     encoded_query,
     signed_headers,
@@ -46,11 +46,11 @@ class _Theirs(botocore.auth.S3SigV4Auth):  # type: ignore[misc]
     parameters=st.dictionaries(_TEXT.filter(bool), _TEXT, max_size=4),
     headers=st.dictionaries(_NAME, _VALUE, max_size=4),
     payload=st.sampled_from([UNSIGNED_PAYLOAD, UNSIGNED_TRAILER, EMPTY_PAYLOAD]),
-    identity=st.builds(Identity, _TOKEN, _TOKEN, st.none() | _TOKEN),
+    credentials=st.builds(AwsCredentials, _TOKEN, _TOKEN, st.none() | _TOKEN),
     region=st.sampled_from(["us-east-1", "eu-central-2"]),
     now=st.datetimes(datetime(2001, 1, 1), datetime(2090, 1, 1), timezones=st.just(UTC)),  # noqa: DTZ001
 )
-def test_the_same_as_botocore(
+def test_signatures_equal_those_of_botocore(
     *,
     method: str,
     host: str,
@@ -58,17 +58,17 @@ def test_the_same_as_botocore(
     parameters: dict[str, str],
     headers: dict[str, str],
     payload: str,
-    identity: Identity,
+    credentials: AwsCredentials,
     region: str,
     now: datetime,
 ) -> None:
-    """Over random keys, queries, headers, identities, regions and times."""
+    """Over random keys, queries, headers, credentials, regions and times."""
     path, query = encoded_path(f"/bucket/{key}"), encoded_query(parameters)
     theirs = AWSRequest(method, f"https://{host}{path}?{query}", headers=headers)
-    credentials = Credentials(identity.access_key, identity.secret_key, identity.token)
+    reference = Credentials(credentials.access_key, credentials.secret_key, credentials.token)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.auth, "get_current_datetime", lambda: now)
-        _Theirs(payload, credentials, "s3", region).add_auth(theirs)
+        _Theirs(payload, reference, "s3", region).add_auth(theirs)
     ours = signed_headers(
         method,
         host,
@@ -76,7 +76,7 @@ def test_the_same_as_botocore(
         query,
         headers,
         payload=payload,
-        identity=identity,
+        credentials=credentials,
         region=region,
         now=now,
     )
@@ -87,7 +87,7 @@ def test_the_same_as_botocore(
 
 
 def test_nothing_secret_is_shown() -> None:
-    """An identity in a log or a traceback does not give its keys away."""
-    shown = repr(Identity("AKIA", "very-secret", "a-token"))
+    """The repr of credentials, as in a traceback, contains no key and no token."""
+    shown = repr(AwsCredentials("AKIA", "very-secret", "a-token"))
     assert "very-secret" not in shown
     assert "a-token" not in shown

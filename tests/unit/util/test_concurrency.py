@@ -13,7 +13,7 @@ CPUS = 4
 
 
 def driven(
-    width: ConcurrencyLimit,
+    limit: ConcurrencyLimit,
     rate: Callable[[int], float],
     *,
     busy: Callable[[int], float] = lambda _now: 0.1,
@@ -23,11 +23,11 @@ def driven(
     mono_s, sent_bytes, cpu_s, said = 100.0, 0.0, 7.0, []
     step_s = 0.05
     for _ in range(round(for_s / step_s)):
-        width.look(mono_s, int(sent_bytes), cpu_s, CPUS)
-        said.append(width.now)
+        limit.sample(mono_s, int(sent_bytes), cpu_s, CPUS)
+        said.append(limit.now)
         mono_s += step_s
-        sent_bytes += rate(width.now) * step_s
-        cpu_s += busy(width.now) * CPUS * step_s
+        sent_bytes += rate(limit.now) * step_s
+        cpu_s += busy(limit.now) * CPUS * step_s
     return said
 
 
@@ -76,12 +76,12 @@ def test_what_changes_later_is_noticed() -> None:
 
 def test_what_was_found_outlives_the_count() -> None:
     """Bytes that are counted from nothing again are no fall of the rate."""
-    width = ConcurrencyLimit(32)
+    limit = ConcurrencyLimit(32)
     for mono_s, sent_bytes in ((1.0, 0), (1.2, 20_000_000)):
-        width.look(mono_s, sent_bytes, 0.0, CPUS)
-    grown = width.now
+        limit.sample(mono_s, sent_bytes, 0.0, CPUS)
+    grown = limit.now
     assert grown > FIRST
-    width.reset_counters()
+    limit.reset_counters()
     for mono_s, sent_bytes in ((1.4, 0), (1.6, 10**7), (1.8, 2 * 10**7), (2.0, 3 * 10**7)):
-        width.look(mono_s, sent_bytes, 0.0, CPUS)
-        assert width.now >= grown
+        limit.sample(mono_s, sent_bytes, 0.0, CPUS)
+        assert limit.now >= grown

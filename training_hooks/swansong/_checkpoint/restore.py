@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from swansong import openat, protocol
-from swansong._checkpoint.staging import rank_directory
-from swansong._daemon.trust import open_directory
 from swansong._ranks.agreement import Ranks
-from swansong._ranks.assembly import Assembly
+from swansong._ranks.choice import RestoreChoice
 from swansong.protocol import Message, RankManifest, Refused, Restored, RestoreQuery, Restoring
 from swansong.state import Snapshots
 
@@ -32,66 +30,89 @@ class RestoreError(Exception):
 
 
 class RestoreClient:
-    """One question at a time; the training loop waits for the answer, the thread brings it.
+    """Asks the daemon for one checkpoint at a time: the training loop waits, the channel's thread answers.
 
     Args:
-        send: says something to the daemon, without waiting.
+        send: sends a message to the daemon, without blocking.
+        choice: of the ranks of a job over several VMs, which all load what rank 0 has chosen; None on one VM.
     """
 
-    def __init__(self, send: Callable[[Message], object]) -> None:
+    def __init__(
+        self, send: Callable[[Message], object], choice: RestoreChoice | None = None
+    ) -> None:
         self._send = send
+        self._choice = choice
         self._changed = threading.Condition()
         self._query: RestoreQuery | None = None
         self._answer: Restored | None = None
         self._bytes_done = -1
-        self._moved_mono_s = 0.0
+        self._progress_mono_s = 0.0
 
-    def ask(
-        self,
-        *,
-        rollback: int = 0,
-        before_step: int = -1,
-        generation: int = -1,
-        step: int = -1,
-        job_start_id: str = "",
-    ) -> Restored:
-        """The daemon's answer; its ``path`` is empty for a fresh run.
-
-        Args:
-            rollback, before_step, generation, step, job_start_id: see
-                :class:`swansong.protocol.RestoreQuery`.
+    def find_newest(self) -> Restored:
+        """Return the newest whole checkpoint; its ``path`` is empty for a fresh run.
 
         Raises:
-            RestoreError: the daemon cannot restore, refuses us, or makes no progress any more.
+            RestoreError: the ranks cannot agree, or the daemon cannot restore, refuses or makes no progress.
         """
-        with self._changed:
-            self._answer = None
-            self._query = RestoreQuery(
-                secrets.token_hex(8), rollback, before_step, generation, step, job_start_id
-            )
-            self._moved_mono_s = time.monotonic()
-            self._send(self._query)
-            while self._answer is None:
-                left_s = self._moved_mono_s + PATIENCE_S - time.monotonic()
-                if left_s <= 0:
-                    raise RestoreError(
-                        f"the daemon has made no progress with the restore for {PATIENCE_S:.0f} s;"
-                        " see: swansong status"
-                    )
-                self._changed.wait(left_s)
-            self._query = None
-        if self._answer.error:
-            raise RestoreError(f"the daemon cannot restore: {self._answer.error}")
-        return self._answer
+        if self._choice is None:
+            return self._ask()
+        chosen: list[Restored] = []
 
-    def remind(self) -> None:
-        """Ask again after a reconnect."""
+        def choose(job_start_id: str) -> dict[str, Any]:
+            try:
+                chosen.append(self._ask(job_start_id=job_start_id))
+            except RestoreError as error:
+                return {"error": f"rank 0: {error}"}
+            return {"generation": chosen[0].generation, "step": chosen[0].step}
+
+        with _agreement():
+            choice = self._choice.for_resume(choose)
+        _check_choice(choice)
+        if chosen:
+            return chosen[0]
+        if choice["generation"] < 0:
+            return Restored("")  # a fresh run
+        return self._ask(generation=choice["generation"], step=choice["step"])
+
+    def find_healthy(self, *, number: int, at_step: int, before_step: int) -> Restored:
+        """Return the newest healthy checkpoint, and begin a rollback to it.
+
+        Args:
+            number: rollbacks of this process so far, including this one.
+            at_step: last step of this rank.
+            before_step: first step that this rank does not trust.
+
+        Raises:
+            RestoreError: no checkpoint is healthy, or as for :meth:`find_newest`.
+        """
+        if self._choice is None:
+            return _healthy(self._ask(rollback=number, before_step=before_step))
+
+        def choose(before_step: int) -> dict[str, Any]:
+            try:
+                found = _healthy(self._ask(rollback=number, before_step=before_step))
+            except RestoreError as error:
+                return {"error": f"rank 0: {error}"}
+            return {"generation": found.generation, "step": found.step}
+
+        with _agreement():
+            choice = self._choice.for_rollback(number, at_step, before_step, choose)
+        _check_choice(choice)
+        # Each daemon drops its work on the abandoned steps before it answers for the new job start.
+        job_start_id = self._choice.begin_rollback(number)
+        answer = self._ask(
+            generation=choice["generation"], step=choice["step"], job_start_id=job_start_id
+        )
+        return _healthy(answer)
+
+    def resend(self) -> None:
+        """Repeat the query after a reconnect."""
         with self._changed:
             if self._query is not None:
                 self._send(self._query)
 
-    def heard(self, message: Restoring | Restored | Refused) -> None:
-        """What the daemon says to it."""
+    def receive(self, message: Restoring | Restored | Refused) -> None:
+        """Take an answer, or a report of progress, from the daemon."""
         with self._changed:
             if self._query is None:
                 return
@@ -103,85 +124,57 @@ class RestoreClient:
                 self._answer = message
             elif message.bytes_done != self._bytes_done:
                 self._bytes_done = message.bytes_done
-                self._moved_mono_s = time.monotonic()
+                self._progress_mono_s = time.monotonic()
             self._changed.notify_all()
 
-
-def where_to_go_on(client: RestoreClient, assembly: Assembly | None) -> Restored:
-    """What the daemon of this VM has for us; over several VMs, what that of rank 0 has chosen for all.
-
-    Raises:
-        RestoreError: the ranks, or their daemons, cannot say it.
-    """
-    if assembly is None:
-        return client.ask()
-    chosen: list[Restored] = []
-
-    def choose(session: str) -> dict[str, Any]:
-        try:
-            chosen.append(client.ask(job_start_id=session))
-        except RestoreError as error:
-            return {"error": f"rank 0: {error}"}
-        return {"generation": chosen[0].generation, "step": chosen[0].step}
-
-    choice = _agreed(lambda: assembly.restore(choose))
-    if chosen:
-        return chosen[0]
-    if choice["generation"] < 0:
-        return Restored("")  # a fresh run
-    return client.ask(generation=choice["generation"], step=choice["step"])
-
-
-def where_to_go_back(
-    client: RestoreClient,
-    assembly: Assembly | None,
-    *,
-    number: int,
-    at_step: int,
-    before_step: int,
-) -> Restored:
-    """The newest healthy checkpoint; over several VMs, the one that the daemon of rank 0 has chosen.
-
-    Args:
-        number: how many-th time this process goes back.
-        at_step: last step of this rank.
-        before_step: first step that it does not trust.
-
-    Raises:
-        RestoreError: there is none, or the ranks, or their daemons, cannot say it.
-    """
-    if assembly is None:
-        return _found(client.ask(rollback=number, before_step=before_step))
-
-    def choose(before_step: int) -> dict[str, Any]:
-        try:
-            found = _found(client.ask(rollback=number, before_step=before_step))
-        except RestoreError as error:
-            return {"error": f"rank 0: {error}"}
-        return {"generation": found.generation, "step": found.step}
-
-    choice = _agreed(lambda: assembly.go_back(number, at_step, before_step, choose))
-    # Each daemon ends what it did for the steps that count no more before it answers.
-    job_start_id = assembly.begin_anew(number)
-    return _found(
-        client.ask(generation=choice["generation"], step=choice["step"], job_start_id=job_start_id)
-    )
+    def _ask(
+        self,
+        *,
+        rollback: int = 0,
+        before_step: int = -1,
+        generation: int = -1,
+        step: int = -1,
+        job_start_id: str = "",
+    ) -> Restored:
+        """Send a :class:`swansong.protocol.RestoreQuery` with these fields, and wait for the answer."""
+        with self._changed:
+            self._answer = None
+            self._query = RestoreQuery(
+                secrets.token_hex(8), rollback, before_step, generation, step, job_start_id
+            )
+            self._progress_mono_s = time.monotonic()
+            self._send(self._query)
+            while self._answer is None:
+                left_s = self._progress_mono_s + PATIENCE_S - time.monotonic()
+                if left_s <= 0:
+                    raise RestoreError(
+                        f"restore failed: the daemon made no progress for {PATIENCE_S:.0f} s; see"
+                        " swansong status"
+                    )
+                self._changed.wait(left_s)
+            self._query = None
+        if self._answer.error:
+            raise RestoreError(f"the daemon cannot restore: {self._answer.error}")
+        return self._answer
 
 
-def _found(answer: Restored) -> Restored:
+def _healthy(answer: Restored) -> Restored:
     if not answer.path:
-        raise RestoreError("the run has no healthy checkpoint to go back to")
+        raise RestoreError("rollback failed: the run has no healthy checkpoint")
     return answer
 
 
-def _agreed(choice: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _agreement() -> Iterator[None]:
     try:
-        made = choice()
-    except Exception as error:  # of the job's store, whatever its type
+        yield
+    except Exception as error:  # the job's store raises errors of many types
         raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
-    if "error" in made:
-        raise RestoreError(made["error"])
-    return made
+
+
+def _check_choice(choice: dict[str, Any]) -> None:
+    if "error" in choice:
+        raise RestoreError(choice["error"])
 
 
 def load_checkpoint(
@@ -222,7 +215,7 @@ def load_checkpoint(
                     raise ValueError(
                         f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
                     )
-                part = Path(directory, rank_directory(ranks.rank))
+                part = Path(directory, protocol.rank_directory(ranks.rank))
         state.load(part)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
@@ -256,7 +249,7 @@ def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
     if owners is None:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     else:
-        fd = open_directory(directory, owners)
+        fd = openat.open_absolute(directory, owners=owners)
     try:
         yield fd
     finally:

@@ -45,7 +45,7 @@ class _Save:
 
 
 @dataclass
-class Measured:
+class SaveCost:
     """What the last save cost.  Written here, read by whoever reports it."""
 
     save_s: float | None = None
@@ -71,7 +71,7 @@ class Saver:
     def __init__(
         self, take: Callable[[], Callable[[Path], object]], *, in_background: bool
     ) -> None:
-        self.measured = Measured()
+        self.cost = SaveCost()
         self._take = take
         self._in_background = in_background
         self._changed = threading.Condition()
@@ -154,10 +154,10 @@ class Saver:
         self._queue.put((save, write))
 
     def _blocked(self, save: _Save) -> None:
-        self.measured.saved_mono_s = time.monotonic()
-        save.snapshot_s = self.measured.saved_mono_s - save.begun_mono_s
-        self.measured.snapshot_s = save.snapshot_s
-        self.measured.blocked_s += save.snapshot_s
+        self.cost.saved_mono_s = time.monotonic()
+        save.snapshot_s = self.cost.saved_mono_s - save.begun_mono_s
+        self.cost.snapshot_s = save.snapshot_s
+        self.cost.blocked_s += save.snapshot_s
 
     def _run(self) -> None:
         while True:
@@ -186,7 +186,7 @@ class Saver:
             self._fail(save, error)
             return
         save_s = time.monotonic() - save.begun_mono_s
-        self.measured.save_s, self.measured.size_bytes = save_s, written.size_bytes
+        self.cost.save_s, self.cost.size_bytes = save_s, written.size_bytes
         if written.is_sealed:
             save.outcome = Sealed(
                 step=manifest.step,

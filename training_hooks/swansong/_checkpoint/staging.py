@@ -22,27 +22,16 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong import bounds, openat, protocol
 from swansong.openat import UnsafeFileError
-from swansong.protocol import FileEntry, RankManifest, rank_directory
-
-__all__ = [
-    "Written",
-    "finish",
-    "health_of",
-    "rank_directory",
-    "remove_leftovers",
-    "write_checkpoint",
-]
+from swansong.protocol import FileEntry, RankManifest
 
 _FILE_MODE = 0o640
 _DIRECTORY_MODE = stat.S_ISGID | 0o750
@@ -64,22 +53,6 @@ class Written:
     """Of this rank's files."""
     is_sealed: bool
     """Whether the set has its sealed name; else other ranks of this node are still writing."""
-
-
-def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite ones among loss and metrics, and whether the loss is (``loss_is_finite``, 0 or 1)."""
-    health: dict[str, float] = {}
-    for name, value in {**metrics, "loss": loss}.items():
-        try:
-            # A loss that still has its graph would be warned of, and the warning may be an error.
-            number = float(value.detach() if hasattr(value, "detach") else value)
-        except Exception:  # noqa: S112 - no metric must cost a checkpoint
-            continue
-        if math.isfinite(number):
-            health[name] = number
-        if name == "loss":
-            health["loss_is_finite"] = float(math.isfinite(number))
-    return health
 
 
 def write_checkpoint(
@@ -105,7 +78,7 @@ def write_checkpoint(
         Exception: whatever ``save`` raised.  In either case the partial directory is gone.
     """
     name = protocol.sealed_name(manifest.step, nonce)
-    partial = name + protocol.PARTIAL_SUFFIX
+    partial = protocol.partial_name(name)
     with _held(openat.open_directory(staging)) as run_fd:
         size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
         if size_bytes is not None:
@@ -132,21 +105,17 @@ def remove_leftovers(staging: str, rank: int) -> None:
     Raises:
         OSError: the staging directory cannot be read.
     """
-    own = rank_directory(rank)
-    manifest = protocol.rank_manifest_name(rank)
-    ours = (manifest, own + protocol.BEGUN_SUFFIX, own, own + protocol.WRITING_SUFFIX)
-    temporary = (f".{manifest}.", f".{own}{protocol.BEGUN_SUFFIX}.")
     with _held(openat.open_directory(staging)) as run_fd:
         for partial in os.listdir(run_fd):
-            name = partial.removesuffix(protocol.PARTIAL_SUFFIX)
-            if partial == name or protocol.parse_sealed_name(name) is None:
+            if protocol.parse_partial_name(partial) is None:
                 continue
             with contextlib.suppress(OSError):  # of another user, or gone
                 with _held(_open_own(partial, run_fd)) as partial_fd:
-                    temporaries = [
-                        each for each in os.listdir(partial_fd) if each.startswith(temporary)
+                    own = [
+                        each for each in os.listdir(partial_fd) if protocol.is_of_rank(each, rank)
                     ]
-                    for each in (*ours, *temporaries):
+                    # Manifests first: another rank may seal the set while files are being removed.
+                    for each in sorted(own, key=protocol.is_rank_manifest, reverse=True):
                         with contextlib.suppress(OSError):
                             openat.remove_tree(each, dir_fd=partial_fd)
                 os.rmdir(partial, dir_fd=run_fd)  # refused while other ranks' files are there
@@ -165,10 +134,10 @@ def finish(path: str | os.PathLike[str]) -> None:
     parts = Path(path).absolute().parts
     for place in range(1, len(parts) - 1):
         partial, writing = parts[place - 1 : place + 1]
-        own = writing.removesuffix(protocol.WRITING_SUFFIX)
-        if partial.endswith(protocol.PARTIAL_SUFFIX) and own != writing:
+        rank = protocol.parse_writing_directory(writing)
+        if rank is not None and protocol.parse_partial_name(partial) is not None:
             with _held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
-                _finish(partial_fd, (own, *parts[place + 1 :]))
+                _finish(partial_fd, rank, parts[place + 1 :])
             return
 
 
@@ -184,8 +153,9 @@ def _write_part(
     durable: bool,
 ) -> list[FileEntry]:
     """Write a rank's files and, last, its manifest."""
-    own = rank_directory(manifest.rank)
-    writing, begun = own + protocol.WRITING_SUFFIX, own + protocol.BEGUN_SUFFIX
+    rank = manifest.rank
+    own, writing = protocol.rank_directory(rank), protocol.writing_directory(rank)
+    begun = protocol.rank_begun_name(rank)
     for name, mode in ((own, _DIRECTORY_MODE), (writing, _WRITING_MODE)):
         os.close(_own_directory(name, partial_fd, mode, is_new=True))
     _put(begun, manifest, partial_fd, durable=False)
@@ -193,13 +163,13 @@ def _write_part(
     with _held(_open_own(writing, partial_fd)) as writing_fd:
         unfinished = list(_files_below(writing_fd, (own,)))
     for path in unfinished:
-        _finish(partial_fd, path)
+        _finish(partial_fd, rank, path[1:])
     openat.remove_tree(writing, dir_fd=partial_fd)
     with _held(_open_own(own, partial_fd)) as own_fd:
         files = sorted(_entries(own_fd, own, durable=durable), key=lambda file: file.path)
     os.unlink(begun, dir_fd=partial_fd)
     manifest = dataclasses.replace(manifest, files=files)
-    _put(protocol.rank_manifest_name(manifest.rank), manifest, partial_fd, durable=durable)
+    _put(protocol.rank_manifest_name(rank), manifest, partial_fd, durable=durable)
     return files
 
 
@@ -208,15 +178,18 @@ def _put(name: str, manifest: RankManifest, partial_fd: int, *, durable: bool) -
     openat.replace_file(name, data, dir_fd=partial_fd, mode=_FILE_MODE, durable=durable)
 
 
-def _finish(partial_fd: int, path: Sequence[str]) -> None:
-    """Move a complete file to its final place.
+def _finish(partial_fd: int, rank: int, path: Sequence[str]) -> None:
+    """Move a complete file from a rank's writing directory to its final one.
 
     Args:
-        path: of the final place, below the partial directory.
+        partial_fd: the partial directory.
+        rank: of the directories.
+        path: names from those directories to the file.
     """
-    own, *parents, name = path
-    relative = bounds.path("/".join(path), "the file name")
-    with _below(partial_fd, (own + protocol.WRITING_SUFFIX, *parents)) as source_fd:
+    *parents, name = path
+    own = protocol.rank_directory(rank)
+    relative = bounds.path("/".join((own, *path)), "the file name")
+    with _below(partial_fd, (protocol.writing_directory(rank), *parents)) as source_fd:
         try:
             fd = openat.open_file(name, dir_fd=source_fd, owners=_us())
         except OSError as error:
@@ -296,11 +269,7 @@ def _seal(
     Returns:
         The name; None while other ranks are still writing.
     """
-    names = os.listdir(partial_fd)
-    if (
-        sum(each.startswith("rank-") and each.endswith(".json") for each in names)
-        < local_world_size
-    ):
+    if sum(map(protocol.is_rank_manifest, os.listdir(partial_fd))) < local_world_size:
         return None
     try:
         sealed = _rename(run_fd, name)
@@ -319,7 +288,7 @@ def _rename(run_fd: int, name: str) -> str:
 
     The partial directory shows the name to all members of the group, and one of them can take it.
     """
-    partial = name + protocol.PARTIAL_SUFFIX
+    partial = protocol.partial_name(name)
     try:
         os.rename(partial, name, src_dir_fd=run_fd, dst_dir_fd=run_fd)
         return name

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong.protocol import Message, Progress
 
 INTERVAL_S = 1.0
@@ -36,13 +36,13 @@ class Reporter:
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
 
-    def tick(self, step: int, loss: Any, measured: Measured, polls: int = 0) -> None:
+    def tick(self, step: int, loss: Any, cost: SaveCost, polls: int = 0) -> None:
         """Report if there is news, or a poll at least, and the last report is old enough.
 
         Args:
             step: last completed one.
             loss: of that step; only a plain number is sent, for to read a tensor waits for the device.
-            measured: what the last save cost; while the loop was held up, it made no steps.
+            cost: what the last save cost; while the loop was held up, it made no steps.
             polls: how often the loop has polled so far.
         """
         if self._unsent is not None and self._send(self._unsent):
@@ -51,24 +51,24 @@ class Reporter:
         elapsed_s = now - self._last_mono_s
         last = self._last
         known = (last.step, last.save_s, self._last_polls)
-        if elapsed_s < INTERVAL_S or (step, measured.save_s, polls) == known:
+        if elapsed_s < INTERVAL_S or (step, cost.save_s, polls) == known:
             return
         step_s = last.step_s
         if step > last.step >= 0 and not last.start_id:
-            stepping_s = elapsed_s - (measured.blocked_s - self._last_blocked_s)
+            stepping_s = elapsed_s - (cost.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
         number = _plain(loss)
         is_finite = None if number is None else math.isfinite(number)
-        self._last_mono_s, self._last_blocked_s = now, measured.blocked_s
+        self._last_mono_s, self._last_blocked_s = now, cost.blocked_s
         self._last_polls = polls
         self._last = Progress(
             step=step,
             loss=number if is_finite else None,
             loss_is_finite=is_finite,
             step_s=step_s,
-            save_s=measured.save_s,
-            save_bytes=measured.size_bytes,
-            snapshot_s=measured.snapshot_s,
+            save_s=cost.save_s,
+            save_bytes=cost.size_bytes,
+            snapshot_s=cost.snapshot_s,
         )
         self._send(self._last)
 

@@ -12,12 +12,14 @@ import os
 import secrets
 from collections.abc import Callable
 
+from swansong import openat
 from swansong._checkpoint.restore import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
 from swansong._daemon.channel import Channel, socket_path
-from swansong._daemon.trust import open_directory
 from swansong._ranks.agreement import Agreement, Ranks
-from swansong._ranks.assembly import Assembly
+from swansong._ranks.choice import RestoreChoice
+from swansong._ranks.rendezvous import Rendezvous
+from swansong._ranks.rounds import RoundRunner
 from swansong.protocol import (
     Bye,
     Committed,
@@ -85,11 +87,16 @@ class DaemonSession:
             handle=self._handle,
             tick=tick,
         )
-        self.agreement = Agreement(ranks.world_size, every_steps, self._say)
-        self.assembly = (
-            Assembly(ranks, self.agreement, self.channel.send) if ranks.nodes > 1 else None
-        )
-        self.restore = RestoreClient(self.channel.send)
+        self.agreement = Agreement(ranks.world_size, every_steps, self._answer)
+        self.rendezvous: Rendezvous | None = None
+        """With the ranks of the other VMs; None in a job on one VM."""
+        self._rounds: RoundRunner | None = None
+        choice = None
+        if ranks.nodes > 1:
+            self.rendezvous = Rendezvous(ranks, self.channel.send)
+            self._rounds = RoundRunner(self.rendezvous, self.agreement)
+            choice = RestoreChoice(self.rendezvous)
+        self.restore = RestoreClient(self.channel.send, choice)
 
     def hello(self) -> Hello:
         """Who this is, and how far it has come."""
@@ -101,7 +108,7 @@ class DaemonSession:
             **dataclasses.asdict(self.ranks),
         )
 
-    def begin_anew(self, ranks: Ranks) -> None:
+    def rolled_back(self, ranks: Ranks) -> None:
         """Training has gone back: say under which attempt it goes on.  What fenced it was our own."""
         self.ranks = ranks
         self.is_fenced = False
@@ -113,8 +120,8 @@ class DaemonSession:
     def end(self, reason: str) -> None:
         """Take leave of the daemon and of the other ranks."""
         self.staging = None
-        if self.assembly is not None:
-            self.assembly.close()
+        if self._rounds is not None:
+            self._rounds.close()
         self.agreement = Agreement(1, None, lambda _: None)
         self.channel.close(Bye(reason))
 
@@ -122,21 +129,21 @@ class DaemonSession:
         """In the child of a fork, which is no rank: do nothing, and hold no connection."""
         self.staging = None
         self.channel.forked()
-        if self.assembly is not None:
-            self.assembly.forked()
+        if self._rounds is not None:
+            self._rounds.forked()
         self.agreement = Agreement(1, None, lambda _: None)
 
     # ------------------------------------------------------------ background thread
 
-    def _say(self, message: Message) -> object:
-        assembly = self.assembly
-        return self.channel.send(message) if assembly is None else assembly.answer(message)
+    def _answer(self, message: Message) -> object:
+        rounds = self._rounds
+        return self.channel.send(message) if rounds is None else rounds.answer(message)
 
     def _connected(self) -> None:
-        if self.assembly is not None:
-            self.assembly.connected()
-        self.restore.remind()
-        self.agreement.remind()
+        if self._rounds is not None:
+            self._rounds.resend()
+        self.restore.resend()
+        self.agreement.resend()
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Welcome):
@@ -144,19 +151,19 @@ class DaemonSession:
         elif isinstance(message, Request):
             if self.staging is None:
                 self.channel.send(Declined(message.id, "the trainer cannot write to staging"))
-            elif self.assembly is not None:
-                self.assembly.asked(message)
+            elif self._rounds is not None:
+                self._rounds.request(message)
             else:
                 self.agreement.request(message)
-        elif isinstance(message, Target | Withdrawn) and self.assembly is not None:
-            pass  # over several VMs the ranks decide, and what they have decided stands
+        elif isinstance(message, Target | Withdrawn) and self._rounds is not None:
+            pass  # over several VMs only a round decides, and its decision is final
         elif isinstance(message, Target):
             self.agreement.target(message)
         elif isinstance(message, Withdrawn):
             self.agreement.withdraw(message.request_id)
         elif isinstance(message, Finished):
-            if self.assembly is not None:
-                self.assembly.finished(message.job_start_id)
+            if self.rendezvous is not None:
+                self.rendezvous.finished(message.job_start_id)
         elif isinstance(message, Committed):
             self.last_committed = message
         elif isinstance(message, Fenced):
@@ -167,15 +174,15 @@ class DaemonSession:
             if isinstance(message, Refused) and message.reason != self.refusal:
                 self.refusal = message.reason  # each attempt to connect gets it again
                 log.warning("the daemon at %s refuses us: %s", self.channel.path, message.reason)
-            self.restore.heard(message)
+            self.restore.receive(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
         self.refusal = ""
         self.run = welcome.run
         self.grace_s = welcome.grace_s
         self.naming_secret = welcome.naming_secret
-        if self.assembly is not None:
-            self.assembly.start()
+        if self._rounds is not None:
+            self._rounds.start()
         if self.staging == welcome.staging:
             return
         if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
@@ -185,7 +192,7 @@ class DaemonSession:
             )
             return
         try:
-            os.close(open_directory(welcome.staging, self.channel.trusted_uids))
+            os.close(openat.open_absolute(welcome.staging, owners=self.channel.trusted_uids))
         except OSError as error:
             self._cannot_save(
                 f"cannot use the staging directory: {error}; it must be an absolute path to a directory of"

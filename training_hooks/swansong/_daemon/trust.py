@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the process behind the socket may be the daemon, and the owners of its directories.
+"""Checks that the process behind the socket runs as the daemon's user.
 
 The hooks write to directories that the daemon names, and load checkpoints from them, with all rights of the
-trainer.  So the daemon's user is checked before anything is sent: any user can listen on a path that a
-script or a variable names.
+trainer.  Any user can listen on a path that a script or an environment variable names, so this check comes
+before the first message.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import Collection
-
-from swansong import openat
-from swansong.openat import UnsafeFileError
 
 DAEMON_USER_ENV = "SWANSONG_DAEMON_USER"
 """Environment variable that names the daemon's user, by name or number, where it is not ``swansong``."""
@@ -24,22 +20,22 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class StrangerError(Exception):
-    """The process that listens on the socket runs as a user who is not the daemon's."""
+    """The process that listens on the socket does not run as the daemon's user."""
 
 
 def check_listener(connection: socket.socket, path: str) -> int:
-    """User id of the process that listens on the other end of a connected socket.
+    """Return the user id of the process that listens on the other end of a connected socket.
 
     Args:
         connection: to the daemon's socket.
-        path: of the socket, for the message.
+        path: of the socket, for the error.
 
     Raises:
-        StrangerError: it is not root, this user, or the daemon's user.
+        StrangerError: the process runs neither as root, nor as this user, nor as the daemon's user.
         OSError: the connection is lost.
     """
     size = _CREDENTIALS.size
-    # The credentials of the process that called listen(), at that moment.
+    # SO_PEERCRED returns the credentials that the process had when it called listen().
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     if uid in (0, os.geteuid()):
@@ -55,22 +51,6 @@ def check_listener(connection: socket.socket, path: str) -> int:
             f" {DAEMON_USER_ENV}={uid}; training continues without checkpoints"
         )
     return uid
-
-
-def open_directory(path: str, owners: Collection[int]) -> int:
-    """Open a directory that the daemon named; the caller closes the descriptor.
-
-    Args:
-        path: of the directory.
-        owners: user ids that it may belong to.
-
-    Raises:
-        UnsafeFileError: the path is not absolute, or the directory belongs to another user.
-        OSError: there is no such directory, or the name is that of a link or a file.
-    """
-    if not os.path.isabs(path) or "\0" in path:
-        raise UnsafeFileError(path, "is not an absolute path")
-    return openat.open_directory(path, owners=owners)
 
 
 def _uid_of(name: str) -> int | None:

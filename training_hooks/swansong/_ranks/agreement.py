@@ -22,7 +22,7 @@ from swansong.protocol import Accepted, Declined, Failed, Message, Request, Seal
 AGREEMENT_LIMIT_S = 5.0
 """Longest wait at a step boundary; a tenth of the time left if that is shorter."""
 NEVER = sys.maxsize
-_ANSWERS_KEPT = 16
+_ANSWERS_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Due:
 
 
 @dataclass
-class _Order:
+class _Active:
     request: CheckpointRequest
     limit_s: float
     accepted: Accepted
     target: int | None = None
-    gave_up_at: int | None = None
+    timed_out_at: int | None = None
     """Boundary that the rank has passed without knowing the target."""
 
     @property
@@ -128,7 +128,7 @@ class _Order:
         The step of an acceptance stays the one first said: the rank has kept its word since, and a
         daemon that has forgotten all arrives at the same target.
         """
-        if self.gave_up_at is None:
+        if self.timed_out_at is None:
             return self.accepted
         return Declined(self.request.id, "the ranks' common step did not come in time")
 
@@ -155,7 +155,7 @@ class Agreement:
     of the two sees the other's write, so the loop needs no lock in a step that asks nothing of it.
     """
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _order: _Order | None = None
+    _active: _Active | None = None
     _answers: dict[str, Message] = field(default_factory=dict)
     _periodic_at: int = NEVER
 
@@ -174,10 +174,10 @@ class Agreement:
             if request.id in self._answers:
                 self.send(self._answers[request.id])
                 return int(self.step)
-            if self._order is None or self._order.request.id != request.id:
+            if self._active is None or self._active.request.id != request.id:
                 self.attend_at = -1
                 left_s = max(0.0, request.seconds_left)
-                self._order = _Order(
+                self._active = _Active(
                     request=CheckpointRequest(
                         id=request.id,
                         reason=request.reason,
@@ -188,15 +188,15 @@ class Agreement:
                     accepted=Accepted(request_id=request.id, step=int(self.step)),
                 )
                 self._changed.notify_all()
-            self.send(self._order.answer)
-            return self._order.accepted.step
+            self.send(self._active.answer)
+            return self._active.accepted.step
 
-    def say_again(self, request_id: str) -> bool:
+    def repeat_answer(self, request_id: str) -> bool:
         """Say once more how things stand with a request; False when it is not known."""
         with self._changed:
-            order = self._order
-            if order is not None and order.request.id == request_id:
-                self.send(order.answer)
+            active = self._active
+            if active is not None and active.request.id == request_id:
+                self.send(active.answer)
             elif request_id in self._answers:
                 self.send(self._answers[request_id])
             else:
@@ -206,14 +206,14 @@ class Agreement:
     def abort(self, request_id: str, reason: str) -> None:
         """The ranks have given the request up."""
         with self._changed:
-            if self._order is not None and self._order.request.id == request_id:
+            if self._active is not None and self._active.request.id == request_id:
                 self._answer(Declined(request_id, reason))
 
-    def wait_over(self, request_id: str, limit_s: float) -> None:
+    def wait_finished(self, request_id: str, limit_s: float) -> None:
         """Wait until this rank has saved for the request, or will not."""
 
         def is_over() -> bool:
-            return self._order is None or self._order.request.id != request_id
+            return self._active is None or self._active.request.id != request_id
 
         with self._changed:
             self._changed.wait_for(is_over, limit_s)
@@ -221,22 +221,26 @@ class Agreement:
     def target(self, target: Target) -> None:
         """The ranks' common step is known.  The first target that is heard stands."""
         with self._changed:
-            order = self._order
-            if order is not None and order.request.id == target.request_id and order.target is None:
-                order.target = target.step
+            active = self._active
+            if (
+                active is not None
+                and active.request.id == target.request_id
+                and active.target is None
+            ):
+                active.target = target.step
                 self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
         """The request no longer stands."""
         with self._changed:
-            if self._order is not None and self._order.request.id == request_id:
-                self._end_order()
+            if self._active is not None and self._active.request.id == request_id:
+                self._end_request()
 
-    def remind(self) -> None:
+    def resend(self) -> None:
         """Say again, after a reconnect, how things stand."""
         with self._changed:
-            if self._order is not None:
-                self.send(self._order.answer)
+            if self._active is not None:
+                self.send(self._active.answer)
             elif self._answers:
                 self.send(list(self._answers.values())[-1])
 
@@ -244,23 +248,23 @@ class Agreement:
         """A periodic checkpoint is due at the next step boundary."""
         with self._changed:
             self._periodic_at = -1
-            self._look_ahead()
+            self._update_attend_at()
 
     # ------------------------------------------------------------ training loop
 
     @property
     def current(self) -> CheckpointRequest | None:
         """The request that is under way."""
-        order = self._order
-        return order.request if order is not None and order.gave_up_at is None else None
+        active = self._active
+        return active.request if active is not None and active.timed_out_at is None else None
 
     def decide(self, step: int) -> Due | None:
         """What is to be done at the boundary after ``step``; waits for the target, within limits."""
         with self._changed:
-            due = self._decide_order(step)
+            due = self._decide_request(step)
             if due is None and step >= self._periodic_at:
                 due = Due("periodic")
-            self._look_ahead()
+            self._update_attend_at()
             return due
 
     def between_steps(self) -> Due | None:
@@ -270,41 +274,43 @@ class Agreement:
         target that they have already reached.
         """
         with self._changed:
-            order = self._order
-            if order is None or self.world_size > 1 or order.gave_up_at is not None:
+            active = self._active
+            if active is None or self.world_size > 1 or active.timed_out_at is not None:
                 return None
             # A target beyond the next boundary is meant: somebody wants that very step.
-            is_later = order.target is not None and order.target > self.step + 1
-            return None if is_later else order.due
+            is_later = active.target is not None and active.target > self.step + 1
+            return None if is_later else active.due
 
-    def _decide_order(self, step: int) -> Due | None:
-        order = self._order
-        if order is None:
+    def _decide_request(self, step: int) -> Due | None:
+        active = self._active
+        if active is None:
             return None
-        if order.gave_up_at is None:
+        if active.timed_out_at is None:
             self._changed.wait_for(
-                lambda: self._order is not order or order.target is not None, order.limit_s
+                lambda: self._active is not active or active.target is not None, active.limit_s
             )
-        if self._order is not order:  # withdrawn, or another one has come
-            return None if self._order is None else self._decide_order(step)
-        if order.target is None:
-            is_news = order.gave_up_at is None
-            order.gave_up_at = step
+        if self._active is not active:  # withdrawn, or another one has come
+            return None if self._active is None else self._decide_request(step)
+        if active.target is None:
+            is_news = active.timed_out_at is None
+            active.timed_out_at = step
             if is_news:
-                self.send(order.answer)
-            if time.monotonic() > order.request.deadline_mono_s:
-                self._end_order()
+                self.send(active.answer)
+            if time.monotonic() > active.request.deadline_mono_s:
+                self._end_request()
             return None
-        if step < order.target:
+        if step < active.target:
             return None
         if (
             self.world_size > 1
-            and order.gave_up_at is not None
-            and order.gave_up_at >= order.target
+            and active.timed_out_at is not None
+            and active.timed_out_at >= active.target
         ):
-            self._answer(Failed(order.request.id, step, f"step {order.target} had passed already"))
+            self._answer(
+                Failed(active.request.id, step, f"step {active.target} had passed already")
+            )
             return None
-        return order.due
+        return active.due
 
     def done(self, due: Due, step: int, answer: Sealed | Failed | Declined | None) -> None:
         """A checkpoint was written, or failed.  ``answer`` goes to the daemon, now and when it asks again.
@@ -313,12 +319,12 @@ class Agreement:
         copied, and :meth:`report` will tell what becomes of it.
         """
         with self._changed:
-            order = self._order
+            active = self._active
             if due.request_id and answer is not None:
                 self._answer(answer)
-            elif due.request_id and order is not None and order.request.id == due.request_id:
-                self._remember(order.accepted)
-                self._end_order()
+            elif due.request_id and active is not None and active.request.id == due.request_id:
+                self._remember(active.accepted)
+                self._end_request()
             elif answer is not None:
                 self.send(answer)
             self.plan_periodic(step)
@@ -336,27 +342,27 @@ class Agreement:
         with self._changed:
             every = self.every_steps
             self._periodic_at = (step // every + 1) * every if every else NEVER
-            self._look_ahead()
+            self._update_attend_at()
 
     def _answer(self, answer: Sealed | Failed | Declined) -> None:
         self._remember(answer)
         self.send(answer)
-        if self._order is not None and self._order.request.id == answer.request_id:
-            self._end_order()
+        if self._active is not None and self._active.request.id == answer.request_id:
+            self._end_request()
 
     def _remember(self, answer: Accepted | Sealed | Failed | Declined) -> None:
         self._answers[answer.request_id] = answer
-        while len(self._answers) > _ANSWERS_KEPT:
+        while len(self._answers) > _ANSWERS_MAX:
             self._answers.pop(next(iter(self._answers)))
 
-    def _end_order(self) -> None:
-        self._order = None
-        self._look_ahead()
+    def _end_request(self) -> None:
+        self._active = None
+        self._update_attend_at()
         self._changed.notify_all()
 
-    def _look_ahead(self) -> None:
-        order = self._order
-        if order is None:
+    def _update_attend_at(self) -> None:
+        active = self._active
+        if active is None:
             self.attend_at = self._periodic_at
         else:
-            self.attend_at = -1 if order.target is None else min(order.target, self._periodic_at)
+            self.attend_at = -1 if active.target is None else min(active.target, self._periodic_at)

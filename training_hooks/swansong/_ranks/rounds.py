@@ -1,71 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a job do with each other in the job's own store: they meet, and decide in rounds.
+"""Rounds: ranks on several VMs agree on the step at which all of them save.
 
-Every function is one rank's part; nothing here knows of daemons or training loops.
+Each daemon learns only of the termination of its own VM.  Its request therefore becomes a *round* in the
+job's store.  All ranks take part in all rounds, in order.
+
+1. A rank calls the round.
+2. Every rank answers with the last step that it has completed, and begins no further step.
+3. The rank that answers last decides on the greatest step plus one.  A rank that has waited too long decides
+   to abort.  Only the first decision counts: it is one compare-and-set.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
+import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
 
-POLL_S = 0.05
-"""So often a rank looks for what others do when it likes.  Looking takes a tenth of a millisecond; a wait
-within the store would write a warning of torch's to the trainer's output whenever it ends in vain."""
-_HURRY_POLL_S = 0.002
-_CONNECT_LIMIT_S = 30.0
-ABSENT_S = 10.0
-"""What a rank has left about its daemon counts when it has not come for this long."""
-_ABSENT = "absent"
-_ABSENT_LOOK_S = 1.0
+from swansong._ranks.agreement import AGREEMENT_LIMIT_S, Agreement
+from swansong._ranks.job_store import JobStore, first_line, wait_for_key
+from swansong._ranks.rendezvous import Rendezvous
+from swansong.protocol import Agreed, Declined, Message, PeerRequest, Request, Target
+
+DECISION_PART = 0.8
+"""Part of the agreement limit that a round may take.  The training loop needs the rest to get the target."""
+_URGENT_POLL_S = 0.002
+_RETRY_S = 0.5
 _ABORT = "abort"
 _TARGET = "target"
 
-
-class JobStore(Protocol):
-    """What is used of the store of ``torch.distributed``; one connection serves one thread."""
-
-    def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-
-
-def open_job_store() -> JobStore:
-    """A new connection to the store that torchrun, or rank 0, has at MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        Exception: there is none yet, or no torch.
-    """
-    from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - only jobs that have torch
-
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_LIMIT_S),
-    )
-    found: JobStore = PrefixStore("swansong", store)
-    return found
+log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a round is for, as its caller said it."""
+    """The request that a round is for."""
 
     id: str
     reason: str
     seconds_left: float
     urgency: str
+
+    def encode(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
@@ -74,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round has come to: all save at ``target``, or, when that is None, nobody does."""
+    """The result of a round: all ranks save at ``target``; if that is None, no rank saves."""
 
     target: int | None
     reason: str = ""
@@ -98,16 +77,22 @@ def take_part(
     limit_s: float,
     stop: threading.Event,
 ) -> Decision:
-    """One rank's part in a round; the same decision for every rank that gets one.
+    """Take one rank's part in a round.
 
     Args:
-        key: of the round.
-        step: last one that this rank has completed; it begins no other before this returns.
-        limit_s: longest wait for the other ranks.
+        store: connection of the calling thread.
+        key: prefix of the round's keys.
+        rank: of this process.
+        world_size: number of ranks.
+        step: last step that this rank has completed.  It begins no other before this function returns.
+        limit_s: longest wait for the other ranks, in seconds.
         stop: ends the wait.
 
+    Returns:
+        The decision, the same for every rank that receives one.
+
     Raises:
-        Exception: the store failed; this rank does not know what the others do.
+        Exception: the store failed, so the decision is unknown.
     """
     decision = f"{key}/decision"
     store.set(f"{key}/step/{rank}", str(step))
@@ -115,91 +100,185 @@ def take_part(
         steps = store.multi_get([f"{key}/step/{each}" for each in range(world_size)])
         own = Decision(max(int(value) for value in steps) + 1)
     else:
-        if await_key(store, decision, stop, every_s=_HURRY_POLL_S, limit_s=limit_s):
+        if wait_for_key(store, decision, stop, every_s=_URGENT_POLL_S, limit_s=limit_s):
             return Decision.decode(store.get(decision))
         own = Decision(None, f"rank {rank} waited {limit_s:.1f} s for the ranks of the other VMs")
     return Decision.decode(store.compare_set(decision, "", own.encode()))
 
 
-def greet(
-    store: JobStore,
-    *,
-    rank: int,
-    world_size: int,
-    nonce: str,
-    stop: threading.Event,
-    absent: Callable[[list[int]], object] = lambda _: None,
-) -> str | None:
-    """Meet the other ranks of this very start of the job; what is returned is common to all of them.
+class RoundRunner:
+    """A thread that brings this rank to the rendezvous, and then through all rounds.
 
-    Every rank is welcomed by rank 0 by the nonce that it came with, so nobody takes for a welcome what
-    an earlier start has left.
+    Each call of a round runs in one more thread, which ends with the call.
 
     Args:
-        absent: called with ranks whose VM has no daemon, when they have said so for a while.
-
-    Returns:
-        The session; None when ``stop`` was set before all had come.
+        rendezvous: of this rank.
+        agreement: between this rank's training loop and its background thread.
     """
-    begun_mono_s = time.monotonic()
-    store.set(f"hello/{rank}", nonce)
 
-    def report(ranks: list[int]) -> None:
-        # At first it may be what an earlier start has left.
-        if ranks and time.monotonic() - begun_mono_s > ABSENT_S:
-            absent(ranks)
+    def __init__(self, rendezvous: Rendezvous, agreement: Agreement) -> None:
+        self._rendezvous = rendezvous
+        self._agreement = agreement
+        self._lock = threading.Lock()
+        self._number = 1
+        """Of the round that this rank takes part in, or waits for."""
+        self._in_progress: Call | None = None
+        self._peer_call: tuple[Call, float] | None = None
+        """The last urgent call from another VM, and its deadline in seconds of ``time.monotonic()``."""
+        self._requested: set[str] = set()
+        """Ids of the requests of this VM's daemon."""
+        self._aliases: dict[str, list[str]] = {}
+        """By the id of a call: further requests that its round answers."""
+        self._calling = threading.Lock()
+        self._calls: JobStore | None = None
+        """Connection for calling rounds, opened before it is needed."""
+        self._thread = threading.Thread(target=self._run, name="swansong-rounds", daemon=True)
 
-    if rank != 0:
-        welcome = f"welcome/{nonce}"
-        while not await_key(store, welcome, stop, every_s=POLL_S, limit_s=_ABSENT_LOOK_S):
-            if stop.is_set():
-                return None
-            report([0] if _is_absent(store, 0) else [])
-        session = store.get(welcome).decode()
-        store.set(f"{session}/met/{rank}", "")
-        return session
-    missing = set(range(1, world_size))
-    welcomed: set[str] = set()
-    while missing:
-        without_daemon = []
-        for other in sorted(missing):
-            if store.check([f"{nonce}/met/{other}"]):
-                missing.remove(other)
-            elif store.check([f"hello/{other}"]):
-                theirs = store.get(f"hello/{other}").decode()
-                if theirs == _ABSENT:
-                    without_daemon.append(other)
-                elif theirs not in welcomed:
-                    welcomed.add(theirs)
-                    store.set(f"welcome/{theirs}", nonce)
-        report(without_daemon)
-        if missing and stop.wait(POLL_S):
-            return None
-    return nonce
+    def start(self) -> None:
+        """Start the thread; a second call does nothing."""
+        if self._thread.ident is None:
+            self._thread.start()
 
+    def close(self) -> None:
+        """Leave the job; blocks for at most 1 s until the thread has ended."""
+        self._rendezvous.close()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            # A thread inside torch at interpreter shutdown would crash the process.
+            self._thread.join(1.0)
 
-def say_absent(store: JobStore, rank: int) -> None:
-    """Let the other ranks know that this one has no daemon, and will not meet them."""
-    store.set(f"hello/{rank}", _ABSENT)
+    def forked(self) -> None:
+        """Leave the job in the child of a fork, where the parent's threads do not exist."""
+        self._rendezvous.forked()
 
+    # ------------------------------------------------------------ the daemon of this VM
 
-def _is_absent(store: JobStore, rank: int) -> bool:
-    key = f"hello/{rank}"
-    return store.check([key]) and store.get(key).decode() == _ABSENT
+    def request(self, request: Request) -> None:
+        """Call a round for a request of the daemon; returns immediately."""
+        with self._lock:
+            is_new = request.id not in self._requested
+            self._requested.add(request.id)
+            call = self._in_progress
+            if call is not None and request.id in (call.id, *self._aliases_of(call.id)):
+                is_new = False
+        if self._agreement.repeat_answer(request.id) or not is_new:
+            return
+        threading.Thread(
+            target=self._call, args=(request,), name="swansong-call", daemon=True
+        ).start()
 
+    def resend(self) -> None:
+        """Repeat to the daemon, after a reconnect, what it must know."""
+        self._rendezvous.resend()
+        if self._peer_call is not None:
+            call, deadline_mono_s = self._peer_call
+            left_s = deadline_mono_s - time.monotonic()
+            if left_s > 0:
+                self._rendezvous.send(PeerRequest(call.id, call.reason, left_s))
 
-def await_key(
-    store: JobStore,
-    key: str,
-    stop: threading.Event,
-    *,
-    every_s: float,
-    limit_s: float = float("inf"),
-) -> bool:
-    """Wait for a key; False when it has not come within the limit, or ``stop`` was set before."""
-    give_up_mono_s = time.monotonic() + limit_s
-    while not store.check([key]):
-        left_s = give_up_mono_s - time.monotonic()
-        if left_s <= 0 or stop.wait(min(every_s, left_s)):
-            return False
-    return True
+    def answer(self, message: Message) -> object:
+        """Send an answer to the daemon, once for each request that the same round answers."""
+        request_id = getattr(message, "request_id", "")
+        for alias in self._aliases_of(request_id):
+            self._rendezvous.send(dataclasses.replace(message, request_id=alias))  # type: ignore[call-arg]
+        return self._rendezvous.send(message)
+
+    def _aliases_of(self, request_id: str) -> list[str]:
+        return self._aliases.get(request_id, [])
+
+    # ------------------------------------------------------------ calling a round
+
+    def _call(self, request: Request) -> None:
+        limit_s = min(AGREEMENT_LIMIT_S, max(0.0, request.seconds_left) / 10)
+        requested_mono_s = time.monotonic()
+        try:
+            rendezvous_id = self._rendezvous.wait(limit_s)
+            with self._calling:
+                if self._calls is None:
+                    self._calls = self._rendezvous.open_store()
+                self._call_round(self._calls, rendezvous_id, request, requested_mono_s)
+        except Exception as error:  # any failure of the store is a reason to decline
+            with self._lock:
+                self._requested.discard(request.id)
+            self._calls = None
+            reason = f"cannot reach the ranks of the other VMs: {first_line(error)}"
+            self._rendezvous.send(Declined(request.id, reason))
+
+    def _call_round(
+        self, store: JobStore, rendezvous_id: str, request: Request, requested_mono_s: float
+    ) -> None:
+        # All ranks of this VM get the request, and must call the same round.
+        wanted = store.compare_set(f"{rendezvous_id}/request/{request.id}", "", str(self._number))
+        left_s = request.seconds_left - (time.monotonic() - requested_mono_s)
+        own = Call(request.id, request.reason, left_s, request.urgency).encode()
+        number, made = int(wanted), None
+        # A round without urgency does not answer an emergency: call the next one.
+        while made is None or request.urgency not in (made.urgency, "drain"):
+            key = f"{rendezvous_id}/round/{number}/call"
+            made = Call.decode(store.compare_set(key, "", own))
+            number += 1
+        if made.id != request.id:
+            with self._lock:
+                self._aliases.setdefault(made.id, []).append(request.id)
+            self._agreement.repeat_answer(made.id)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        rendezvous = self._rendezvous
+        while not rendezvous.closed.is_set():
+            try:
+                store = rendezvous.open_store()
+                if self._calls is None:
+                    self._calls = rendezvous.open_store()
+                rendezvous_id = rendezvous.meet(store)
+                while not rendezvous.closed.is_set():
+                    self._next_round(store, f"{rendezvous_id}/round/{self._number}")
+            except Exception as error:
+                reason = first_line(error)
+                rendezvous.store_failed(reason)
+                log.info("the store of the job failed: %s; retrying in %s s", reason, _RETRY_S)
+                rendezvous.closed.wait(_RETRY_S)
+
+    def _next_round(self, store: JobStore, key: str) -> None:
+        if not wait_for_key(
+            store, f"{key}/call", self._rendezvous.closed, every_s=self._rendezvous.poll_s
+        ):
+            return
+        call = Call.decode(store.get(f"{key}/call"))
+        received_mono_s = time.monotonic()
+        with self._lock:
+            self._in_progress = call
+            is_of_this_vm = call.id in self._requested
+        try:
+            if not is_of_this_vm and call.urgency == "emergency":
+                self._peer_call = (call, received_mono_s + call.seconds_left)
+                self._rendezvous.send(PeerRequest(call.id, call.reason, call.seconds_left))
+            self._save_together(store, key, call)
+        finally:
+            with self._lock:
+                self._in_progress = None
+                self._number += 1
+
+    def _save_together(self, store: JobStore, key: str, call: Call) -> None:
+        agreement, ranks = self._agreement, self._rendezvous.ranks
+        step = agreement.request(Request(call.id, call.reason, call.seconds_left, call.urgency))
+        try:
+            decision = take_part(
+                store,
+                key,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                step=step,
+                limit_s=DECISION_PART * min(AGREEMENT_LIMIT_S, call.seconds_left / 10),
+                stop=self._rendezvous.closed,
+            )
+        except Exception as error:
+            agreement.abort(call.id, f"the store of the job failed: {first_line(error)}")
+            raise
+        if decision.target is None:
+            agreement.abort(call.id, decision.reason)
+            return
+        self.answer(Agreed(call.id, decision.target))
+        agreement.target(Target(call.id, decision.target))
+        # The next round's request would replace this one in the agreement.
+        agreement.wait_finished(call.id, call.seconds_left)

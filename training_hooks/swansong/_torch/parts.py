@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from swansong import protocol
+
 
 class Parts:
     """Several objects with ``state_dict`` as one, in their order."""
@@ -54,7 +56,9 @@ class JointDirectory:
             OSError: the links cannot be made.
         """
         self._joint = tempfile.TemporaryDirectory(prefix="swansong-")
-        for own in sorted(directory.glob("rank-*/")):
+        for own in sorted(directory.iterdir()):
+            if not protocol.is_rank_directory(own.name):
+                continue
             for parent, _, names in os.walk(own):
                 place = Path(self._joint.name, os.path.relpath(parent, own))
                 place.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,10 @@ from swansongd.stores.base import (
     PartReceipt,
     Sink,
     Upload,
+    confirm_completion,
     expect_all_parts,
     expect_part,
     listed,
-    settle_completion,
 )
 from swansongd.stores.file.io import (
     Modes,
@@ -221,7 +221,7 @@ class FileStore:
                 os.fsync(fd)
                 self._publish(_BYTES, upload_fd, upload.key)
         except NotFound as unknown:
-            settle_completion(self, upload, unknown)
+            confirm_completion(self, upload, unknown)
         self.abort(upload.key, upload.upload_id)  # what is left of it
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:

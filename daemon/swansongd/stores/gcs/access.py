@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from urllib.parse import urlsplit
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.answers import one_line, xml_text
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import (
     RENEW_BELOW_S,
     Body,
@@ -26,13 +24,13 @@ from swansongd.stores.base import (
     is_certificate_problem,
     named,
 )
-from swansongd.stores.credentials import Credentials
-from swansongd.stores.http.client import REFUSAL_BYTES_MAX, Answer, Wire
+from swansongd.stores.credentials import CredentialCache
+from swansongd.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
+from swansongd.stores.options import GcsOptions
+from swansongd.stores.responses import one_line, xml_text
 from swansongd.util.http1 import retry_after_s
 
-_PUBLIC_ENDPOINT = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _STALL_S_MAX = 3.0
 
 _CREDENTIALS = (
@@ -63,52 +61,32 @@ class GcsAccess:
     Credentials are Google's application default ones: a file that GOOGLE_APPLICATION_CREDENTIALS names,
     those of gcloud, or the VM's service account from the metadata server.  No token is ever sent over
     plain http, and a store that is not Google's is used anonymously when there are none.
-
-    Args:
-        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
-        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
-        read_timeout_s: limit of one wait for an answer.
-
-    Raises:
-        ConfigError: the endpoint is no address of a store.
     """
 
-    def __init__(
-        self,
-        *,
-        endpoint: str | None,
-        connections: int,
-        ca_bundle: str | None,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-    ) -> None:
-        endpoint = endpoint or _emulator()
-        self._is_custom = endpoint is not None
-        self._endpoint = (endpoint or _PUBLIC_ENDPOINT).rstrip("/")
-        if not _ENDPOINT.fullmatch(self._endpoint):
-            raise ConfigError([f"store.endpoint: {endpoint!r:.80} must read https://host[:port]"])
+    def __init__(self, options: GcsOptions) -> None:
+        self._options = options
+        self._endpoint = options.address
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
-        self._ca_bundle = ca_bundle or trusted
-        self._read_timeout_s = read_timeout_s
-        self._credentials = Credentials(
+        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else trusted
+        self._credentials = CredentialCache(
             "GCS",
             load=self._load_credentials,
             fetch=self._fetch_token,
-            is_over=lambda found: _left_s(found) <= 0,
+            has_expired=lambda found: _left_s(found) <= 0,
         )
-        self._transport = _Transport(trusted, read_timeout_s)
+        self._transport = _Transport(trusted, options.read_timeout_s)
         self._wire = Wire(
             self._endpoint,
-            connections=connections,
+            connections=options.connections,
             ca_bundle=self._ca_bundle,
-            connect_timeout_s=connect_timeout_s,
-            stall_s=min(_STALL_S_MAX, read_timeout_s),
-            reply_s=read_timeout_s,
+            connect_timeout_s=options.connect_timeout_s,
+            stall_s=min(_STALL_S_MAX, options.read_timeout_s),
+            first_byte_s=options.read_timeout_s,
         )
 
     def renew_credentials(self) -> None:
         """Have a token that lasts for a while; raises Permanent where there are no credentials."""
-        if self._identity():
+        if self._authorization():
             self._credentials.renew()
 
     def exchange(
@@ -119,24 +97,26 @@ class GcsAccess:
         *,
         body: Body | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One request to either interface; the answer is a success.  A redirect is an error.
 
         When the store refuses a token, the credentials are read again, by one thread for all.  The request is
         Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
         """
-        identity = self._identity()
-        answer = self._wire.request(method, target, {**headers, **identity}, body=body, sink=sink)
+        authorization = self._authorization()
+        response = self._wire.request(
+            method, target, {**headers, **authorization}, body=body, sink=sink
+        )
         # With 403 it may be a right that is lacking, or another account that has come with a new file.
-        is_of_credentials = bool(identity) and answer.status in (401, 403)
+        is_of_credentials = bool(authorization) and response.status in (401, 403)
         if is_of_credentials and self._credentials.replace(
-            identity, is_certain=answer.status == 401
+            authorization, is_certain=response.status == 401
         ):
-            raise Transient(f"{_message(answer)}; the credentials have been renewed")
-        if answer.status >= 300:
-            raise _refusal(answer)
-        self._credentials.accept(identity)
-        return answer
+            raise Transient(f"{_message(response)}; the credentials have been renewed")
+        if response.status >= 300:
+            raise _refusal(response)
+        self._credentials.accept(authorization)
+        return response
 
     def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
         """The rules of a bucket as Google's library returns them; for doctor, never while a flush is on.
@@ -153,7 +133,7 @@ class GcsAccess:
         from google.oauth2.credentials import Credentials as TokenCredentials  # noqa: PLC0415
         from requests.exceptions import RequestException  # noqa: PLC0415
 
-        token = self._identity().get("authorization", "").removeprefix("Bearer ")
+        token = self._authorization().get("authorization", "").removeprefix("Bearer ")
         known = TokenCredentials(token) if token else AnonymousCredentials()
         session = AuthorizedSession(known)
         session.max_redirects = 0  # a redirect would carry the token elsewhere
@@ -165,7 +145,7 @@ class GcsAccess:
             _http=session,
         )
         try:
-            found = client.get_bucket(bucket, timeout=self._read_timeout_s, retry=None)
+            found = client.get_bucket(bucket, timeout=self._options.read_timeout_s, retry=None)
             return list(found.lifecycle_rules)
         except (GoogleAPICallError, RequestException) as error:
             raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
@@ -174,16 +154,16 @@ class GcsAccess:
         finally:
             session.close()
 
-    def _identity(self) -> Mapping[str, str]:
+    def _authorization(self) -> Mapping[str, str]:
         """The headers that say who asks; none where requests are anonymous."""
         if self._endpoint.startswith("http:"):
             return {}
         try:
             return self._credentials.get()
         except _NoCredentials:
-            if self._is_custom:
-                return {}
-            raise
+            if self._options.is_google:
+                raise
+            return {}
 
     def _load_credentials(self) -> Any:
         """Google's default credentials, from the first source that has some."""
@@ -218,14 +198,8 @@ def _left_s(found: Any) -> float:
     return (expiry.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds()
 
 
-def _emulator() -> str | None:
-    """The server of STORAGE_EMULATOR_HOST, as a URL."""
-    named = os.environ.get("STORAGE_EMULATOR_HOST")
-    return named if not named or "://" in named else f"http://{named}"
-
-
 @dataclass(frozen=True, slots=True)
-class _TokenAnswer:
+class _TokenResponse:
     """An answer as Google's credentials read it."""
 
     status: int
@@ -253,7 +227,7 @@ class _Transport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         **_: Any,
-    ) -> _TokenAnswer:
+    ) -> _TokenResponse:
         from google.auth.exceptions import TransportError  # noqa: PLC0415
 
         parts = urlsplit(url)
@@ -264,21 +238,21 @@ class _Transport:
             ca_bundle=self._ca_bundle,
             connect_timeout_s=limit_s,
             stall_s=limit_s,
-            reply_s=limit_s,
-            answer_s=limit_s,
+            first_byte_s=limit_s,
+            response_s=limit_s,
             is_proxied=parts.scheme == "https",  # a metadata server is never behind a proxy
         )
         target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         data = body.encode() if isinstance(body, str) else body
         try:
-            answer = wire.request(
+            response = wire.request(
                 method, target, headers or {}, body=None if data is None else BytesBody(data)
             )
         except StoreError as error:
             raise TransportError(error) from error
         finally:
             wire.close()
-        return _TokenAnswer(answer.status, answer.headers, answer.body)
+        return _TokenResponse(response.status, response.headers, response.body)
 
 
 # ---------------------------------------------------------------- errors
@@ -297,15 +271,15 @@ def _errors_of_credentials() -> Iterator[None]:
         raise _classified(error, f"{what}: {error!s:.300}") from error
 
 
-def _message(answer: Answer) -> str:
-    code = one_line(xml_text(answer.body, "Code"), 80)
-    reason = one_line(_reason(answer.body), 300)
-    return " ".join(filter(None, (str(answer.status), code, reason)))
+def _message(response: Response) -> str:
+    code = one_line(xml_text(response.body, "Code"), 80)
+    reason = one_line(_reason(response.body), 300)
+    return " ".join(filter(None, (str(response.status), code, reason)))
 
 
-def _refusal(answer: Answer) -> StoreError:
+def _refusal(response: Response) -> StoreError:
     """The error of the contract for an answer that was no success."""
-    status, code, message = answer.status, xml_text(answer.body, "Code"), _message(answer)
+    status, code, message = response.status, xml_text(response.body, "Code"), _message(response)
     hint = _HINTS.get(status, "")
     if status == 404:
         return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
@@ -313,7 +287,7 @@ def _refusal(answer: Answer) -> StoreError:
         return Exists(message)
     is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
     if is_over_soon or code in ("BadDigest", "IncompleteBody"):
-        return Transient(message, retry_after_s=retry_after_s(answer.headers))
+        return Transient(message, retry_after_s=retry_after_s(response.headers))
     return (Forbidden if status == 403 else Permanent)(message, hint=hint)
 
 

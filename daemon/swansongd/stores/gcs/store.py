@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores import answers
+from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
     GET_BYTES_MAX,
@@ -39,7 +39,8 @@ from swansongd.stores.base import (
 )
 from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
 from swansongd.stores.gcs.access import Forbidden, GcsAccess
-from swansongd.stores.http.client import Answer
+from swansongd.stores.http.client import Response
+from swansongd.stores.options import GcsOptions
 
 _HASH = "x-goog-hash"
 _ABSENT = {"x-goog-if-generation-match": "0"}
@@ -52,35 +53,15 @@ class GcsStore:
 
     Args:
         url: ``gs://bucket/prefix``.
-        endpoint: of an emulator or a private endpoint; without it STORAGE_EMULATOR_HOST, or Google's.
-        connections: how many threads will call at once.
-        ca_bundle: certificates to trust; without it REQUESTS_CA_BUNDLE, or the system's.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
     part_size_bytes_min = 5 * 2**20
 
-    def __init__(
-        self,
-        url: str,
-        endpoint: str | None = None,
-        connections: int = 16,
-        *,
-        ca_bundle: str | None = None,
-        connect_timeout_s: float = 3.0,
-        read_timeout_s: float = 8.0,
-    ) -> None:
+    def __init__(self, url: str, options: GcsOptions) -> None:
         self.url = url
         self._bucket, self._prefix = bucket_and_prefix(url)
         self._local = threading.local()
-        self._access = GcsAccess(
-            endpoint=endpoint,
-            connections=connections,
-            ca_bundle=ca_bundle,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-        )
+        self._access = GcsAccess(options)
 
     # ------------------------------------------------------------ small objects
 
@@ -96,9 +77,9 @@ class GcsStore:
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
-        answer = self._xml(f"get {key}", "GET", key, sink=sink)
-        if answer.status != 200:
-            raise Permanent(f"get {key} in {self.url}: HTTP {answer.status} is no whole object")
+        response = self._xml(f"get {key}", "GET", key, sink=sink)
+        if response.status != 200:
+            raise Permanent(f"get {key} in {self.url}: HTTP {response.status} is no whole object")
         return bytes(sink.data)
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -134,37 +115,37 @@ class GcsStore:
             return
         what = f"get {key}"
         span = f"{offset}-{offset + size_bytes - 1}"
-        answer = self._xml(what, "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
-        range_ = answer.headers.get("content-range", "")
-        if answer.status != 206 or not range_.startswith(f"bytes {span}/"):
+        response = self._xml(what, "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
+        range_ = response.headers.get("content-range", "")
+        if response.status != 206 or not range_.startswith(f"bytes {span}/"):
             raise Permanent(f"{what} in {self.url}: bytes {span} are not within the object")
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         what = f"begin {key}"
-        answer = self._xml(what, "POST", key, {"uploads": ""})
-        with answers.complete(what):
-            return Upload(key, answers.begun(answer), size_bytes, part_size_bytes)
+        response = self._xml(what, "POST", key, {"uploads": ""})
+        with responses.complete(what):
+            return Upload(key, responses.begun(response), size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         expect_part(upload, number, body)
         what = f"part {number} of {upload.key}"
         parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
-        answer, value = self._send(what, upload.key, parameters, body)
-        return PartReceipt(number, answers.quoted(answer.headers["etag"]), value)
+        response, value = self._send(what, upload.key, parameters, body)
+        return PartReceipt(number, responses.quoted(response.headers["etag"]), value)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         what = f"parts of {upload.key}"
 
         def page(
-            markers: answers.Markers | None,
-        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            markers: responses.Markers | None,
+        ) -> tuple[Sequence[responses.ListedPart], responses.Markers | None]:
             parameters = {"uploadId": upload.upload_id, **dict(markers or ())}
-            answer = self._xml(what, "GET", upload.key, parameters)
-            with answers.complete(what):
-                return answers.parts(answer)
+            response = self._xml(what, "GET", upload.key, parameters)
+            with responses.complete(what):
+                return responses.parts(response)
 
         return [
-            PartReceipt(part.number, answers.quoted(part.etag), CRC32C_UNKNOWN)
+            PartReceipt(part.number, responses.quoted(part.etag), CRC32C_UNKNOWN)
             for part in all_pages(what, page)
             if part.size_bytes == upload.part_length_bytes(part.number)
         ]
@@ -179,30 +160,32 @@ class GcsStore:
             ET.SubElement(item, "ETag").text = part.etag
         what = f"complete {upload.key}"
         body = BytesBody(ET.tostring(order))
-        told: int | None = None
+        reported: int | None = None
         try:
-            answer = self._xml(what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body)
-            with answers.complete(what):
-                answers.completed(answer)
-            told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
+            response = self._xml(
+                what, "POST", upload.key, {"uploadId": upload.upload_id}, body=body
+            )
+            with responses.complete(what):
+                responses.completed(response)
+            reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))
         except NotFound as unknown:
             # Was an earlier completion carried out, unheard?  The checksum tells it.
-            told = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
-        if told is None:
+            reported = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
+        if reported is None:
             absent = NotFound(f"{what}: the object is not there")
-            told = self._crc32c_of(what, upload.key, upload.size_bytes, absent)
-        self._expect_whole(what, upload, parts, told)
+            reported = self._crc32c_of(what, upload.key, upload.size_bytes, absent)
+        self._expect_whole(what, upload, parts, reported)
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"uploads of {prefix}"
         base = {"uploads": "", "prefix": self._prefix + prefix}
 
         def page(
-            markers: answers.Markers | None,
-        ) -> tuple[Sequence[OpenUpload], answers.Markers | None]:
-            answer = self._xml(what, "GET", None, {**base, **dict(markers or ())})
-            with answers.complete(what):
-                return answers.uploads(answer, self._prefix, prefix)
+            markers: responses.Markers | None,
+        ) -> tuple[Sequence[OpenUpload], responses.Markers | None]:
+            response = self._xml(what, "GET", None, {**base, **dict(markers or ())})
+            with responses.complete(what):
+                return responses.uploads(response, self._prefix, prefix)
 
         return all_pages(what, page)
 
@@ -239,16 +222,16 @@ class GcsStore:
     def _metadata(self, key: str) -> tuple[int, int | None] | None:
         """Size and CRC32C of an object; None when there is none."""
         try:
-            answer = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
+            response = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
         except NotFound:
             # The same 404 for object and bucket: ask whether it was the bucket that is missing.
             self._list_page(key, page_size=1)
             return None
-        with answers.complete(f"head {key}"):
-            return answers.json_metadata(answer, self._prefix + key)
+        with responses.complete(f"head {key}"):
+            return responses.json_metadata(response, self._prefix + key)
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, page_size: int = answers.PAGE_ITEMS
+        self, prefix: str, token: str | None = None, *, page_size: int = responses.PAGE_ITEMS
     ) -> Page:
         what = f"list {prefix}"
         parameters = {
@@ -258,13 +241,13 @@ class GcsStore:
         }
         if token is not None:
             parameters["pageToken"] = token
-        answer = self._json(what, "GET", None, parameters)
-        with answers.complete(what):
-            return answers.json_objects(answer, self._prefix, prefix)
+        response = self._json(what, "GET", None, parameters)
+        with responses.complete(what):
+            return responses.json_objects(response, self._prefix, prefix)
 
     def _json(
         self, what: str, method: str, key: str | None, parameters: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> Response:
         """One request to the JSON interface, about an object or, with None, the objects of the bucket."""
         target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
         if key is not None:
@@ -284,7 +267,7 @@ class GcsStore:
         headers: Mapping[str, str] | None = None,
         body: Body | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One request to the XML interface, about an object or, with None, the bucket."""
         target = f"/{self._bucket}"
         if key is not None:
@@ -303,7 +286,7 @@ class GcsStore:
         body: Body,
         *,
         condition: Mapping[str, str] | None = None,
-    ) -> tuple[Answer, int]:
+    ) -> tuple[Response, int]:
         """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
 
         A body in memory, or of one window, is hashed before it goes, and the store refuses it when it is
@@ -315,15 +298,15 @@ class GcsStore:
             body = BytesBody(self._read(body))
         if isinstance(body, BytesBody):
             headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
-        answer = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
-        with answers.complete(what):
-            answers.etag_of(answer.headers)
-        told = answers.hashed_crc32c(answer.headers.get(_HASH, ""))
-        if told is None and _HASH not in headers:
+        response = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
+        with responses.complete(what):
+            responses.etag_of(response.headers)
+        reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))
+        if reported is None and _HASH not in headers:
             raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
-        if told not in (None, answer.crc32c):
+        if reported not in (None, response.crc32c):
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
-        return answer, answer.crc32c
+        return response, response.crc32c
 
     def _read(self, body: Body) -> memoryview:
         """The whole of a small body, until this thread reads the next one."""
@@ -354,19 +337,19 @@ class GcsStore:
         found = self._metadata(key)
         if found is None or found[0] != size_bytes:
             raise absent
-        told = found[1]
-        if told is None:
+        reported = found[1]
+        if reported is None:
             raise Permanent(f"{what}: nothing to verify it by", hint=_UNVERIFIED)
-        return told
+        return reported
 
     def _expect_whole(
-        self, what: str, upload: Upload, parts: Sequence[PartReceipt], told: int
+        self, what: str, upload: Upload, parts: Sequence[PartReceipt], reported: int
     ) -> None:
         """Raises NotFound unless the object is what the parts make.
 
         Not Transient: the upload is gone, and completing it again would find an object of the right
-        size.  Who is told that his upload is not there begins afresh under another key.
+        size.  Who is reported that his upload is not there begins afresh under another key.
         """
         sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
-        if told != crc32c_of_parts(sizes):
+        if reported != crc32c_of_parts(sizes):
             raise NotFound(f"{what} in {self.url}: the object has other bytes than were sent")

@@ -24,11 +24,11 @@ from requests.utils import get_environ_proxies, select_proxy
 from swansongd.errors import Permanent, Transient
 from swansongd.stores.base import WINDOW_BYTES, Body, Sink
 from swansongd.stores.checksums import crc32c, crc32c_base64
-from swansongd.stores.http.pool import HEAD_ROOM_BYTES, Broken, Connection, Pool
+from swansongd.stores.http.pool import HEAD_ROOM_BYTES, ConnectionBroken, HttpConnection, Pool
 from swansongd.stores.http.tls import Tls
-from swansongd.util.http1 import AnswerReader, Head, receive_until, request_head
+from swansongd.util.http1 import Head, ResponseReader, receive_until, request_head
 
-ANSWER_BYTES_MAX = 4 * 2**20
+RESPONSE_BYTES_MAX = 4 * 2**20
 """The longest body of an answer that goes to no sink: a listing of a thousand keys."""
 REFUSAL_BYTES_MAX = 64 * 2**10
 """The longest part of a refusal's body that is read."""
@@ -38,7 +38,7 @@ _PORTS = {"https": 443, "http": 80}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """What the store said."""
 
     status: int
@@ -50,21 +50,6 @@ class Answer:
     """Of the body that was sent; 0 without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a wire has done so far."""
-
-    requests: int
-    """That got an answer, or failed."""
-    sent_bytes: int
-    """Of bodies, as far as they were handed to the network."""
-    received_bytes: int
-    """Handed to sinks."""
-    connections_opened: int
-    cuts: int
-    """Requests that were ended because nothing moved, or far too slowly."""
-
-
 @dataclass(slots=True)
 class _Request:
     method: str
@@ -73,8 +58,6 @@ class _Request:
     body: Body | None
     trailer: str | None
     sink: Sink | None
-    sent_bytes: int = 0
-    received_bytes: int = 0
     range: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,8 +73,8 @@ class Wire:
         ca_bundle: file of the certificates to trust instead of the system's.
         connect_timeout_s: limit of making a connection, and of its TLS handshake.
         stall_s: a request on which nothing moves for so long is ended.
-        reply_s: the same while only the answer is awaited.
-        answer_s: limit of a whole answer, or of its head where a sink takes the body.
+        first_byte_s: the same while only the answer is awaited.
+        response_s: limit of a whole answer, or of its head where a sink takes the body.
         is_proxied: whether the proxy of the environment is used.
     """
 
@@ -103,8 +86,8 @@ class Wire:
         ca_bundle: str | None = None,
         connect_timeout_s: float = 3.0,
         stall_s: float = 3.0,
-        reply_s: float = 10.0,
-        answer_s: float = 60.0,
+        first_byte_s: float = 10.0,
+        response_s: float = 60.0,
         is_proxied: bool = True,
     ) -> None:
         parts = urlsplit(endpoint)
@@ -114,7 +97,7 @@ class Wire:
         """As it stands in the Host header; who signs requests signs it."""
         self._ca_bundle = ca_bundle
         self._connect_timeout_s = connect_timeout_s
-        self._answer_s = answer_s
+        self._response_s = response_s
         proxy = select_proxy(endpoint, get_environ_proxies(endpoint)) if is_proxied else None
         self._proxy = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
         is_forwarded = self._proxy is not None and parts.scheme == "http"
@@ -122,10 +105,9 @@ class Wire:
         self._proxy_lines = _authorization(self._proxy) if self._proxy is not None else []
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
-        self._requests = 0
-        self._sent_bytes = 0
-        self._received_bytes = 0
-        self._pool = Pool(self._dial, connections=connections, stall_s=stall_s, reply_s=reply_s)
+        self._pool = Pool(
+            self._dial, connections=connections, stall_s=stall_s, first_byte_s=first_byte_s
+        )
 
     def request(
         self,
@@ -136,7 +118,7 @@ class Wire:
         body: Body | None = None,
         trailer: str | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One request, once.
 
         Args:
@@ -158,34 +140,18 @@ class Wire:
         connection = self._pool.take(f"{method} {target} {request.range}")
         keep = False
         try:
-            reader = AnswerReader(connection.receive_into, method)
+            reader = ResponseReader(connection.receive_into, method)
             try:
                 crc = self._send(connection, head, request)
-            except Broken:
-                return self._early_answer(connection, reader, request)
-            connection.await_answer(self._answer_s)
-            answer_head = reader.head()
-            answer, is_whole = self._receive(connection, reader, answer_head, request, crc)
-            keep = is_whole and answer_head.keeps_open and reader.is_drained
-            return answer
+            except ConnectionBroken:
+                return self._early_response(connection, reader, request)
+            connection.await_response(self._response_s)
+            response_head = reader.head()
+            response, is_whole = self._receive(connection, reader, response_head, request, crc)
+            keep = is_whole and response_head.keeps_open and reader.is_drained
+            return response
         finally:
             self._pool.give_back(connection, keep=keep)
-            with self._lock:
-                self._requests += 1
-                self._sent_bytes += request.sent_bytes
-                self._received_bytes += request.received_bytes
-
-    def counters(self) -> Counters:
-        """What was done so far."""
-        lent = self._pool.lent()
-        with self._lock:
-            return Counters(
-                requests=self._requests,
-                sent_bytes=self._sent_bytes,
-                received_bytes=self._received_bytes,
-                connections_opened=lent.opened,
-                cuts=lent.cuts,
-            )
 
     def close(self) -> None:
         """Close the idle connections, and the others when their requests are done."""
@@ -208,7 +174,7 @@ class Wire:
             raise Permanent(f"a request head of {len(head)} bytes")
         return head
 
-    def _send(self, connection: Connection, head: bytes, request: _Request) -> int:
+    def _send(self, connection: HttpConnection, head: bytes, request: _Request) -> int:
         """Send the request; returns the CRC32C of its body."""
         body, trailer = request.body, request.trailer
         if body is None:
@@ -225,7 +191,7 @@ class Wire:
             after = b""
             if count:
                 window = buffer[HEAD_ROOM_BYTES:end]
-                connection.elsewhere(body.read_into, window)
+                connection.run_local(body.read_into, window)
                 value = crc32c(window, value)
                 left_bytes -= count
             if trailer and count:
@@ -237,36 +203,35 @@ class Wire:
             buffer[start:HEAD_ROOM_BYTES] = before
             buffer[end : end + len(after)] = after
             connection.send(buffer[start : end + len(after)])
-            request.sent_bytes += count
             before = b""
         return value
 
-    def _early_answer(
-        self, connection: Connection, reader: AnswerReader, request: _Request
-    ) -> Answer:
+    def _early_response(
+        self, connection: HttpConnection, reader: ResponseReader, request: _Request
+    ) -> Response:
         """A store that refuses a body answers before it is all there, and closes.
 
         Called while sending has just failed; raises that failure when there is no refusal.
         """
-        connection.await_answer(self._answer_s)
+        connection.await_response(self._response_s)
         try:
             head = reader.head()
             if head.status < 300:
                 raise Transient("the store had enough before the body was sent")
             return self._receive(connection, reader, head, request, 0)[0]
         except Transient as error:
-            raise Broken(
+            raise ConnectionBroken(
                 f"{connection.cut or 'the connection broke'} while sending: {error}"
             ) from error
 
     def _receive(
         self,
-        connection: Connection,
-        reader: AnswerReader,
+        connection: HttpConnection,
+        reader: ResponseReader,
         head: Head,
         request: _Request,
         sent_crc: int,
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[Response, bool]:
         """The answer, and whether its body was read to the end."""
         window = connection.buffer[HEAD_ROOM_BYTES : HEAD_ROOM_BYTES + WINDOW_BYTES]
         body = bytearray()
@@ -280,27 +245,28 @@ class Wire:
                 connection.total_bytes = head.size_bytes or 0
                 request.sink.rewind()
                 wanted_bytes = _span_bytes(request.range)
+                received_bytes = 0
                 for piece in reader.pieces(head, window):
-                    request.received_bytes += piece.nbytes
-                    if wanted_bytes is not None and request.received_bytes > wanted_bytes:
+                    received_bytes += piece.nbytes
+                    if wanted_bytes is not None and received_bytes > wanted_bytes:
                         raise Transient("the answer is longer than its range")
-                    connection.elsewhere(request.sink.write, piece)
-                if wanted_bytes not in (None, request.received_bytes):
+                    connection.run_local(request.sink.write, piece)
+                if wanted_bytes not in (None, received_bytes):
                     raise Transient("the answer is shorter than its range")
         else:
-            limit_bytes = REFUSAL_BYTES_MAX if is_refusal else ANSWER_BYTES_MAX
+            limit_bytes = REFUSAL_BYTES_MAX if is_refusal else RESPONSE_BYTES_MAX
             for piece in reader.pieces(head, window[:REFUSAL_BYTES_MAX]):
                 body += piece
                 if len(body) > limit_bytes:
                     if not is_refusal:
-                        raise Transient(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
+                        raise Transient(f"the answer has more than {RESPONSE_BYTES_MAX} bytes")
                     is_whole = False  # enough for the reason of the refusal
                     break
-        return Answer(head.status, head.headers, bytes(body), sent_crc), is_whole
+        return Response(head.status, head.headers, bytes(body), sent_crc), is_whole
 
     # ------------------------------------------------------------ connections
 
-    def _dial(self) -> Connection:
+    def _dial(self) -> HttpConnection:
         address = self._address
         if self._proxy is not None:
             address = (self._proxy.hostname or "", self._proxy.port or 80)
@@ -322,7 +288,7 @@ class Wire:
             sock.close()
             raise
         sock.settimeout(None)
-        return Connection(sock, tls)
+        return HttpConnection(sock, tls)
 
     def _tls(self) -> ssl.SSLContext:
         with self._lock:
@@ -338,7 +304,7 @@ class Wire:
         lines = [f"CONNECT {where} HTTP/1.1", f"Host: {where}", *self._proxy_lines]
         sock.sendall(request_head(lines))
         end_mono_s = time.monotonic() + self._connect_timeout_s
-        status = AnswerReader(receive_until(sock, end_mono_s), "HEAD").head().status
+        status = ResponseReader(receive_until(sock, end_mono_s), "HEAD").head().status
         if status != 200:
             raise Transient(f"the proxy does not connect to {where}: {status}")
 

@@ -36,7 +36,7 @@ class AddressMemory:
         """As ``socket.getaddrinfo``; raises its error only for what has never resolved."""
         question = (host, port, args, tuple(sorted(kwargs.items())))
         try:
-            answer = self._resolve(host, port, *args, **kwargs)
+            addresses = self._resolve(host, port, *args, **kwargs)
         except OSError as error:
             with self._lock:
                 known = self._known.get(question)
@@ -51,9 +51,9 @@ class AddressMemory:
             return known
         with self._lock:
             if question in self._known or len(self._known) < _NAMES_MAX:
-                self._known[question] = answer
+                self._known[question] = addresses
             self._stale.discard(question)
-        return answer
+        return addresses
 
 
 def remember() -> None:

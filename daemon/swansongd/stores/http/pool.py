@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 
 from swansongd.errors import Transient
@@ -32,7 +31,7 @@ TAIL_ROOM_BYTES = 256
 IDLE_S_MAX = 20.0
 """Stores close what is idle for longer without a word, S3 for one."""
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _OUTLIER_AFTER_S = 2.0
 _OUTLIER_SHARE = 0.25
 _OUTLIER_OTHERS_MIN = 3
@@ -48,14 +47,14 @@ _MOVED = struct.Struct("@120xQQ")
 _NOT_SENT = struct.Struct("@144xI")
 
 
-class Broken(Transient):
+class ConnectionBroken(Transient):
     """The connection failed, whatever the other side may have done with the request by then."""
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """What the request on a connection is waiting for."""
 
-    ELSEWHERE = "elsewhere"
+    LOCAL = "elsewhere"
     """Not for the network: a body is read, a sink written."""
     SENDING = "sending"
     AWAITING = "awaiting"
@@ -64,7 +63,7 @@ class Phase(Enum):
     """The body is on its way to a sink, however long it is."""
 
 
-class Connection:
+class HttpConnection:
     """A socket, its window, and how the request on it fares.  One thread uses it at a time."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None = None) -> None:
@@ -76,12 +75,12 @@ class Connection:
         self.idle_since_mono_s = 0.0
         self.cut = ""
         """Why the watching thread shut it down; empty while it has not."""
-        self.phase = Phase.ELSEWHERE
+        self.phase = ConnectionPhase.LOCAL
         self.request = ""
         """Tells the request from others; the same for a repetition of it."""
         self.total_bytes = 0
         """How much the request is to move, as far as it is known."""
-        self.elsewhere_s = 0.0
+        self.local_s = 0.0
         self.limit_mono_s = math.inf
         """The answer must be here by then, or its head if a sink takes the rest."""
         self.moved_bytes = 0
@@ -94,23 +93,23 @@ class Connection:
         """A new request is under way."""
         self.request = request
         self.total_bytes = 0
-        self.elsewhere_s = 0.0
+        self.local_s = 0.0
         self.limit_mono_s = math.inf
         self._seen_mono_s = None
 
-    def await_answer(self, limit_s: float) -> None:
+    def await_response(self, limit_s: float) -> None:
         """The request is sent: its answer is due in ``limit_s``, even if it comes byte by byte."""
-        self.phase = Phase.AWAITING
+        self.phase = ConnectionPhase.AWAITING
         self.limit_mono_s = time.monotonic() + limit_s
 
     def receive_body(self) -> None:
         """The head of the answer is here, and the body may take its time as long as it moves."""
-        self.phase = Phase.RECEIVING
+        self.phase = ConnectionPhase.RECEIVING
         self.limit_mono_s = math.inf
 
     def send(self, data: memoryview | bytes) -> None:
         """All of ``data``; raises Broken."""
-        self.phase = Phase.SENDING
+        self.phase = ConnectionPhase.SENDING
         try:
             self._send_all(data)
         except OSError as error:
@@ -126,16 +125,16 @@ class Connection:
             raise self.broken(None)
         return count
 
-    def elsewhere(self, work: Callable[[memoryview], None], window: memoryview) -> None:
+    def run_local(self, work: Callable[[memoryview], None], window: memoryview) -> None:
         """Do ``work`` on ``window``: no fault of the network, however long it takes."""
-        phase, self.phase = self.phase, Phase.ELSEWHERE
+        phase, self.phase = self.phase, ConnectionPhase.LOCAL
         began_mono_s = time.monotonic()
         work(window)
-        self.elsewhere_s += time.monotonic() - began_mono_s
+        self.local_s += time.monotonic() - began_mono_s
         self.phase = phase
 
-    def broken(self, error: OSError | None) -> Broken:
-        return Broken(self.cut or f"the connection broke: {error!s:.200}")
+    def broken(self, error: OSError | None) -> ConnectionBroken:
+        return ConnectionBroken(self.cut or f"the connection broke: {error!s:.200}")
 
     def is_usable(self) -> bool:
         """Whether an idle connection is still worth a request: nothing came, not even its end."""
@@ -147,29 +146,29 @@ class Connection:
 
     # ------------------------------------------------------------ for the watching thread
 
-    def hangs(self, now_mono_s: float, stall_s: float, reply_s: float) -> bool:
+    def hangs(self, now_mono_s: float, stall_s: float, first_byte_s: float) -> bool:
         """Look whether something moved since the last time; whether nothing did for too long."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         total_bytes = sum(_MOVED.unpack_from(info))
         if self._seen_mono_s is None:
-            self._base_bytes, self.moved_bytes, self.elsewhere_s = total_bytes, 0, 0.0
+            self._base_bytes, self.moved_bytes, self.local_s = total_bytes, 0, 0.0
             self._seen_mono_s = self.moved_mono_s = now_mono_s
         moved_bytes = total_bytes - self._base_bytes
-        if moved_bytes != self.moved_bytes or self.phase is Phase.ELSEWHERE:
+        if moved_bytes != self.moved_bytes or self.phase is ConnectionPhase.LOCAL:
             self.moved_bytes, self.moved_mono_s = moved_bytes, now_mono_s
-        owes_answer = self.phase is Phase.AWAITING and not (
+        owes_response = self.phase is ConnectionPhase.AWAITING and not (
             _UNACKED.unpack_from(info)[0] or _NOT_SENT.unpack_from(info)[0]
         )
-        return now_mono_s - self.moved_mono_s > (reply_s if owes_answer else stall_s)
+        return now_mono_s - self.moved_mono_s > (first_byte_s if owes_response else stall_s)
 
     def on_network_s(self, now_mono_s: float) -> float:
         """For how long the request has been the network's affair."""
-        return now_mono_s - (self._seen_mono_s or now_mono_s) - self.elsewhere_s
+        return now_mono_s - (self._seen_mono_s or now_mono_s) - self.local_s
 
     def rate(self, now_mono_s: float) -> float | None:
         """Bytes per second on the network; None when it is too early to say."""
         took_s = self.on_network_s(now_mono_s)
-        if took_s < _RATED_AFTER_S or self.phase is Phase.ELSEWHERE:
+        if took_s < _RATED_AFTER_S or self.phase is ConnectionPhase.LOCAL:
             return None
         return self.moved_bytes / took_s
 
@@ -180,14 +179,6 @@ class Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """What became of the connections so far."""
-
-    opened: int
-    cuts: int
-
-
 class Pool:
     """Lends connections; the one that was used last goes out first.
 
@@ -195,41 +186,42 @@ class Pool:
         dial: makes a connection, within limits of its own.
         connections: how many may be out at once.
         stall_s: nothing moving for so long ends a request.
-        reply_s: the same while an answer is owed and nothing else.
+        first_byte_s: the same while an answer is owed and nothing else.
     """
 
     def __init__(
-        self, dial: Callable[[], Connection], *, connections: int, stall_s: float, reply_s: float
+        self,
+        dial: Callable[[], HttpConnection],
+        *,
+        connections: int,
+        stall_s: float,
+        first_byte_s: float,
     ) -> None:
         self._dial = dial
         self._stall_s = stall_s
-        self._reply_s = reply_s
+        self._first_byte_s = first_byte_s
         self._connections = connections
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._lent = 0
-        self._idle: list[Connection] = []
-        self._out: dict[Connection, None] = {}
+        self._idle: list[HttpConnection] = []
+        self._out: dict[HttpConnection, None] = {}
         """The eldest request first."""
         self._once: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
         """Requests that were cut as outliers: none is a second time."""
-        self._opened = 0
-        self._cuts = 0
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def take(self, request: str) -> Connection:
+    def take(self, request: str) -> HttpConnection:
         """A connection for ``request``; to be given back.  Raises what ``dial`` raises."""
         with self._lock:
-            if not self._freed.wait_for(lambda: self._lent < self._connections, self._reply_s):
+            if not self._freed.wait_for(lambda: self._lent < self._connections, self._first_byte_s):
                 raise Transient("all connections to the store are busy")
             self._lent += 1
             connection = self._reusable()
         try:
-            is_new = connection is None
             connection = connection or self._dial()
             with self._lock:
-                self._opened += is_new
                 self._lend(connection, request)
         except BaseException as error:
             if connection is not None:
@@ -241,13 +233,13 @@ class Pool:
             raise
         return connection
 
-    def give_back(self, connection: Connection, *, keep: bool) -> None:
+    def give_back(self, connection: HttpConnection, *, keep: bool) -> None:
         """The request is done; ``keep`` when the connection is good for another one."""
         with self._lock:
             self._out.pop(connection, None)
             keep = keep and not connection.cut and not self._closed.is_set()
             if keep:
-                connection.phase = Phase.ELSEWHERE
+                connection.phase = ConnectionPhase.LOCAL
                 connection.idle_since_mono_s = time.monotonic()
                 self._idle.append(connection)
             else:
@@ -262,13 +254,9 @@ class Pool:
         for connection in idle:
             connection.sock.close()
 
-    def lent(self) -> Lent:
-        with self._lock:
-            return Lent(self._opened, self._cuts)
-
     # ------------------------------------------------------------ under the lock
 
-    def _reusable(self) -> Connection | None:
+    def _reusable(self) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             age_s = time.monotonic() - connection.idle_since_mono_s
@@ -277,7 +265,7 @@ class Pool:
             connection.sock.close()
         return None
 
-    def _lend(self, connection: Connection, request: str) -> None:
+    def _lend(self, connection: HttpConnection, request: str) -> None:
         connection.begin(request)
         self._out[connection] = None
         if self._watcher is None:
@@ -294,36 +282,32 @@ class Pool:
         """As long as there are connections, so that an unused pool costs nothing."""
         pause = threading.Event()
         while True:
-            pause.wait(min(_LOOK_S, self._stall_s / 4))
+            pause.wait(min(_POLL_S, self._stall_s / 4))
             with self._lock:
-                self._look(time.monotonic())
+                self._poll(time.monotonic())
                 if not self._out and not self._idle:
                     self._watcher = None
                     return
 
-    def _look(self, now_mono_s: float) -> None:
+    def _poll(self, now_mono_s: float) -> None:
         # Under the lock: a connection that is out cannot be closed meanwhile, and its number given
         # to another socket.
         for connection in self._out:
             if connection.cut:
                 continue
             if now_mono_s > connection.limit_mono_s:
-                self._cut(connection, "no whole answer in time")
-            elif connection.hangs(now_mono_s, self._stall_s, self._reply_s):
+                connection.shut("no whole answer in time")
+            elif connection.hangs(now_mono_s, self._stall_s, self._first_byte_s):
                 still_s = now_mono_s - connection.moved_mono_s
-                self._cut(connection, f"nothing moved for {still_s:.1f} s")
+                connection.shut(f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
             self._once.append(outlier.request)
-            self._cut(outlier, "far slower than the other connections")
+            outlier.shut("far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
 
-    def _cut(self, connection: Connection, why: str) -> None:
-        self._cuts += 1
-        connection.shut(why)
-
-    def _outlier(self, now_mono_s: float) -> Connection | None:
+    def _outlier(self, now_mono_s: float) -> HttpConnection | None:
         """A request that would be done sooner if it began again on another connection."""
         rates = {
             c: rate for c in self._out if not c.cut and (rate := c.rate(now_mono_s)) is not None

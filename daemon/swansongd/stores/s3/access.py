@@ -11,28 +11,27 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from urllib3.exceptions import HTTPError
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.answers import one_line, xml_text
 from swansongd.stores.base import Body, Sink, is_certificate_problem, named
-from swansongd.stores.credentials import Credentials
-from swansongd.stores.http.client import Answer, Wire
+from swansongd.stores.credentials import CredentialCache
+from swansongd.stores.http.client import Response, Wire
+from swansongd.stores.options import Addressing, S3Options
+from swansongd.stores.responses import one_line, xml_text
 from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
-    Identity,
+    AwsCredentials,
     encoded_path,
     encoded_query,
     signed_headers,
 )
 from swansongd.util.http1 import retry_after_s
-
-Addressing = Literal["auto", "path", "virtual"]
 
 _SAMPLE_KEY = "k"
 _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -90,6 +89,22 @@ class Unsupported(Permanent):
 
 
 @dataclass(frozen=True, slots=True)
+class S3Request:
+    """A request before it is signed."""
+
+    method: str
+    path: str
+    """Of the object below the bucket, with its ``/``; empty for the bucket itself."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    payload: str = EMPTY_PAYLOAD
+    """See :func:`swansongd.stores.s3.sigv4.signed_headers`."""
+    body: Body | None = None
+    trailer: str | None = None
+    sink: Sink | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Where the objects of the bucket are, for the wire."""
 
@@ -109,103 +124,53 @@ class S3Access:
 
     Args:
         bucket: its name.
-        endpoint: of an S3-compatible store or a VPC endpoint.
-        region: of the bucket; without it boto3's own configuration and the store's redirect decide.
-        connections: how many threads will call at once.
-        profile: of the AWS configuration files; without it the default chain decides.
-        ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
-        addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
-    def __init__(
-        self,
-        bucket: str,
-        *,
-        endpoint: str | None,
-        region: str | None,
-        connections: int,
-        profile: str | None,
-        ca_bundle: str | None,
-        addressing: Addressing,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-    ) -> None:
+    def __init__(self, bucket: str, options: S3Options) -> None:
         self._bucket = bucket
-        self._endpoint = endpoint
-        self._region = region
-        self._connections = connections
-        self._profile = profile
-        self._ca_bundle = ca_bundle
-        if addressing == "auto":
-            # Given no style, botocore names the global host in addresses, which redirects new buckets.
-            is_host_name = _HOST_NAME.fullmatch(bucket) is not None
-            addressing = "path" if endpoint else "virtual" if is_host_name else "auto"
-        self._addressing = addressing
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+        self._options = options
+        self._region = options.region
+        """Also learned from the store."""
         self._lock = threading.Lock()
         self._made_client: Any = None
-        self._credentials = Credentials(
-            "S3", load=self._load_credentials, fetch=_identity_of, is_over=_has_expired
+        self._credentials = CredentialCache(
+            "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
         )
-        self._trusted = ca_bundle
+        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
 
     # ------------------------------------------------------------ requests
 
-    def exchange(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str],
-        headers: Mapping[str, str],
-        *,
-        payload: str,
-        body: Body | None = None,
-        trailer: str | None = None,
-        sink: Sink | None = None,
-    ) -> Answer:
-        """One signed request; the answer is a success.  A redirect to another address is an error.
+    def exchange(self, request: S3Request) -> Response:
+        """Send one signed request; returns the response of a success.
 
-        Args:
-            path: of the object below the bucket, with its ``/``, or empty for the bucket itself.
-            payload: see :func:`swansongd.stores.s3.sigv4.signed_headers`.
+        Raises:
+            TrailerRefused: the store does not read the trailer.
+            StoreError: the store refused the request; also when it redirects to another address.
         """
-        route, identity = self.route(), self._credentials.get()
-        answer = self._sent(
-            route,
-            identity,
-            method,
-            path,
-            parameters=parameters,
-            headers=headers,
-            payload=payload,
-            body=body,
-            trailer=trailer,
-            sink=sink,
-        )
-        if 200 <= answer.status < 300:
-            self._credentials.accept(identity)
-            return answer
-        code = xml_text(answer.body, "Code") or str(answer.status)
-        region = answer.headers.get("x-amz-bucket-region", route.region)
-        is_elsewhere = 300 <= answer.status < 400 or code in _ELSEWHERE_CODES
-        if is_elsewhere or (method == "HEAD" and answer.status == 400 and region != route.region):
-            raise self._moved(answer, code, route, identity)
-        is_of_credentials = self._expect_no_others(answer, code, identity, method)
-        if trailer is not None and _may_be_of_the_trailer(answer.status, code):
-            raise TrailerRefused(_message(answer, code), hint=TRAILER_HINT)
+        route, credentials = self.route(), self._credentials.get()
+        method = request.method
+        response = _sent(route, credentials, request)
+        if 200 <= response.status < 300:
+            self._credentials.accept(credentials)
+            return response
+        code = xml_text(response.body, "Code") or str(response.status)
+        region = response.headers.get("x-amz-bucket-region", route.region)
+        is_elsewhere = 300 <= response.status < 400 or code in _ELSEWHERE_CODES
+        if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
+            raise self._moved(response, code, route, credentials)
+        is_of_credentials = self._expect_no_others(response, code, credentials, method)
+        if request.trailer is not None and _may_be_of_the_trailer(response.status, code):
+            raise TrailerRefused(_message(response, code), hint=TRAILER_HINT)
         if is_of_credentials:
-            raise Permanent(_message(answer, code), hint=CREDENTIALS_HINT)
-        raise _refusal(answer, code)
+            raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
+        raise _refusal(response, code)
 
-    def expect_no_error(self, answer: Answer) -> None:
+    def expect_no_error(self, response: Response) -> None:
         """Raises the error that came under a status of success, as it may when it came up late."""
-        if _ERROR.match(answer.body):
-            raise _refusal(answer, xml_text(answer.body, "Code"))
+        if _ERROR.match(response.body):
+            raise _refusal(response, xml_text(response.body, "Code"))
 
     def renew_credentials(self) -> None:
         """Have credentials that last for a while; raises Permanent where there are none."""
@@ -218,42 +183,14 @@ class S3Access:
                 self._known_route = self._found_route()
             return self._known_route
 
-    def _sent(
-        self,
-        route: Route,
-        identity: Identity,
-        method: str,
-        path: str,
-        *,
-        parameters: Mapping[str, str],
-        headers: Mapping[str, str],
-        payload: str = EMPTY_PAYLOAD,
-        body: Body | None = None,
-        trailer: str | None = None,
-        sink: Sink | None = None,
-    ) -> Answer:
-        encoded = (route.base_path + encoded_path(path)) or "/"
-        query = encoded_query(parameters)
-        signed = signed_headers(
-            method,
-            route.wire.host,
-            encoded,
-            query,
-            headers,
-            payload=payload,
-            identity=identity,
-            region=route.region,
-            now=datetime.now(UTC),
-        )
-        target = f"{encoded}?{query}" if query else encoded
-        return route.wire.request(method, target, signed, body=body, trailer=trailer, sink=sink)
-
-    def _moved(self, answer: Answer, code: str, route: Route, identity: Identity) -> StoreError:
+    def _moved(
+        self, response: Response, code: str, route: Route, credentials: AwsCredentials
+    ) -> StoreError:
         """The bucket is in another region: its name is taken from the answer, and never an address."""
-        region = answer.headers.get("x-amz-bucket-region") or xml_text(answer.body, "Region")
+        region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
             # A refusal contains the region too: HeadBucket needs no right of its own.
-            head = self._sent(route, identity, "HEAD", "", parameters={}, headers={})
+            head = _sent(route, credentials, S3Request("HEAD", ""))
             region = head.headers.get("x-amz-bucket-region", "")
         message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
         if region == route.region or not _REGION_NAME.fullmatch(region):
@@ -266,7 +203,9 @@ class S3Access:
                     self._region, self._made_client = region, None
         return Transient(f"{message} but in {region}")
 
-    def _expect_no_others(self, answer: Answer, code: str, used: Identity, method: str) -> bool:
+    def _expect_no_others(
+        self, response: Response, code: str, used: AwsCredentials, method: str
+    ) -> bool:
         """Whether a refusal is about ``used``; Transient is raised when there are other credentials now.
 
         A HEAD has no body that could name a code.  A refusal with 403 may be about a right that is
@@ -274,12 +213,12 @@ class S3Access:
         """
         is_certain = (
             code in _CREDENTIALS_CODES
-            or answer.status == 401
-            or (method == "HEAD" and answer.status == 400)
+            or response.status == 401
+            or (method == "HEAD" and response.status == 400)
         )
-        is_possible = answer.status == 403 and code != _CLOCK_CODE
+        is_possible = response.status == 403 and code != _CLOCK_CODE
         if (is_certain or is_possible) and self._credentials.replace(used, is_certain=is_certain):
-            raise Transient(f"{_message(answer, code)}; other credentials were found")
+            raise Transient(f"{_message(response, code)}; other credentials were found")
         return is_certain
 
     def _found_route(self) -> Route:
@@ -291,11 +230,11 @@ class S3Access:
         endpoint = f"{parts.scheme}://{parts.netloc}"
         wire = Wire(
             endpoint,
-            connections=self._connections,
-            ca_bundle=self._trusted,
-            connect_timeout_s=self._connect_timeout_s,
-            stall_s=min(_STALL_S, self._read_timeout_s),
-            reply_s=self._read_timeout_s,
+            connections=self._options.connections,
+            ca_bundle=self._ca_bundle,
+            connect_timeout_s=self._options.connect_timeout_s,
+            stall_s=min(_STALL_S, self._options.read_timeout_s),
+            first_byte_s=self._options.read_timeout_s,
         )
         region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
         return Route(wire, endpoint, parts.path.removesuffix(f"/{_SAMPLE_KEY}"), region)
@@ -310,17 +249,25 @@ class S3Access:
 
         with self._lock:
             if self._made_client is None:
-                base = botocore.session.Session(profile=self._profile)
-                self._trusted = self._ca_bundle or base.get_config_variable("ca_bundle")
+                base = botocore.session.Session(profile=self._options.profile)
+                self._ca_bundle = self._ca_bundle or base.get_config_variable("ca_bundle")
                 session = boto3.Session(botocore_session=base, region_name=self._region)
-                addressing: Any = {"addressing_style": self._addressing}
+                addressing: Any = {"addressing_style": self._addressing_style()}
                 self._made_client = session.client(
                     "s3",
-                    endpoint_url=self._endpoint,
+                    endpoint_url=self._options.endpoint,
                     config=Config(signature_version="s3v4", s3=addressing),
                     **_NOBODY,
                 )
             return self._made_client
+
+    def _addressing_style(self) -> Addressing:
+        if self._options.addressing != "auto":
+            return self._options.addressing
+        if self._options.endpoint:
+            return "path"
+        # Given no style, botocore names the global host in addresses, which redirects new buckets.
+        return "virtual" if _HOST_NAME.fullmatch(self._bucket) else "auto"
 
     def _load_credentials(self) -> Any:
         """botocore's credentials, from the first source that has some."""
@@ -328,21 +275,46 @@ class S3Access:
 
         with _errors_of("credentials for S3", CREDENTIALS_HINT):
             # A new session: an old one keeps the files that it has read, and the roles it has assumed.
-            session = botocore.session.Session(profile=self._profile)
+            session = botocore.session.Session(profile=self._options.profile)
             found = session.get_component("credential_provider").load_credentials()
         if found is None:
             raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
         return found
 
 
-def _identity_of(found: Any) -> Identity:
+def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Response:
+    """Sign a request and send it, once."""
+    path = (route.base_path + encoded_path(request.path)) or "/"
+    query = encoded_query(request.parameters)
+    headers = signed_headers(
+        request.method,
+        route.wire.host,
+        path,
+        query,
+        request.headers,
+        payload=request.payload,
+        credentials=credentials,
+        region=route.region,
+        now=datetime.now(UTC),
+    )
+    return route.wire.request(
+        request.method,
+        f"{path}?{query}" if query else path,
+        headers,
+        body=request.body,
+        trailer=request.trailer,
+        sink=request.sink,
+    )
+
+
+def _aws_credentials(found: Any) -> AwsCredentials:
     """Who signs; botocore renews what has less than 15 minutes left."""
     with _errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
-        identity = Identity(frozen.access_key, frozen.secret_key, frozen.token)
+        credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
         if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
             raise TypeError("a field is not text")
-        return identity
+        return credentials
 
 
 def _has_expired(found: Any) -> bool:
@@ -353,10 +325,10 @@ def _has_expired(found: Any) -> bool:
 # ---------------------------------------------------------------- errors
 
 
-def _message(answer: Answer, code: str) -> str:
-    status = str(answer.status)
+def _message(response: Response, code: str) -> str:
+    status = str(response.status)
     refusal = status if code == status else f"{status} {one_line(code, 80)}"
-    return ": ".join(filter(None, (refusal, one_line(xml_text(answer.body, "Message"), 200))))
+    return ": ".join(filter(None, (refusal, one_line(xml_text(response.body, "Message"), 200))))
 
 
 def _may_be_of_the_trailer(status: int, code: str) -> bool:
@@ -369,10 +341,10 @@ def _may_be_of_the_trailer(status: int, code: str) -> bool:
     )
 
 
-def _refusal(answer: Answer, code: str) -> StoreError:
+def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for an answer that was no success."""
-    status = answer.status
-    message, hint = _message(answer, code), _HINTS.get(code, "")
+    status = response.status
+    message, hint = _message(response, code), _HINTS.get(code, "")
     if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
         return NotFound(message, hint=hint)
     if status == 412 or code == "PreconditionFailed":
@@ -380,7 +352,7 @@ def _refusal(answer: Answer, code: str) -> StoreError:
     if status in (405, 501):
         return Unsupported(message, hint=_UNSUPPORTED)
     if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
-        return Transient(message, hint=hint, retry_after_s=retry_after_s(answer.headers))
+        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
     return Permanent(message, hint=hint)
 
 

@@ -21,7 +21,7 @@ EMPTY_PAYLOAD = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class AwsCredentials:
     """Who signs."""
 
     access_key: str
@@ -50,7 +50,7 @@ def signed_headers(
     headers: Mapping[str, str],
     *,
     payload: str,
-    identity: Identity,
+    credentials: AwsCredentials,
     region: str,
     now: datetime,
 ) -> dict[str, str]:
@@ -65,8 +65,8 @@ def signed_headers(
     """
     stamp = now.strftime("%Y%m%dT%H%M%SZ")
     signed = {**headers, "x-amz-content-sha256": payload, "x-amz-date": stamp}
-    if identity.token:
-        signed["x-amz-security-token"] = identity.token
+    if credentials.token:
+        signed["x-amz-security-token"] = credentials.token
     canonical = sorted({**signed, "host": host}.items())
     names = ";".join(name for name, _ in canonical)
     lines = "".join(f"{name}:{' '.join(value.split())}\n" for name, value in canonical)
@@ -74,10 +74,10 @@ def signed_headers(
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     digest = hashlib.sha256(request.encode()).hexdigest()
     to_sign = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
-    key = _day_key(identity.secret_key, stamp[:8], region)
+    key = _day_key(credentials.secret_key, stamp[:8], region)
     signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
     signed["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={identity.access_key}/{scope}, "
+        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
         f"SignedHeaders={names}, Signature={signature}"
     )
     return signed

@@ -11,13 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal
 from xml.etree import ElementTree as ET
 
 import structlog
 
 from swansongd.errors import Exists, NotFound, Permanent, Transient
-from swansongd.stores import answers
+from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
     GET_BYTES_MAX,
@@ -39,17 +38,16 @@ from swansongd.stores.base import (
     read_through,
 )
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
-from swansongd.stores.http.client import Answer
+from swansongd.stores.http.client import Response
+from swansongd.stores.options import S3Options
 from swansongd.stores.s3.access import (
     TRAILER_HINT,
-    Addressing,
     S3Access,
+    S3Request,
     TrailerRefused,
     Unsupported,
 )
 from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
-
-Checksums = Literal["auto", "trailer", "header"]
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
@@ -63,55 +61,20 @@ class S3Store:
 
     Args:
         url: ``s3://bucket/prefix``.
-        endpoint: of an S3-compatible store or a VPC endpoint.
-        region: of the bucket; without it boto3's own configuration and the store's redirect decide.
-        connections: how many threads will call at once.
-        profile: of the AWS configuration files; without it the default chain decides.
-        ca_bundle: certificates to trust; without it AWS_CA_BUNDLE, or the system's.
-        addressing: where the bucket is named; ``auto`` is ``path`` with an endpoint, else AWS's own way.
-        checksums: ``trailer`` sends the checksum of a shard or part behind the body, which is then read
-            once; ``header`` sends it before the body, which is then read twice.  ``auto`` begins with
-            trailers, and switches to headers when the store does not read trailers.  Without TLS the
-            checksum is always in a header.
-        connect_timeout_s: limit of making a connection.
-        read_timeout_s: limit of one wait for an answer.
     """
 
     part_size_bytes_min = 5 * 2**20
 
-    def __init__(
-        self,
-        url: str,
-        endpoint: str | None = None,
-        region: str | None = None,
-        connections: int = 16,
-        *,
-        profile: str | None = None,
-        ca_bundle: str | None = None,
-        addressing: Addressing = "auto",
-        checksums: Checksums = "auto",
-        connect_timeout_s: float = 3.0,
-        read_timeout_s: float = 8.0,
-    ) -> None:
+    def __init__(self, url: str, options: S3Options) -> None:
         self.url = url
         bucket, self._prefix = bucket_and_prefix(url)
-        self._checksums = checksums
-        self.sends_trailers = checksums != "header"
+        self._checksums = options.checksums
+        self.sends_trailers = options.checksums != "header"
         """Whether shards go out with checksum trailers over TLS; False once the store proved to read none."""
         self._reads_trailers: set[str] = set()
         """Operations of which the store has shown that it reads the trailer."""
         self._learning = threading.Lock()
-        self._access = S3Access(
-            bucket,
-            endpoint=endpoint,
-            region=region,
-            connections=connections,
-            profile=profile,
-            ca_bundle=ca_bundle,
-            addressing=addressing,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-        )
+        self._access = S3Access(bucket, options)
 
     # ------------------------------------------------------------ small objects
 
@@ -121,22 +84,22 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
-        answer = self._call("GetObject", "GET", key, sink=sink)
-        if answer.status != 200:
+        response = self._call("GetObject", "GET", key, sink=sink)
+        if response.status != 200:
             raise Permanent(
-                f"GetObject {key} in {self.url}: HTTP {answer.status} is no whole object"
+                f"GetObject {key} in {self.url}: HTTP {response.status} is no whole object"
             )
         return bytes(sink.data)
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
-            answer = self._call("HeadObject", "HEAD", key)
+            response = self._call("HeadObject", "HEAD", key)
         except NotFound:
             # A HEAD says "404" and no more: ask whether it was the bucket that is missing.
             self._list_page(key, max_keys=1)
             return None
-        with answers.complete(f"HeadObject {key}"):
-            return ObjectInfo(key, answers.length_of(answer.headers))
+        with responses.complete(f"HeadObject {key}"):
+            return ObjectInfo(key, responses.length_of(response.headers))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return listed(prefix, lambda token: self.page(prefix, token))
@@ -166,8 +129,10 @@ class S3Store:
         if not size_bytes:
             return
         span = f"{offset}-{offset + size_bytes - 1}"
-        answer = self._call("GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
-        range_ = answer.headers.get("content-range", "")
+        response = self._call(
+            "GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink
+        )
+        range_ = response.headers.get("content-range", "")
         if not range_.startswith(f"bytes {span}/"):  # some answer 200 with it
             raise Permanent(
                 f"get {key}: {size_bytes} bytes from {offset} are not within the object"
@@ -175,15 +140,15 @@ class S3Store:
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         headers = {"x-amz-checksum-algorithm": "CRC32C", **_CHECKSUM_TYPE}
-        answer = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
-        with answers.complete(f"CreateMultipartUpload {key}"):
-            return Upload(key, answers.begun(answer), size_bytes, part_size_bytes)
+        response = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
+        with responses.complete(f"CreateMultipartUpload {key}"):
+            return Upload(key, responses.begun(response), size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
         expect_part(upload, number, body)
         parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
-        answer = self._send("UploadPart", upload.key, parameters, body)
-        return PartReceipt(number, answers.quoted(answer.headers["etag"]), answer.crc32c)
+        response = self._send("UploadPart", upload.key, parameters, body)
+        return PartReceipt(number, responses.quoted(response.headers["etag"]), response.crc32c)
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         try:
@@ -193,7 +158,7 @@ class S3Store:
         return [
             PartReceipt(
                 part.number,
-                answers.quoted(part.etag),
+                responses.quoted(part.etag),
                 CRC32C_UNKNOWN if part.crc32c is None else part.crc32c,
             )
             for part in listed_parts
@@ -219,7 +184,7 @@ class S3Store:
         }
         parameters = {"uploadId": upload.upload_id}
         try:
-            answer = self._call(
+            response = self._call(
                 "CompleteMultipartUpload",
                 "POST",
                 upload.key,
@@ -234,10 +199,10 @@ class S3Store:
                 raise
             return
         with named(what):
-            self._access.expect_no_error(answer)
+            self._access.expect_no_error(response)
         try:
-            with answers.complete(what):
-                answers.completed(answer)
+            with responses.complete(what):
+                responses.completed(response)
         except Transient:
             # Nothing says that it took effect: look.  Sent again it would find no upload if it did.
             if self._holds(upload.key, upload.size_bytes, whole) is False:
@@ -249,13 +214,13 @@ class S3Store:
         base = {"prefix": self._prefix + prefix, "uploads": ""}
 
         def page(
-            markers: answers.Markers | None,
-        ) -> tuple[Sequence[OpenUpload], answers.Markers | None]:
-            answer = self._call(
+            markers: responses.Markers | None,
+        ) -> tuple[Sequence[OpenUpload], responses.Markers | None]:
+            response = self._call(
                 "ListMultipartUploads", "GET", None, {**base, **dict(markers or ())}
             )
-            with answers.complete(what):
-                return answers.uploads(answer, self._prefix, prefix)
+            with responses.complete(what):
+                return responses.uploads(response, self._prefix, prefix)
 
         return all_pages(what, page)
 
@@ -279,11 +244,11 @@ class S3Store:
     def aborts_incomplete_uploads(self) -> bool:
         """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor."""
         try:
-            answer = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
+            response = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
         except NotFound:
             return False
-        with answers.complete("GetBucketLifecycleConfiguration"):
-            rules = answers.document(answer, "LifecycleConfiguration").findall("Rule")
+        with responses.complete("GetBucketLifecycleConfiguration"):
+            rules = responses.document(response, "LifecycleConfiguration").findall("Rule")
         return any(
             rule.find("AbortIncompleteMultipartUpload") is not None
             and rule.findtext("Status") == "Enabled"
@@ -294,7 +259,7 @@ class S3Store:
     # ------------------------------------------------------------ requests
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, max_keys: int = answers.PAGE_ITEMS
+        self, prefix: str, token: str | None = None, *, max_keys: int = responses.PAGE_ITEMS
     ) -> Page:
         parameters = {
             "encoding-type": "url",
@@ -304,9 +269,9 @@ class S3Store:
         }
         if token is not None:
             parameters["continuation-token"] = token
-        answer = self._call("ListObjectsV2", "GET", None, parameters)
-        with answers.complete(f"ListObjectsV2 {prefix}"):
-            return answers.objects(answer, self._prefix, prefix)
+        response = self._call("ListObjectsV2", "GET", None, parameters)
+        with responses.complete(f"ListObjectsV2 {prefix}"):
+            return responses.objects(response, self._prefix, prefix)
 
     def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
         """Whether the store has an object of this name, size and CRC32C.
@@ -314,27 +279,29 @@ class S3Store:
         None when it has one of the size, and does not tell the checksum of the whole.
         """
         try:
-            answer = self._call(
+            response = self._call(
                 "HeadObject", "HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}
             )
         except NotFound:
             return False
-        with answers.complete(f"HeadObject {key}"):
-            if answers.length_of(answer.headers) != size_bytes:
+        with responses.complete(f"HeadObject {key}"):
+            if responses.length_of(response.headers) != size_bytes:
                 return False
-        told = answer.headers.get(_CHECKSUM, "-")  # one with a dash is made of those of the parts
-        return None if "-" in told else told == crc32c_base64(value)
+        reported = response.headers.get(
+            _CHECKSUM, "-"
+        )  # one with a dash is made of those of the parts
+        return None if "-" in reported else reported == crc32c_base64(value)
 
-    def _listed_parts(self, key: str, upload_id: str) -> Iterator[answers.ListedPart]:
+    def _listed_parts(self, key: str, upload_id: str) -> Iterator[responses.ListedPart]:
         what = f"ListParts {key}"
 
         def page(
-            markers: answers.Markers | None,
-        ) -> tuple[Sequence[answers.ListedPart], answers.Markers | None]:
+            markers: responses.Markers | None,
+        ) -> tuple[Sequence[responses.ListedPart], responses.Markers | None]:
             parameters = {"uploadId": upload_id, **dict(markers or ())}
-            answer = self._call("ListParts", "GET", key, parameters)
-            with answers.complete(what):
-                return answers.parts(answer)
+            response = self._call("ListParts", "GET", key, parameters)
+            with responses.complete(what):
+                return responses.parts(response)
 
         return all_pages(what, page)
 
@@ -347,7 +314,7 @@ class S3Store:
         parameters: Mapping[str, str],
         body: Body,
         condition: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> Response:
         """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
 
         Some stores refuse a trailer.  Others accept it, and store the framing as part of the object.
@@ -355,17 +322,17 @@ class S3Store:
         if not (self.sends_trailers and self._access.route().is_tls):
             return self._put(operation, key, parameters, body, condition)
         try:
-            answer = self._put(operation, key, parameters, body, condition, has_trailer=True)
+            response = self._put(operation, key, parameters, body, condition, has_trailer=True)
         except TrailerRefused as refused:
             if self._checksums != "auto":
                 raise
-            answer = self._put(operation, key, parameters, body, condition)
+            response = self._put(operation, key, parameters, body, condition)
             with self._learning:
                 self._send_headers_from_now_on(str(refused))
-            return answer
-        if self._has_read_trailer(operation, key, parameters, body, answer):
-            self._expect_same(operation, key, answer)
-            return answer
+            return response
+        if self._has_read_trailer(operation, key, parameters, body, response):
+            self._expect_same(operation, key, response)
+            return response
         # Without the condition: the object is the one that this call has just stored.
         return self._put(operation, key, parameters, body)
 
@@ -378,7 +345,7 @@ class S3Store:
         condition: Mapping[str, str] | None = None,
         *,
         has_trailer: bool = False,
-    ) -> Answer:
+    ) -> Response:
         """PUT ``body`` with a checksum that the store verifies."""
         is_tls = self._access.route().is_tls
         if has_trailer:
@@ -393,19 +360,19 @@ class S3Store:
             headers = {_CHECKSUM: crc32c_base64(value)}
             payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
         headers.update(condition or {})
-        answer = self._call(
+        response = self._call(
             operation, "PUT", key, parameters, headers, payload=payload, body=body, trailer=trailer
         )
-        with answers.complete(f"{operation} {key} in {self.url}"):
-            answers.etag_of(answer.headers)
+        with responses.complete(f"{operation} {key} in {self.url}"):
+            responses.etag_of(response.headers)
         if not has_trailer:
-            self._expect_same(operation, key, answer)
-        return answer
+            self._expect_same(operation, key, response)
+        return response
 
-    def _expect_same(self, operation: str, key: str, answer: Answer) -> None:
+    def _expect_same(self, operation: str, key: str, response: Response) -> None:
         """Raises Transient when the store states the checksum of other bytes than were sent."""
-        sent = crc32c_base64(answer.crc32c)
-        if answer.headers.get(_CHECKSUM, sent) != sent:
+        sent = crc32c_base64(response.crc32c)
+        if response.headers.get(_CHECKSUM, sent) != sent:
             raise Transient(
                 f"{operation} {key} in {self.url}: the store has other bytes than were sent"
             )
@@ -416,7 +383,7 @@ class S3Store:
         key: str,
         parameters: Mapping[str, str],
         body: Body,
-        answer: Answer,
+        response: Response,
     ) -> bool:
         """Whether the store has removed the framing; asks for the size once for each operation.
 
@@ -429,7 +396,7 @@ class S3Store:
             if operation in self._reads_trailers or not self.sends_trailers:
                 return self.sends_trailers
             # A store that returns the checksum has read it from the trailer, or computed it over the body.
-            if answer.headers.get(_CHECKSUM) != crc32c_base64(answer.crc32c):
+            if response.headers.get(_CHECKSUM) != crc32c_base64(response.crc32c):
                 size_bytes = self._stored_bytes(key, parameters)
                 if size_bytes != body.size_bytes:
                     found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
@@ -479,7 +446,7 @@ class S3Store:
         body: Body | None = None,
         trailer: str | None = None,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> Response:
         """One signed request about an object or, with None, the bucket; the answer is a success.
 
         Args:
@@ -489,14 +456,9 @@ class S3Store:
         what = operation if key is None else f"{operation} {key}"
         with named(f"{what} in {self.url}"):
             return self._access.exchange(
-                method,
-                path,
-                parameters or {},
-                headers or {},
-                payload=payload,
-                body=body,
-                trailer=trailer,
-                sink=sink,
+                S3Request(
+                    method, path, parameters or {}, headers or {}, payload, body, trailer, sink
+                )
             )
 
 

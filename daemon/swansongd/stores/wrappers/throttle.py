@@ -23,7 +23,7 @@ from swansongd.stores.base import (
     Upload,
 )
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """How soon a thread that waits notices that the rate has changed."""
 
 
@@ -50,7 +50,7 @@ class Throttled:
         self.url = store.url
         self.part_size_bytes_min = store.part_size_bytes_min
         self._store = store
-        self._pace = _Pace(rate_bytes_per_s, monotonic)
+        self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         self._store.put(key, data, if_absent=if_absent)
@@ -74,15 +74,15 @@ class Throttled:
         self._store.delete(key)
 
     def put_shard(self, key: str, body: Body) -> int:
-        with self._pace.turn():
-            return self._store.put_shard(key, _PacedBody(body, self._pace))
+        with self._bucket.turn():
+            return self._store.put_shard(key, _PacedBody(body, self._bucket))
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         return self._store.begin(key, size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        with self._pace.turn():
-            return self._store.put_part(upload, number, _PacedBody(body, self._pace))
+        with self._bucket.turn():
+            return self._store.put_part(upload, number, _PacedBody(body, self._bucket))
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         return self._store.parts(upload)
@@ -103,7 +103,7 @@ class Throttled:
         self._store.warm()
 
 
-class _Pace:
+class _TokenBucket:
     """One bucket of tokens for all threads.
 
     Whoever finds it not in debt takes what he needs at once, and the next one waits until the debt is
@@ -127,7 +127,7 @@ class _Pace:
             while (rate := self._rate_bytes_per_s()) and self._under_way >= max(
                 1, rate // WINDOW_BYTES
             ):
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             self._under_way += 1
         try:
             yield
@@ -145,21 +145,21 @@ class _Pace:
                 now_mono_s = self._monotonic()
                 earned_bytes = (now_mono_s - self._seen_mono_s) * rate
                 # No credit for times when nobody had anything to send, but for waking up late.
-                self._level_bytes = min(self._level_bytes + earned_bytes, rate * _LOOK_S)
+                self._level_bytes = min(self._level_bytes + earned_bytes, rate * _POLL_S)
                 self._seen_mono_s = now_mono_s
                 if self._level_bytes >= 0:
                     self._level_bytes -= size_bytes
                     return
-                self._changed.wait(min(_LOOK_S, -self._level_bytes / rate + 0.001))
+                self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
 
 
 class _PacedBody:
     """A body whose windows wait for their turn."""
 
-    def __init__(self, body: Body, pace: _Pace) -> None:
+    def __init__(self, body: Body, pace: _TokenBucket) -> None:
         self.size_bytes = body.size_bytes
         self._body = body
-        self._pace = pace
+        self._bucket = pace
 
     def rewind(self) -> None:
         self._body.rewind()
@@ -167,4 +167,4 @@ class _PacedBody:
     def read_into(self, window: memoryview) -> None:
         # In this order: a body that nobody wants any more says so before it waits.
         self._body.read_into(window)
-        self._pace.spend(window.nbytes)
+        self._bucket.spend(window.nbytes)

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
-from swansongd.stores import answers
+from swansongd.stores import responses
 from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
-from swansongd.stores.http.client import Answer
+from swansongd.stores.http.client import Response
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import (
@@ -292,13 +292,15 @@ def test_parts_are_the_same_whether_a_listing_quotes_its_etags_or_not(
     """The receipts in the journal, from headers, are compared with those of the listing."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
-    parsed = answers.parts
+    parsed = responses.parts
 
-    def without_quotes(answer: Answer) -> tuple[list[answers.ListedPart], answers.Markers | None]:
+    def without_quotes(
+        answer: Response,
+    ) -> tuple[list[responses.ListedPart], responses.Markers | None]:
         found, markers = parsed(answer)
         return [replace(part, etag=part.etag.strip('"')) for part in found], markers
 
-    monkeypatch.setattr(answers, "parts", without_quotes)
+    monkeypatch.setattr(responses, "parts", without_quotes)
     assert [part.etag for part in store.parts(upload)] == [part.etag for part in receipts]
 
 
@@ -334,7 +336,7 @@ def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
     upload = store.begin("shard", len(CONTENT), PART)
     calls: dict[str, Callable[[ObjectStore], object]] = {
         "put": lambda each: each.put("key", CONTENT),
-        "put_shard": lambda each: each.put_shard("key", BytesBody(CONTENT)),
+        "put_shard": lambda each: each.put_shard("key", CountedBody(CONTENT)),
         "put_part": lambda each: each.complete(upload, [send_part(each, upload, 1, CONTENT)]),
     }
     cloud.order("spoil", how="without", field="ETag", method="PUT")

@@ -23,7 +23,7 @@ from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object,
 from swansongd.errors import Transient
 from swansongd.stores.base import ObjectInfo, OpenUpload, Page
 from swansongd.stores.checksums import crc32c_from_base64
-from swansongd.stores.http.client import ANSWER_BYTES_MAX, Answer
+from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 
 PAGE_ITEMS = 1000
 """Asked for; both stores give no more."""
@@ -81,7 +81,7 @@ def one_line(found: str, max_chars: int) -> str:
     return " ".join(words)[:max_chars]
 
 
-def document(answer: Answer, *wanted: str) -> ET.Element:
+def document(response: Response, *wanted: str) -> ET.Element:
     """The answer's document, its tags without their namespaces.
 
     Raises:
@@ -89,16 +89,16 @@ def document(answer: Answer, *wanted: str) -> ET.Element:
     """
     parser = ET.XMLParser(target=_Builder())  # noqa: S314 - it builds no entities, see there
     try:
-        whole = answer.body.decode()
+        whole = response.body.decode()
         # In pieces: the parser reads a piece to its end, whatever the builder refuses of it.
         for start in range(0, len(whole), _PIECE_CHARS):
             parser.feed(whole[start : start + _PIECE_CHARS])
         root: ET.Element = parser.close()
     except (ET.ParseError, UnicodeDecodeError) as error:
-        raise BoundsError(f"{len(answer.body)} bytes that are no XML document: {error}") from None
+        raise BoundsError(f"{len(response.body)} bytes that are no XML document: {error}") from None
     if root.tag not in wanted:
         # An error may come under status 200, when it came up late.
-        code = xml_text(answer.body, "Code")
+        code = xml_text(response.body, "Code")
         raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{wanted[0]}>")
     return root
 
@@ -153,14 +153,14 @@ def decimal(value: Any, name: str, low: int, high: int) -> int:
     return integer(int(value), name, low, high)
 
 
-def objects(answer: Answer, base: str, prefix: str) -> Page:
+def objects(response: Response, base: str, prefix: str) -> Page:
     """One page of a listing of S3, version 2.
 
     Args:
         base: prefix of the store's URL, which the keys lose.
         prefix: what all of them must begin with behind it.
     """
-    page = document(answer, "ListBucketResult")
+    page = document(response, "ListBucketResult")
     decoded = _decoder(page)
     found = [
         ObjectInfo(
@@ -176,11 +176,11 @@ def objects(answer: Answer, base: str, prefix: str) -> Page:
     return Page(found, None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX))
 
 
-def uploads(answer: Answer, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
+def uploads(response: Response, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
     """One page of the multipart uploads under way, and how to ask for the next one."""
-    page = document(answer, "ListMultipartUploadsResult")
+    page = document(response, "ListMultipartUploadsResult")
     decoded = _decoder(page)
-    now = _date_of(answer)
+    now = _date_of(response)
     found = [
         OpenUpload(
             _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
@@ -196,9 +196,9 @@ def uploads(answer: Answer, base: str, prefix: str) -> tuple[list[OpenUpload], M
     return found, (("key-marker", key), ("upload-id-marker", upload_id))
 
 
-def parts(answer: Answer) -> tuple[list[ListedPart], Markers | None]:
+def parts(response: Response) -> tuple[list[ListedPart], Markers | None]:
     """One page of the parts of an upload, and how to ask for the next one."""
-    page = document(answer, "ListPartsResult", "ListPartsResponse")  # the latter: moto
+    page = document(response, "ListPartsResult", "ListPartsResponse")  # the latter: moto
     found = []
     for item in page.findall("Part"):
         size = item.findtext("Size")
@@ -216,16 +216,16 @@ def parts(answer: Answer) -> tuple[list[ListedPart], Markers | None]:
     return found, (("part-number-marker", str(marker)),)
 
 
-def begun(answer: Answer) -> str:
+def begun(response: Response) -> str:
     """The id of the multipart upload that was begun."""
     # rclone calls it by the name of the request.
     named = ("InitiateMultipartUploadResult", "InitiateMultipartUpload")
-    return field(document(answer, *named), "UploadId", _UPLOAD_ID_CHARS_MAX)
+    return field(document(response, *named), "UploadId", _UPLOAD_ID_CHARS_MAX)
 
 
-def completed(answer: Answer) -> ET.Element:
+def completed(response: Response) -> ET.Element:
     """The document of a completion that took effect; an ETag says that it did."""
-    result = document(answer, "CompleteMultipartUploadResult")
+    result = document(response, "CompleteMultipartUploadResult")
     field(result, "ETag", _ETAG_CHARS_MAX)
     return result
 
@@ -248,21 +248,21 @@ def _age_of_s(begun: str, now: datetime) -> float:
         return 0.0
 
 
-def _date_of(answer: Answer) -> datetime:
+def _date_of(response: Response) -> datetime:
     """The store's own time."""
     try:
-        told = parsedate_to_datetime(answer.headers.get("date", ""))
+        reported = parsedate_to_datetime(response.headers.get("date", ""))
     except (ValueError, OverflowError):
         return datetime.now(UTC)
-    return told.replace(tzinfo=told.tzinfo or UTC)
+    return reported.replace(tzinfo=reported.tzinfo or UTC)
 
 
 # ---------------------------------------------------------------- JSON
 
 
-def json_objects(answer: Answer, base: str, prefix: str) -> Page:
+def json_objects(response: Response, base: str, prefix: str) -> Page:
     """One page of a listing of GCS; see :func:`objects`."""
-    body = json_object(answer.body, "the listing", ANSWER_BYTES_MAX)
+    body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#objects")
     found = []
     for each in items(body.get("items", []), "items", _PAGE_ITEMS_MAX):
@@ -280,9 +280,9 @@ def _token(value: Any) -> str:
     return token
 
 
-def json_metadata(answer: Answer, key: str) -> tuple[int, int | None]:
+def json_metadata(response: Response, key: str) -> tuple[int, int | None]:
     """Size and CRC32C of an object of GCS; None where the store returns no checksum."""
-    body = json_object(answer.body, "the metadata", ANSWER_BYTES_MAX)
+    body = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#object")
     if body.get("name") != key:
         raise BoundsError(f"name is {body.get('name')!r:.80}, not {key!r:.80}")

@@ -20,6 +20,7 @@ from swansongd.sources.gcp import KeyWatch
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Wire
+from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.raw_server import Peer, RawServer, Script
@@ -205,7 +206,7 @@ def test_an_answer_of_a_store_that_drips(dripping: Callable[..., RawServer], dri
     """The same for the wire: what moves all the time is ended all the same."""
     server = dripping(*DRIPS[drip])
     began = time.monotonic()
-    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    drawn = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     with pytest.raises(Transient):
         drawn.request("GET", "/", {})
     assert time.monotonic() - began < 10
@@ -227,12 +228,12 @@ def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> N
     head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-99/100\r\n"
     span = {"range": "bytes=0-99"}
     server = dripping(head + b"X: ", b"y")
-    drawn = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    drawn = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     with pytest.raises(Transient, match="in time"):
         drawn.request("GET", "/", span, sink=Counted())
     sink = Counted()
     server = dripping(head + b"Content-Length: 100\r\n\r\n", b"x")
-    slow = Wire(server.url, connections=1, stall_s=5, reply_s=5, answer_s=0.5)
+    slow = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
     assert slow.request("GET", "/", span, sink=sink).status == 206
     assert sink.size_bytes == 100
 
@@ -281,9 +282,9 @@ def test_a_refusal_is_read_as_far_as_it_matters(kind: str, cloud_environment: No
 
     with RawServer(script) as server:
         store: Any = (
-            S3Store("s3://bucket", server.url, "us-east-1")
+            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
             if kind == "s3"
-            else GcsStore("gs://bucket", server.url)
+            else GcsStore("gs://bucket", GcsOptions(endpoint=server.url))
         )
 
         def ask() -> None:
@@ -316,7 +317,7 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
                 peer.answer(200, body)
 
     with RawServer(script) as server:
-        store = S3Store("s3://bucket", server.url, "us-east-1")
+        store = S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
 
         def ask() -> None:
             with pytest.raises(Transient):
@@ -338,8 +339,8 @@ def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: 
 
     with RawServer(script) as server:
         for store in (
-            S3Store("s3://bucket", server.url, "us-east-1"),
-            GcsStore("gs://bucket", server.url),
+            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1")),
+            GcsStore("gs://bucket", GcsOptions(endpoint=server.url)),
         ):
             with pytest.raises(StoreError) as caught:
                 store.get("key")

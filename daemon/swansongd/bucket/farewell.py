@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The farewell: the object that records an evacuation and its verdict.
+
+docs/format-objects.md describes the bytes.  Farewells are not signed, and no commit depends on one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansongd.core.events import Conclude
+from swansongd.errors import CorruptError
+
+FORMAT = "swansong-farewell"
+VERSION = 1
+BYTES_MAX = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Farewell:
+    """Content of a farewell."""
+
+    run: str
+    generation: int
+    conclusion: Conclude
+    timeline: Sequence[Mapping[str, object]]
+    """One entry for each log line of the evacuation, oldest first."""
+    left_out: int = 0
+    """Entries that the timeline had no room for."""
+    written: str
+    """UTC, informational."""
+
+
+def encode(farewell: Farewell) -> bytes:
+    """The farewell as the bytes of its object."""
+    conclusion = farewell.conclusion
+    commit, part = conclusion.commit, conclusion.part
+    body: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": farewell.run,
+        "generation": farewell.generation,
+        "evacuation": conclusion.evacuation_id,
+        "verdict": conclusion.verdict.value,
+        "reason": conclusion.reason,
+        "commit": commit and {"generation": commit.generation, "step": commit.step},
+        "complete": part is None,
+        "slack_s": conclusion.slack_s,
+        "timeline": list(farewell.timeline),
+        "written": farewell.written,
+    }
+    if part is not None:
+        body["part"] = part.facts()
+    if farewell.left_out:
+        body["left_out"] = farewell.left_out
+    return json.dumps(body, indent=1, sort_keys=True).encode()
+
+
+def verdict_and_time(data: bytes) -> tuple[str, str]:
+    """The verdict of a farewell, and the wall-clock time at which it was written.
+
+    Raises:
+        CorruptError: a field is missing or out of bounds.
+    """
+    body = _body(data)
+    try:
+        return (
+            bounds.text(body.get("verdict"), "verdict of the farewell", bounds.ID_CHARS_MAX),
+            bounds.text(body.get("written"), "time of the farewell", bounds.ID_CHARS_MAX),
+        )
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None
+
+
+def names_commit(data: bytes) -> bool:
+    """Whether the run had a commit when the farewell was written; raises CorruptError."""
+    return _body(data).get("commit") is not None
+
+
+def _body(data: bytes) -> Mapping[str, object]:
+    try:
+        return bounds.json_object(data, "the farewell", BYTES_MAX)
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None

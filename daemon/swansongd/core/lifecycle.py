@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the lifecycle hook of an Auto Scaling group gets a heartbeat, and when it is completed.
+
+Until the hook is completed, the group keeps the VM.  Completing it ends the VM earlier than the group would.
+"""
+
+from __future__ import annotations
+
+from swansongd.core.state import State
+from swansongd.model import Verdict
+
+ASG_SOURCE = "aws.asg"
+
+
+def needs_heartbeat(state: State) -> bool:
+    """Whether the group is to keep the VM: it announced the end, and the evacuation has no verdict yet."""
+    evacuation = state.evacuation
+    return ASG_SOURCE in state.notices and evacuation is not None and evacuation.verdict is None
+
+
+def is_complete(state: State, verdict: Verdict) -> bool:
+    """Whether the group may end the VM now.
+
+    Not after LOST: a set that a trainer still seals in the remaining time may be committed.
+    """
+    return ASG_SOURCE in state.notices and verdict is not Verdict.LOST

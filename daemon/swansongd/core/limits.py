@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits of flush and commit that follow from the state: urgency, bandwidth, and how long to retry.
+
+Data stops at the deadline less the reserve, so that the manifest has the link for itself.  The commit may
+use the reserve.  A VM that outlives its deadline has no limit any more: whatever still arrives counts.
+"""
+
+from __future__ import annotations
+
+from swansongd.core.state import State
+
+
+def is_urgent(state: State) -> bool:
+    """Whether a notice or a precaution is being answered: nothing may wait for the background."""
+    return state.evacuation is not None
+
+
+def rate_bytes_per_s(state: State) -> float | None:
+    """The bandwidth that a flush may use; None for all of it.
+
+    The background limit protects training.  Ranks of another start of the job block until the flush is done,
+    so there is no training to protect.
+    """
+    finishing = state.finishing
+    is_awaited = finishing is not None and not finishing.is_done
+    return None if is_urgent(state) or is_awaited else state.settings.background_limit_bytes_per_s
+
+
+def data_give_up_mono_s(state: State, now_mono_s: float) -> float | None:
+    """The instant after which a request that carries data is not retried; None without a deadline."""
+    deadline_mono_s = commit_give_up_mono_s(state, now_mono_s)
+    return None if deadline_mono_s is None else deadline_mono_s - state.settings.reserve_s
+
+
+def commit_give_up_mono_s(state: State, now_mono_s: float) -> float | None:
+    """The instant after which a request of the commit is not retried; None without a deadline ahead."""
+    evacuation = state.evacuation
+    if evacuation is None or now_mono_s >= evacuation.deadline_mono_s:
+        return None
+    return evacuation.deadline_mono_s

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flush while it runs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from swansongd.core.events import FlushProgress
+from swansongd.flush.queue import UploadQueue
+from swansongd.model import Staged
+from swansongd.staging.scan import SetDirectory
+from swansongd.util.concurrency import ConcurrencyLimit
+
+
+@dataclass(eq=False, slots=True)
+class ActiveFlush:
+    """One flush, from its start until it is finished, failed, cancelled or replaced.
+
+    Several flushes of one set may follow each other; they share its queue.  The engine's lock guards all
+    fields except the counters of :meth:`count_sent`.
+    """
+
+    flush_id: str
+    staged: Staged
+    is_sealed: bool
+    queue: UploadQueue
+    limit: ConcurrencyLimit
+    workers: int = 0
+    """Workers that carry out a task of this flush."""
+    directory: SetDirectory | None = None
+    """The directory of the set, from the first file that is opened to the last worker that leaves."""
+    _sent_bytes: dict[int, int] = field(default_factory=dict)
+    """By thread, so that counting needs no lock."""
+
+    @property
+    def admits_worker(self) -> bool:
+        return self.workers < self.limit.now
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent so far, in finished parts and in parts in flight."""
+        return sum(list(self._sent_bytes.values()))
+
+    def count_sent(self, size_bytes: int) -> None:
+        """Count bytes as sent; a negative number takes back those of a request that is repeated."""
+        thread = threading.get_ident()
+        self._sent_bytes[thread] = self._sent_bytes.get(thread, 0) + size_bytes
+
+    def progress(self) -> FlushProgress:
+        return FlushProgress(self.flush_id, self.queue.bytes_stored, self.sent_bytes)
+
+    def close_directory(self) -> None:
+        if self.directory is not None:
+            self.directory.close()
+            self.directory = None

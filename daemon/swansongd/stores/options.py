@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to reach a store, as one value that is checked when it is made."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swansongd.errors import ConfigError
+
+Addressing = Literal["auto", "path", "virtual"]
+Checksums = Literal["auto", "trailer", "header"]
+
+_GCS_ENDPOINT = "https://storage.googleapis.com"
+_ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Options of every store that is reached over the network.
+
+    Raises:
+        ConfigError: ``ca_bundle`` is not a file.
+    """
+
+    endpoint: str | None = None
+    """Of a compatible store, an emulator or a private endpoint; None: the provider's own."""
+    connections: int = 16
+    """Threads that call the store at the same time."""
+    ca_bundle: Path | None = None
+    """Certificates to trust; None: those of the provider's environment variable, or the system's."""
+    connect_timeout_s: float = 3.0
+    """Limit of making a connection."""
+    read_timeout_s: float = 8.0
+    """Limit of one wait for a response."""
+
+    def __post_init__(self) -> None:
+        if self.ca_bundle is not None and not self.ca_bundle.is_file():
+            raise ConfigError(
+                [f"store.ca_bundle: is not a file (got {str(self.ca_bundle)!r}); name a PEM file"]
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Options(StoreOptions):
+    """Options of S3 and compatible stores."""
+
+    region: str | None = None
+    """Of the bucket; None: boto3's own configuration, then the store's redirect."""
+    profile: str | None = None
+    """Of the AWS configuration files; None: boto3's default chain."""
+    addressing: Addressing = "auto"
+    """Where a request names the bucket; ``auto``: in the path with an endpoint, else as AWS does."""
+    checksums: Checksums = "auto"
+    """Where a shard or part carries its checksum.
+
+    ``trailer``: behind the body, which is then read once.  ``header``: before the body, which is then read
+    twice.  ``auto``: trailers, until the store proves not to read them.  Without TLS always a header.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GcsOptions(StoreOptions):
+    """Options of Google Cloud Storage.
+
+    Raises:
+        ConfigError: also when the endpoint is not ``https://host[:port]``.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _ENDPOINT.fullmatch(self.address):
+            raise ConfigError(
+                [f"store.endpoint: {self.address!r:.80} must read https://host[:port]"]
+            )
+
+    @property
+    def address(self) -> str:
+        """The endpoint, else the server of STORAGE_EMULATOR_HOST, else Google's."""
+        return (self.endpoint or _emulator() or _GCS_ENDPOINT).rstrip("/")
+
+    @property
+    def is_google(self) -> bool:
+        """Whether the address is Google's because no other one is given."""
+        return not (self.endpoint or _emulator())
+
+
+def _emulator() -> str | None:
+    """The server of STORAGE_EMULATOR_HOST, as a URL."""
+    named = os.environ.get("STORAGE_EMULATOR_HOST")
+    return named if not named or "://" in named else f"http://{named}"

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the lifecycle hook of an Auto Scaling group gets heartbeats, and when it is completed."""
+
+from __future__ import annotations
+
+import pytest
+from swansongd.core import lifecycle
+from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.model import Verdict
+
+from testkit.story import Story
+
+
+def test_heartbeats_last_from_the_notice_to_the_verdict() -> None:
+    story = Story()
+    assert not lifecycle.needs_heartbeat(story.state)
+    story.notice(source=ASG_SOURCE)
+    assert lifecycle.needs_heartbeat(story.state)
+    story.scan()
+    assert story.verdicts
+    assert not lifecycle.needs_heartbeat(story.state)
+
+
+def test_the_notice_of_another_source_concerns_no_hook() -> None:
+    story = Story()
+    story.notice(source="aws.spot")
+    assert not lifecycle.needs_heartbeat(story.state)
+    assert not lifecycle.is_complete(story.state, Verdict.SAFE)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "is_complete"),
+    [(Verdict.SAFE, True), (Verdict.PARTIAL, True), (Verdict.LOST, False)],
+)
+def test_a_verdict_completes_the_hook_unless_nothing_is_committed(
+    verdict: Verdict, is_complete: bool
+) -> None:
+    """After LOST the remaining time may still bring a commit."""
+    story = Story()
+    story.notice(source=ASG_SOURCE)
+    assert lifecycle.is_complete(story.state, verdict) is is_complete
+
+
+def test_a_withdrawn_notice_leaves_the_hook_alone() -> None:
+    story = Story()
+    story.notice(source=ASG_SOURCE)
+    story.withdraw(ASG_SOURCE)
+    assert not lifecycle.is_complete(story.state, Verdict.SAFE)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/design names modules and packages that exist, all packages, and the states and plans of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from swansongd.core.planner import PlanKind
+from swansongd.core.state import Phase
+from swansongd.model import Verdict
+
+from testkit import REPOSITORY
+
+DAEMON = REPOSITORY / "daemon" / "swansongd"
+HOOKS = REPOSITORY / "training_hooks" / "swansong"
+PAGES = [
+    *sorted((REPOSITORY / "docs" / "design").glob("*.md")),
+    *sorted((REPOSITORY / "docs").glob("format*.md")),
+]
+NAMED = re.compile(r"`((?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py|(?:_?[a-z0-9]+/)+)`")
+BUCKET = {"generations/", "commits/", "farewells/", "data/", "probes/"}
+"""Prefixes of keys, which look like packages."""
+ROOTS = (REPOSITORY, DAEMON, DAEMON / "stores", HOOKS, REPOSITORY / "training_hooks")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_and_package_that_a_page_names_exists(page: Path) -> None:
+    """In the daemon, the hooks, or below the root of the repository."""
+    named = set(NAMED.findall(page.read_text(encoding="utf-8"))) - BUCKET
+    missing = {
+        name for name in named if not any((root / name.rstrip("/")).exists() for root in ROOTS)
+    }
+    assert missing == set()
+
+
+def test_the_overview_has_every_package_of_the_daemon() -> None:
+    """One row for each package, and no other rows."""
+    page = (REPOSITORY / "docs" / "design" / "overview.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z]+)/` \|", page, re.MULTILINE)
+    packages = [path.parent.name for path in DAEMON.glob("*/__init__.py")]
+    assert sorted(rows) == sorted(packages)
+
+
+def test_the_evacuation_page_has_every_state_plan_and_verdict() -> None:
+    """By the names that ``swansong status`` shows."""
+    page = (REPOSITORY / "docs" / "design" / "evacuation.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
+    assert words >= {*Phase, *PlanKind, *Verdict}

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/format*.md state the keys, fields, bounds and digests of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from swansong import bounds
+from swansongd.bucket import catalog
+from swansongd.bucket import claim as claims
+from swansongd.bucket import farewell as farewells
+from swansongd.bucket import manifest as manifests
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.core.events import Conclude
+from swansongd.digests import PART_SIZE_BYTES_MAX, part_digest, shard_digest
+from swansongd.model import (
+    CheckpointId,
+    CheckpointKind,
+    CommitRef,
+    Part,
+    StoredShard,
+    Verdict,
+)
+from swansongd.observe.timeline import ENTRIES_MAX
+
+from testkit import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
+OBJECTS_PAGE = (DOCS / "format-objects.md").read_text(encoding="utf-8")
+SIGNER = Signer(b"k" * 32)
+KEYS = RunKeys("my-run")
+REF = CommitRef(7, 4200)
+SHARD = KEYS.shard(7, CheckpointId(4200, "0af1"), "9e2d", 0, "rank-00000/model.bin")
+MANIFEST = manifests.Manifest(
+    run="my-run", generation=7, step=4200, kind=CheckpointKind.PERIODIC, node=0, nodes=2, nonce="0af1",
+    shards=(
+        StoredShard(
+            path="rank-00000/model.bin", size_bytes=3, digest=shard_digest([part_digest(b"abc")]),
+            key=SHARD, part_size_bytes=16, crc32c=1,
+        ),
+    ),
+    parent=CommitRef(7, 4100),
+)  # fmt: skip
+CLAIM = claims.ClaimObject(run="my-run", generation=7, nonce="0af1", job_start_id="start")
+FORMS = {
+    "<run>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+    "<generation>": r"[0-9]{8}",
+    "<step>": r"[0-9]{12}",
+    "<node>": r"[0-9]{5}",
+    "<nodes>": r"[0-9]{5}",
+    "<nonce>": r"[A-Za-z0-9]+",
+    "<upload_nonce>": r"[A-Za-z0-9]+",
+    "<path>": r".+",
+    "<time>": r"[0-9]{8}T[0-9]{6}Z",
+    "<hex>": r"[0-9a-f]+",
+}
+
+
+def section(page: str, title: str) -> str:
+    """The text below a heading, down to the next heading."""
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert found, f"no section {title}"
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the rows of all tables, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    is_rule = [bool(re.fullmatch(r"[| -]+", line)) for line in lines]
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line, rule, head in zip(lines, is_rule, [*is_rule[1:], False], strict=True)
+        if not (rule or head)
+    ]
+
+
+def first_names(text: str) -> list[str]:
+    """The names in the first cells of a table."""
+    return [name for cells in rows(text) for name in re.findall(r"`([^`]+)`", cells[0])]
+
+
+def snippet(page: str, title: str) -> dict[str, Any]:
+    """What the Python of a section defines."""
+    code = re.search(r"```python\n(.*?)```", section(page, title), re.DOTALL)
+    assert code, f"no Python in {title}"
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    return names
+
+
+def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
+    """Each row is the form of one kind of key, and each part of a form is explained."""
+    forms = [name for name in first_names(section(KEYS_PAGE, "Layout")) if "/" in name]
+    made = [
+        KEYS.generation(7),
+        SHARD,
+        KEYS.commit(REF, 0, 2),
+        KEYS.farewell(7, "20261121T024201Z-0af1"),
+        f"{KEYS.probes}doctor-0af1/",
+    ]
+    for form, key in zip(forms, made, strict=True):
+        pattern = re.escape(form)
+        for word, regex in FORMS.items():
+            pattern = pattern.replace(re.escape(word), regex)
+        assert re.fullmatch(pattern, key), (form, key)
+    explained = [name for name in first_names(section(KEYS_PAGE, "Layout")) if "/" not in name]
+    assert explained == list(FORMS)
+
+
+def test_the_forms_of_numbers_are_those_of_the_code() -> None:
+    """The digits on the page are the ranges that the code formats."""
+    digits = {
+        name: int(match[1])
+        for cells in rows(section(KEYS_PAGE, "Layout"))
+        if (match := re.match(r"([0-9]+) digits", cells[1]))
+        for name in re.findall(r"<(\w+)>", cells[0])
+    }
+    largest = {
+        "generation": bounds.GENERATION_MAX,
+        "step": bounds.STEP_MAX,
+        "node": bounds.NODES_MAX,
+        "nodes": bounds.NODES_MAX,
+    }
+    assert {name: 10**count - 1 for name, count in digits.items()} == largest
+
+
+def test_the_fields_of_a_manifest() -> None:
+    """The page has the fields of the object, no more and no less."""
+    body = json.loads(manifests.encode(MANIFEST, SIGNER))
+    of_manifest, of_shard = section(OBJECTS_PAGE, "The manifest").split("| field of a shard")
+    assert sorted(first_names(of_manifest)) == sorted(body)
+    assert sorted(first_names(f"| {of_shard}")) == sorted(body["shards"][0])
+
+
+def test_the_fields_of_a_claim() -> None:
+    """The page has the fields of the object, no more and no less."""
+    body = json.loads(claims.encode(CLAIM, SIGNER))
+    assert sorted(first_names(section(OBJECTS_PAGE, "The claim"))) == sorted(body)
+
+
+def test_the_fields_of_a_farewell() -> None:
+    """The page has the fields of the object, no more and no less."""
+    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, Part(REF, 2))
+    farewell = farewells.Farewell(
+        run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
+    )
+    body = json.loads(farewells.encode(farewell))
+    text = section(OBJECTS_PAGE, "The farewell")
+    assert sorted(first_names(text)) == sorted(body)
+    assert set(re.findall(r"`(\w+)`", text)) >= set(body["part"])
+    assert f"at most {ENTRIES_MAX}" in text
+
+
+def number(text: str) -> int:
+    """The number in a cell: 20,000, 16 MiB, 2^60."""
+    value, _, unit = text.replace(",", "").partition(" ")
+    base, _, exponent = value.partition("^")
+    power: int = int(base) ** int(exponent or 1)
+    return power * {"": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+
+
+BOUNDS = {
+    "bytes of a manifest": manifests.BYTES_MAX,
+    "bytes of all manifests of a commit": catalog.COMMIT_BYTES_MAX,
+    "shards of a manifest": bounds.FILES_MAX,
+    "characters of a path": bounds.PATH_CHARS_MAX,
+    "characters of a name in a path": bounds.NAME_CHARS_MAX,
+    "names in a path": bounds.PATH_LEVELS_MAX,
+    "bytes of all shards of a manifest": bounds.BYTES_MAX,
+    "parts of all shards of a manifest": manifests.PARTS_MAX,
+    "`part_size_bytes`": PART_SIZE_BYTES_MAX,
+    "characters of `run`, `kind`, `nonce`, `framework`, `created`": bounds.ID_CHARS_MAX,
+    "entries of `health`": bounds.METRICS_MAX,
+    "entries of `trainer`": bounds.FACTS_MAX,
+    "commas, opening brackets and opening braces of one object": bounds.JSON_VALUES_MAX,
+    "bytes of a claim": claims.BYTES_MAX,
+    "bytes of a farewell": farewells.BYTES_MAX,
+    "manifests of a run that a reader holds, the newest ones; claims likewise": catalog.LISTED_MAX,
+}
+
+
+def test_the_bounds() -> None:
+    """The page has the limits that readers apply."""
+    found = {cells[0]: number(cells[1]) for cells in rows(section(OBJECTS_PAGE, "Bounds"))}
+    assert found == BOUNDS
+    assert f"{manifests.SMALL_PARTS_MAX:,} more" in OBJECTS_PAGE
+    assert f"{catalog.EXAMINE_CPU_S:g} s of processor time" in OBJECTS_PAGE
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", bytes(range(256)) * 5])
+def test_the_digest_of_a_shard(data: bytes) -> None:
+    """The function on the page returns what the code returns."""
+    parts = [data[i : i + 16] for i in range(0, max(1, len(data)), 16)]
+    own = shard_digest([part_digest(part) for part in parts])
+    assert snippet(OBJECTS_PAGE, "The digest of a shard")["shard_digest"](data, 16) == own
+
+
+def test_the_signatures() -> None:
+    """The function on the page returns the signatures of the code, for a manifest and a claim."""
+    signature = snippet(OBJECTS_PAGE, "Signatures")["signature"]
+    for kind, data in (
+        (manifests.FORMAT, manifests.encode(MANIFEST, SIGNER)),
+        (claims.FORMAT, claims.encode(CLAIM, SIGNER)),
+    ):
+        body = json.loads(data)
+        assert signature(kind, body, SIGNER.key) == body["signature"]
+        assert f"`{kind}`" in section(OBJECTS_PAGE, "Signatures")

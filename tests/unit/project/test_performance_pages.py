@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks write their tables into the pages of ``docs/performance/``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.transfer import results
+
+PAGES = results.PAGES
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies of all pages, which a benchmark writes to instead."""
+    for page in PAGES.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text())
+    monkeypatch.setattr(results, "PAGES", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["make bench", "make bench-beside", "make bench-torch"])
+def test_writing_the_same_tables_changes_no_page(copies: Path, name: str) -> None:
+    """Exactly one page has the marks of each benchmark, and only the text between them is replaced."""
+    before = {page.name: page.read_text() for page in copies.iterdir()}
+    marked = re.compile(rf"<!-- {name}: begin -->\n\n(.*?)\n\n<!-- {name}: end -->", re.DOTALL)
+    ((page, table),) = [(page, text) for page in before for text in marked.findall(before[page])]
+    results.write_page(name, table)
+    assert {page.name: page.read_text() for page in copies.iterdir()} == before
+    results.write_page(name, "new")
+    assert (copies / page).read_text() == before[page].replace(table, "new")
+
+
+def test_marks_without_a_page_are_an_error(copies: Path) -> None:
+    """A benchmark without a place for its tables fails instead of losing them."""
+    with pytest.raises(SystemExit, match=r"no page .* has the marks"):
+        results.write_page("make unknown", "text")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's own key-value store, through which ranks on several VMs reach each other.
+
+The store is a ``torch.distributed.TCPStore``, which torchrun or rank 0 serves.  Swansong opens no other
+connection between the VMs and takes part in no collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+from swansong._ranks.agreement import Ranks
+
+POLL_S = 0.05
+"""Interval of polls that are not urgent.  One check takes about 0.1 ms.  A blocking wait inside the store
+would make torch write a warning to the trainer's output at each timeout."""
+_CONNECT_LIMIT_S = 30.0
+
+log = logging.getLogger("swansong")
+
+
+class JobStore(Protocol):
+    """The methods that Swansong uses of a ``torch.distributed`` store.  One connection serves one thread."""
+
+    def set(self, key: str, value: str) -> Any: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+def open_job_store() -> JobStore:
+    """Open a new connection to the store at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        Exception: no store answers there yet, or torch is not installed.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - only jobs that have torch
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_LIMIT_S),
+    )
+    found: JobStore = PrefixStore("swansong", store)
+    return found
+
+
+def wait_for_key(
+    store: JobStore,
+    key: str,
+    stop: threading.Event,
+    *,
+    every_s: float,
+    limit_s: float = float("inf"),
+) -> bool:
+    """Poll the store until it contains a key.
+
+    Args:
+        store: connection of this thread.
+        key: name of the key.
+        stop: ends the wait.
+        every_s: interval of the polls, in seconds.
+        limit_s: longest wait, in seconds.
+
+    Returns:
+        False if the limit passed or ``stop`` was set before the key appeared.
+    """
+    give_up_mono_s = time.monotonic() + limit_s
+    while not store.check([key]):
+        left_s = give_up_mono_s - time.monotonic()
+        if left_s <= 0 or stop.wait(min(every_s, left_s)):
+            return False
+    return True
+
+
+def warn_about_shared_store(ranks: Ranks) -> None:
+    """Warn, once for each VM, if a VM cannot join this torchrun job again after the job has shrunk.
+
+    The agents of torch 2.13 share the store of their rendezvous with the ranks.  When a VM returns to a job
+    that has shrunk, the agent on the surviving VM fails at that store, and the job ends.
+    """
+    is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if ranks.nodes > 1 and ranks.local_rank == 0 and is_elastic and shares:
+        log.warning(
+            "torchrun shares its store with the ranks: once the job has shrunk, no VM can join it again; set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every VM"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """Type and message of an error on one line of at most 300 characters."""
+    text = f"{type(error).__name__}: {error}"
+    return text.splitlines()[0][:300]

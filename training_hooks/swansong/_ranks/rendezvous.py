@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous: all ranks of one start of a job over several VMs meet in the job's store.
+
+Rank 0 draws a random id for each rendezvous.  All later keys in the store begin with that id.  A store that
+outlives a start of the job therefore holds nothing that the next start could mistake for its own.
+
+After the ranks have met, every daemon first commits the sets that earlier starts have sealed.  Only then does
+the new job start begin, because its claim fences those sets off.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.job_store import (
+    POLL_S,
+    JobStore,
+    first_line,
+    open_job_store,
+    wait_for_key,
+)
+from swansong.protocol import Finish, JobStart, Message
+
+FINISH_LIMIT_S = 100.0
+"""Longest wait of a job start for all daemons to commit what earlier starts have sealed.  A daemon stops
+after 90 s."""
+ABSENT_S = 10.0
+"""A rank's report that its VM has no daemon counts after this time.  Until then it may be from an earlier
+start."""
+_ABSENT = "absent"
+_ABSENT_POLL_S = 1.0
+_POLLS_PER_S = 2000.0
+"""Polls by all ranks together while nothing is urgent.  In a large job each rank polls less often."""
+_INIT_FIRST = "call torch.distributed.init_process_group() first"
+
+log = logging.getLogger("swansong")
+
+
+class Rendezvous:
+    """One rank's part in the rendezvous of all ranks, and the id of the job start that results.
+
+    Args:
+        ranks: position of this process in the job.
+        send: sends a message to the daemon of this VM, without blocking.
+        open_store: opens a new connection to the job's store.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        send: Callable[[Message], object],
+        open_store: Callable[[], JobStore] = open_job_store,
+    ) -> None:
+        self.ranks = ranks
+        self.send = send
+        self.open_store = open_store
+        self.closed = threading.Event()
+        """Set when this rank leaves the job: ends all waits in the store."""
+        self.poll_s = max(POLL_S, ranks.world_size / _POLLS_PER_S)
+        self._changed = threading.Condition()
+        self._met_id: str | None = None
+        """Id of the rendezvous, from the moment when all ranks have met."""
+        self._id: str | None = None
+        """The same id, from the moment when all daemons have finished the sets of earlier starts."""
+        self._finished_id: str | None = None
+        """Id of the last rendezvous for which the daemon of this VM has finished those sets."""
+        self._job_start_id: str | None = None
+        """Id of the rendezvous, with a suffix after a rollback."""
+        self._problem = f"they have not all arrived yet; {_INIT_FIRST}"
+        self._is_hopeless = False
+        """Whether a rank has no daemon, so that waiting gains nothing."""
+        self._announcing: threading.Thread | None = None
+
+    def meet(self, store: JobStore) -> str | None:
+        """Meet the other ranks, and wait until all daemons have finished the sets of earlier starts.
+
+        A second call returns the same id.
+
+        Args:
+            store: connection of the calling thread.
+
+        Returns:
+            Id of the rendezvous; None if :attr:`closed` was set first.
+
+        Raises:
+            Exception: the store failed; call this again.
+        """
+        if self._id is None:
+            met_id = self._met_id or rendezvous(
+                store,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+                nonce=secrets.token_hex(8),
+                stop=self.closed,
+                absent=self._report_absent,
+            )
+            with self._changed:
+                self._met_id, self._is_hopeless = met_id, False
+                self._changed.notify_all()
+            if met_id is None:
+                return None
+            self._wait_for_daemons(store, met_id)
+            with self._changed:
+                self._id = self._job_start_id = met_id
+                self._changed.notify_all()
+            self.send(JobStart(met_id))
+        return self._id
+
+    def wait(self, limit_s: float, finish_limit_s: float = 0.0) -> str:
+        """Wait until another thread has completed :meth:`meet`.
+
+        Args:
+            limit_s: longest wait for the other ranks, in seconds.
+            finish_limit_s: longest further wait for the daemons of ranks that have met, in seconds.
+
+        Returns:
+            Id of the rendezvous.
+
+        Raises:
+            TimeoutError: a limit passed, a rank has no daemon, or this rank left the job.
+        """
+
+        def is_over() -> bool:
+            return bool(self._id) or self._is_hopeless or self.closed.is_set()
+
+        give_up_mono_s = time.monotonic() + limit_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._met_id or is_over(), limit_s)
+            if self._met_id is not None:
+                left_s = max(0.0, give_up_mono_s - time.monotonic())
+                self._changed.wait_for(is_over, left_s + finish_limit_s)
+            if self._id is None:
+                raise TimeoutError(f"the ranks of the other VMs cannot be reached: {self._problem}")
+            return self._id
+
+    def begin_rollback(self, number: int) -> str:
+        """Begin another job start for all daemons, after the ranks have agreed on a rollback.
+
+        Args:
+            number: rollbacks of this process so far, including this one.
+
+        Returns:
+            Id of the new job start, the same for all ranks.
+        """
+        self._job_start_id = f"{self._id}~{number}"
+        self.send(JobStart(self._job_start_id))
+        return self._job_start_id
+
+    def resend(self) -> None:
+        """Repeat the last message to the daemon after a reconnect."""
+        if self._job_start_id is not None:
+            self.send(JobStart(self._job_start_id))
+        elif self._met_id is not None:
+            self.send(Finish(self._met_id))
+
+    def finished(self, rendezvous_id: str) -> None:
+        """Record that the daemon of this VM has committed what earlier starts have sealed."""
+        with self._changed:
+            self._finished_id = rendezvous_id
+            self._changed.notify_all()
+
+    def store_failed(self, reason: str) -> None:
+        """Record why the store failed, for the error that :meth:`wait` raises."""
+        self._problem = f"{reason}; {_INIT_FIRST}"
+
+    def announce_absence(self) -> None:
+        """Report to the other ranks that this VM has no daemon; returns immediately."""
+
+        def announce() -> None:
+            try:
+                report_absence(self.open_store(), self.ranks.rank)
+            except Exception as error:  # no store, or no torch: no other rank is waiting
+                log.info("cannot report to the other ranks: %s", first_line(error))
+
+        self._announcing = threading.Thread(target=announce, name="swansong-absent", daemon=True)
+        self._announcing.start()
+
+    def close(self) -> None:
+        """End all waits; blocks for at most 1 s until the thread of :meth:`announce_absence` has ended."""
+        self.closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._announcing is not None:
+            self._announcing.join(1.0)
+
+    def forked(self) -> None:
+        """Leave the job in the child of a fork, where the parent's threads do not exist."""
+        self.closed = threading.Event()  # a lost thread may hold the locks of the old one
+        self._changed = threading.Condition()
+        self.closed.set()
+
+    def _report_absent(self, ranks: list[int]) -> None:
+        with self._changed:
+            self._problem = (
+                f"the VMs of ranks {ranks} have no daemon that answers: start swansongd there, and then the"
+                " job; without it those ranks would begin at step 0"
+            )
+            self._is_hopeless = True
+            self._changed.notify_all()
+
+    def _wait_for_daemons(self, store: JobStore, met_id: str) -> None:
+        give_up_mono_s = time.monotonic() + FINISH_LIMIT_S
+        self._problem = "their daemons still commit what an earlier start has sealed"
+        self.send(Finish(met_id))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finished_id == met_id or self.closed.is_set(), FINISH_LIMIT_S
+            )
+        all_finished = f"{met_id}/finished/all"
+        if store.add(f"{met_id}/finished", 1) == self.ranks.world_size:
+            store.set(all_finished, "")
+        limit_s = give_up_mono_s - time.monotonic()
+        wait_for_key(store, all_finished, self.closed, every_s=self.poll_s, limit_s=limit_s)
+
+
+def rendezvous(
+    store: JobStore,
+    *,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    stop: threading.Event,
+    absent: Callable[[list[int]], object] = lambda _: None,
+) -> str | None:
+    """Meet the other ranks of this start of the job, and no rank of an earlier one.
+
+    Rank 0 acknowledges each rank by the nonce of that rank, so a rank cannot take an acknowledgement that
+    an earlier start has left for its own.
+
+    Args:
+        store: connection of the calling thread.
+        rank: of this process.
+        world_size: number of ranks.
+        nonce: random, new for each process.
+        stop: ends the wait.
+        absent: called with the ranks that have reported for :data:`ABSENT_S` that their VM has no daemon.
+
+    Returns:
+        Id of the rendezvous, the same for all ranks; None if ``stop`` was set before all ranks had met.
+
+    Raises:
+        Exception: the store failed.
+    """
+    begun_mono_s = time.monotonic()
+    store.set(f"hello/{rank}", nonce)
+
+    def report(ranks: list[int]) -> None:
+        if ranks and time.monotonic() - begun_mono_s > ABSENT_S:
+            absent(ranks)
+
+    if rank == 0:
+        return _gather(store, world_size, nonce, stop, report)
+    acknowledgement = f"welcome/{nonce}"
+    while not wait_for_key(store, acknowledgement, stop, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
+        if stop.is_set():
+            return None
+        report([0] if _is_absent(store, 0) else [])
+    rendezvous_id = store.get(acknowledgement).decode()
+    store.set(f"{rendezvous_id}/met/{rank}", "")
+    return rendezvous_id
+
+
+def _gather(
+    store: JobStore,
+    world_size: int,
+    nonce: str,
+    stop: threading.Event,
+    report: Callable[[list[int]], None],
+) -> str | None:
+    """Acknowledge every other rank until all have met: the part of rank 0, whose nonce becomes the id."""
+    missing = set(range(1, world_size))
+    acknowledged: set[str] = set()
+    while missing:
+        without_daemon = []
+        for other in sorted(missing):
+            if store.check([f"{nonce}/met/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                theirs = store.get(f"hello/{other}").decode()
+                if theirs == _ABSENT:
+                    without_daemon.append(other)
+                elif theirs not in acknowledged:
+                    acknowledged.add(theirs)
+                    store.set(f"welcome/{theirs}", nonce)
+        report(without_daemon)
+        if missing and stop.wait(POLL_S):
+            return None
+    return nonce
+
+
+def report_absence(store: JobStore, rank: int) -> None:
+    """Report that this rank has no daemon and will not come to the rendezvous."""
+    store.set(f"hello/{rank}", _ABSENT)
+
+
+def _is_absent(store: JobStore, rank: int) -> bool:
+    key = f"hello/{rank}"
+    return store.check([key]) and store.get(key).decode() == _ABSENT

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for copies of tensors, laid out as the files that are written from it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swansong._checkpoint.staging import finish
+from swansong._torch.memory import checksum, memory_of
+from swansong._torch.safetensors import DTYPE_NAMES, encode_header
+
+FILE_BYTES = 2**29
+"""Largest size of a file with several tensors, so that the first files can be uploaded while the last ones
+are written.  A power of two, because torch rounds pinned memory up to the next one."""
+WRITE_BYTES = 2**24
+"""Longest single write."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to save, or this rank's part of one.
+
+    Raises:
+        TypeError: the tensor has a layout or type that cannot be written.
+    """
+
+    group: str
+    """Name of the object.  The file names begin with it."""
+    key: str
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(
+                f"{self.group}: {self.key} is a {tensor.layout} tensor of {tensor.dtype},"
+                " which cannot be written"
+            )
+
+
+Signature = tuple[tuple[str, str, torch.dtype, torch.Size], ...]
+
+
+def signature_of(pieces: Sequence[Piece]) -> Signature:
+    """Return keys, types and shapes: equal for pieces that fit into the same arena."""
+    return tuple((each.group, each.key, each.tensor.dtype, each.tensor.shape) for each in pieces)
+
+
+class Arena:
+    """Host memory for one copy of the pieces.  It is pinned where a file has a piece on a GPU.
+
+    Args:
+        pieces: of the first copy.  Later copies must have the same signature.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.signature = signature_of(pieces)
+        self.homes: list[str] = [""] * len(pieces)
+        """For each piece, the name of its file."""
+        self._keys = [piece.key for piece in pieces]
+        self._files: dict[str, tuple[bytes, torch.Tensor, list[int]]] = {}
+        """By name: header, memory of the tensors, and the numbers of the pieces."""
+        views = [torch.empty(0)] * len(pieces)
+        for name, places in _files(pieces):
+            tensors = {pieces[place].key: pieces[place].tensor for place in places}
+            header, offsets, size_bytes = encode_header(tensors)
+            is_pinned = any(tensor.is_cuda for tensor in tensors.values())
+            memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._files[name] = (header, memory, places)
+            for place, offset in zip(places, offsets, strict=True):
+                tensor = pieces[place].tensor
+                flat = memory[offset : offset + tensor.nbytes]
+                views[place] = flat.view(tensor.dtype).view(tensor.shape)
+                self.homes[place] = name
+        self._views = views
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Copy the pieces; returns when the copies are complete."""
+        devices = set()
+        with torch.no_grad():
+            for view, piece in zip(self._views, pieces, strict=True):
+                is_on_gpu = piece.tensor.is_cuda
+                view.copy_(piece.tensor, non_blocking=is_on_gpu)
+                if is_on_gpu:
+                    devices.add(piece.tensor.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def write(self, directory: Path) -> dict[str, dict[str, int]]:
+        """Write and finish all files, without another copy in memory.
+
+        Returns:
+            Checksums of the pieces in memory, by file and key.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        checksums: dict[str, dict[str, int]] = {}
+        for name, (header, memory, places) in self._files.items():
+            checksums[name] = {self._keys[place]: checksum(self._views[place]) for place in places}
+            with open(directory / name, "wb", buffering=0) as file:
+                _write(file, memoryview(header))
+                _write(file, memory_of(memory))
+            finish(directory / name)
+        return checksums
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done : done + WRITE_BYTES])
+
+
+def _files(pieces: Sequence[Piece]) -> list[tuple[str, list[int]]]:
+    """Return names of files and the numbers of their pieces, those with the largest alignment first."""
+    groups: dict[str, list[list[int]]] = {}
+    sizes: dict[str, int] = {}
+    for place, piece in enumerate(pieces):
+        files = groups.setdefault(piece.group, [])
+        if not files or sizes[piece.group] + piece.tensor.nbytes > FILE_BYTES:
+            files.append([])
+            sizes[piece.group] = 0
+        files[-1].append(place)
+        sizes[piece.group] += piece.tensor.nbytes
+    return [
+        (
+            f"{group}-{number:05d}.safetensors",
+            sorted(places, key=lambda place: -pieces[place].tensor.dtype.itemsize),
+        )
+        for group, files in groups.items()
+        for number, places in enumerate(files)
+    ]

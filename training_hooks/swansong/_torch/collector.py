@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers the tensors that one rank writes, without communication between the ranks.
+
+The ranks know beforehand which tensors all of them hold alike.  The rank and the number of ranks determine
+which part of such a tensor a rank writes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from swansong._torch.arena import Piece
+from swansong.state import encode_tree
+
+SPLIT_BYTES = 2**20
+"""Smallest tensor, of those that all ranks hold alike, that is split among the ranks."""
+
+
+class Collector:
+    """Gathers the tensors of one object, and their entries in the index.
+
+    Args:
+        group: name of the object.
+        rank: of this process.
+        world_size: number of ranks.
+        is_common: whether all ranks hold the same values in this plain tensor.
+        may_be_sharded: whether DTensors can be loaded again, which only a model or an optimizer can do.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        world_size: int,
+        *,
+        is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
+        may_be_sharded: bool = False,
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self.entries: dict[str, dict[str, Any]] = {}
+        """By key: ``shape`` if all ranks hold the tensor, ``offsets`` of the part that this rank writes."""
+        self.group = group
+        self._rank = rank
+        self._world_size = world_size
+        self._is_common = is_common
+        self._may_be_sharded = may_be_sharded
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`."""
+        return encode_tree(value, path, self._put)
+
+    def _put(self, value: Any, key: str) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+            is_array = isinstance(value, numpy.ndarray)
+            self._add(key, torch.from_numpy(numpy.array(value)))
+            return {"array" if is_array else "scalar": key}
+        if isinstance(value, DTensor):
+            if not self._may_be_sharded:
+                raise TypeError(f"{key} is a sharded tensor outside of a model or an optimizer")
+            self._add_shard(key, value)
+            return {"tensor": key}
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.numel() and value.layout == torch.strided:
+            # Tied tensors are the same memory under two names: write it once.
+            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            known = self._seen.setdefault(place, key)
+            if known != key:
+                return {"tensor": known}
+        if self._world_size > 1 and self._is_common(key, value):
+            self._add_share(key, value)
+        else:
+            self._add(key, value)
+        return {"tensor": key}
+
+    def _add(self, key: str, tensor: torch.Tensor) -> None:
+        self.entries[key] = {}
+        self.pieces.append(Piece(self.group, key, tensor))
+
+    def _add_share(self, key: str, tensor: torch.Tensor) -> None:
+        # Without communication: rows are split evenly, and the name of a small tensor determines its rank.
+        entry = self.entries[key] = {"shape": list(tensor.shape)}
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows >= self._world_size and tensor.nbytes >= SPLIT_BYTES:
+            begin = rows * self._rank // self._world_size
+            end = rows * (self._rank + 1) // self._world_size
+            entry["offsets"] = [begin] + [0] * (tensor.dim() - 1)
+            self.pieces.append(Piece(self.group, key, tensor[begin:end]))
+        elif zlib.crc32(key.encode()) % self._world_size == self._rank:
+            entry["offsets"] = [0] * tensor.dim()
+            self.pieces.append(Piece(self.group, key, tensor))
+
+    def _add_shard(self, key: str, tensor: Any) -> None:
+        entry = self.entries[key] = {"shape": list(tensor.shape)}
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None or any(
+            placement.is_replicate() and place != 0
+            for placement, place in zip(tensor.placements, coordinate, strict=True)
+        ):
+            return  # no part is on this rank, or another rank writes the same part
+        (chunk,) = tensor.__create_chunk_list__()
+        if math.prod(chunk.sizes):
+            entry["offsets"] = list(chunk.offsets)
+            self.pieces.append(Piece(self.group, key, tensor.to_local()))
