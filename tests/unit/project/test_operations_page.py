@@ -126,9 +126,11 @@ def phases() -> set[str]:
     """The phases of the timeline of an evacuation."""
     return {
         phase
-        for call in calls()
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "mark" and call.args
-        for phase in strings(call.args[0])
+        for path in PACKAGE.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and re.search(r"\b_?mark$", ast.unparse(call.func))
+        for argument in call.args
+        for phase in strings(argument)
     }
 
 
