@@ -22,11 +22,11 @@ from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
     TIMEOUT_S,
-    Answer,
     MetadataClient,
+    MetadataResponse,
     MetadataUnavailable,
     fallback_url,
-    patiently,
+    retry_timeouts,
     shortened,
 )
 
@@ -39,7 +39,7 @@ _LIMIT_S = 4 * TIMEOUT_MAX_S
 _FIX_AWS = "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled"
 _FIX_GCP = "gcloud compute instances describe VM"
 
-Ask = Callable[[str], Answer]
+Ask = Callable[[str], MetadataResponse]
 
 
 def checks(config: Config, cloud: str) -> Iterator[Check]:
@@ -58,10 +58,10 @@ def checks(config: Config, cloud: str) -> Iterator[Check]:
 def _aws(url: str) -> Iterator[Check]:
     session = aws.ImdsSession()
 
-    def ask(path: str) -> Answer:
+    def ask(path: str) -> MetadataResponse:
         with _client(url, "aws") as client:
             imds = aws.Imds(client, monotonic=time.monotonic, session=session)
-            return patiently(lambda: imds.get(path))
+            return retry_timeouts(lambda: imds.get(path))
 
     def path(name: str, path: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(path), judge, needs="IMDS token", fix=_FIX_AWS)
@@ -77,9 +77,9 @@ def _aws(url: str) -> Iterator[Check]:
 
 
 def _gcp(url: str) -> Iterator[Check]:
-    def ask(key: str) -> Answer:
+    def ask(key: str) -> MetadataResponse:
         with _client(url, "gcp") as client:
-            return patiently(lambda: gcp.get(client, _GCP + key))
+            return retry_timeouts(lambda: gcp.get(client, _GCP + key))
 
     def key(name: str, key: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: ask(key), judge, needs="metadata server", fix=_FIX_GCP)
@@ -104,7 +104,7 @@ def _client(url: str, cloud: str) -> MetadataClient:
 
 def _path(
     name: str,
-    ask: Callable[[], Answer],
+    ask: Callable[[], MetadataResponse],
     judge: Callable[[int, str], Judgement],
     *,
     fix: str,
@@ -122,7 +122,7 @@ def _path(
     return Check(family=FAMILY, name=name, ask=look, needs=needs, fix=fix, limit_s=_LIMIT_S)
 
 
-def _clock(ask: Callable[[], Answer], needs: str) -> Check:
+def _clock(ask: Callable[[], MetadataResponse], needs: str) -> Check:
     def look() -> Judgement:
         asked_wall_s = time.time()
         try:
