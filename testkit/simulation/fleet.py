@@ -162,7 +162,7 @@ class Vm:
             signals_trainer=False,
             several_vms=True,
             vm=f"vm{self.number}",
-            goes_on_with=joined,
+            resumed_job_start_id=joined,
             sealed_under=self.record[1].generation if self.record else None,
         )
         abandoned = frozenset(self.record[2] if self.record else ())

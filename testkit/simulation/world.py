@@ -70,6 +70,7 @@ from swansongd.stores.base import (
     ObjectInfo,
     ObjectStore,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
@@ -136,6 +137,10 @@ class SimStore:
         for key in sorted(self.objects):
             if key.startswith(prefix):
                 yield ObjectInfo(key, len(self.objects[key]))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        del token  # the first page contains all
+        return Page(list(self.list(prefix)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -266,7 +271,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._flush_id = ""
-        self.kept: dict[CheckpointId, dict[tuple[str, int], int]] = {}
+        self.stored_parts: dict[CheckpointId, dict[tuple[str, int], int]] = {}
         """Parts that are stored, by the set; the journal keeps them over a restart."""
         self.early: list[StartFlush] = []
         self.hides_growing = False
@@ -697,13 +702,13 @@ class World:
         self._flush_id = order.flush_id
         life = self.life
         staged = order.staged
-        kept = self.kept.setdefault(staged.id, {})
+        stored = self.stored_parts.setdefault(staged.id, {})
         parts = [
             (file.path, offset, min(PART_BYTES, file.size_bytes - offset))
             for file in staged.files
             for offset in range(0, file.size_bytes, PART_BYTES)
         ]
-        left = [part for part in parts if part[:2] not in kept]
+        left = [part for part in parts if part[:2] not in stored]
         fails_at = len(left) // 2 if self.chance("refused", 0.2) else None
         is_void = self.chance("void", 0.1)
         if is_void:
@@ -739,11 +744,11 @@ class World:
                 into_part += carried
                 sent += int(carried)
                 if into_part >= size_bytes:
-                    kept[path, offset] = size_bytes
+                    stored[path, offset] = size_bytes
                     del left[0]
                     into_part = 0.0
             if left or not order.is_sealed:
-                self.step(FlushProgress(order.flush_id, sum(kept.values()), sent))
+                self.step(FlushProgress(order.flush_id, sum(stored.values()), sent))
                 if left:
                     self.at(WIRE_S, moves)
             else:
@@ -901,9 +906,13 @@ class World:
         trainer = self.trainer
         pid, step = self.stood_at.get(conclusion.evacuation_id, (0, 0))
         is_same = trainer is not None and trainer.pid == pid
-        if is_same and evacuation.ask is not None and conclusion.commit.step < step:
+        if is_same and evacuation.request is not None and conclusion.commit.step < step:
             raise Broken(f"I7: SAFE at {conclusion.commit}, the trainer was asked at step {step}")
-        if trainer is not None and evacuation.ask is None and evacuation.plan.kind.value == "TAKE":
+        if (
+            trainer is not None
+            and evacuation.request is None
+            and evacuation.plan.kind.value == "TAKE"
+        ):
             raise Broken("I7: SAFE, and the trainer was never asked")
 
 

@@ -20,7 +20,7 @@ from swansongd.stores import credentials
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer
 from testkit.store_backends import PART, Cloud, in_threads, retrying, send_parts
 
@@ -51,7 +51,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def stored(store: S3Store, key: str = "shard") -> bytes:
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range(key, 0, len(CONTENT), sink)
     return sink.data
 
@@ -74,15 +74,15 @@ def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
     """Bucket in the path or in the host, checksum behind or before the body: the store verifies all."""
     endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
     store = cloud.open(endpoint, addressing=addressing, checksums=checksums)
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     store.put_shard("shard", body)
     assert body.passes == (1 if cloud.ca and checksums == "trailer" else 2)
     assert stored(store) == CONTENT
     assert [info.key for info in store.list("")] == ["shard"]
     upload = store.begin("big", PART + 3, PART)
     parts = [
-        store.put_part(upload, 1, BytesBody(bytes(PART))),
-        store.put_part(upload, 2, BytesBody(b"end")),
+        store.put_part(upload, 1, CountedBody(bytes(PART))),
+        store.put_part(upload, 2, CountedBody(b"end")),
     ]
     assert list(store.parts(upload)) == parts
     store.complete(upload, parts)
@@ -95,7 +95,9 @@ def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
 def sent_by_many(store: S3Store) -> list[EventDict]:
     """Eight threads store a shard each, and an upload is completed; returns what was logged."""
     with capture_logs() as lines:
-        in_threads(8, lambda number: store.put_shard(f"shard{number}", BytesBody(CONTENT)) and None)
+        in_threads(
+            8, lambda number: store.put_shard(f"shard{number}", CountedBody(CONTENT)) and None
+        )
         upload = store.begin("big", PART + 3, PART)
         store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
     for number in range(8):
@@ -131,7 +133,7 @@ def test_a_store_that_refuses_trailers(
     (line,) = sent_by_many(store)
     assert 'store.checksums = "header"' in line["hint"]
     assert code in line["reason"]
-    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.fault("O26", "O13")
@@ -151,7 +153,7 @@ def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], fir
     else:
         (line,) = sent_by_many(store)
         assert 'store.checksums = "header"' in line["hint"]
-    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.fault("O26")
@@ -188,7 +190,7 @@ def test_that_a_store_reads_trailers_is_asked_once(
         target for method, target in cloud.requests() if "uploadId=" in target and method == "GET"
     ]
     assert len(listings) == once
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     assert requests_of(cloud, lambda: store.put_shard("last", body)) == ["PUT"]
     assert body.passes == 1
 
@@ -199,11 +201,11 @@ def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Clo
     store = cloud.open()
     cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
     with pytest.raises(Permanent, match="InvalidRequest"):
-        store.put_shard("shard", BytesBody(CONTENT))
+        store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("answer", status=400, code="BadDigest", method="PUT", times=1)
     with pytest.raises(Transient, match="BadDigest"):
-        store.put_shard("shard", BytesBody(CONTENT))
-    body = BytesBody(CONTENT)
+        store.put_shard("shard", CountedBody(CONTENT))
+    body = CountedBody(CONTENT)
     store.put_shard("shard", body)
     assert body.passes == 1
 
@@ -216,7 +218,7 @@ def test_trailers_that_are_demanded(
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", **order)
     with pytest.raises(Permanent) as caught:
-        cloud.open(checksums="trailer").put_shard("shard", BytesBody(CONTENT))
+        cloud.open(checksums="trailer").put_shard("shard", CountedBody(CONTENT))
     assert "store.checksums" in caught.value.hint
 
 
@@ -237,7 +239,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-class Together(BytesBody):
+class Together(CountedBody):
     """Eight bodies that are sent when all eight requests are signed."""
 
     def __init__(self, signed: threading.Barrier, passes: int) -> None:
@@ -279,7 +281,7 @@ def test_expired_and_no_others(
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("expire")
     errors = eight_refused(cloud, store)
     assert [type(error) for error in errors] == [Permanent] * 8
@@ -309,7 +311,7 @@ def test_expired_and_new_ones_there(
     assert [type(error) for error in errors] == [Transient] * 8
     assert len(loads) == 2
     cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("expire")
     profile("third", "more", "newer")
     with pytest.raises(Transient):
@@ -334,7 +336,7 @@ def test_rotated_keys_are_read_again(
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     errors = eight_refused(cloud, store)
@@ -380,7 +382,7 @@ def test_another_source_of_credentials_is_found(
         with pytest.raises(Permanent, match="InvalidAccessKeyId"):
             store.check()
     write("second")
-    retrying(store).put_shard("shard", BytesBody(CONTENT))
+    retrying(store).put_shard("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
 
 
@@ -418,7 +420,7 @@ def test_a_right_that_is_lacking_asks_for_credentials_once(
 def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
     """Permanent, and says which setting to fix."""
     store = cloud.open(profile="nobody")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x")), store.warm):
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.profile" in caught.value.hint
@@ -428,11 +430,11 @@ def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
 def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
     """A redirect is followed once: the request is Transient, and the next one goes where the bucket is."""
     store = cloud.open()
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("region", name="eu-west-1")
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(CONTENT))
-    store.put_shard("shard", BytesBody(CONTENT))
+        store.put_shard("shard", CountedBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
     store.check()
 
@@ -441,7 +443,7 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
 def test_no_such_bucket(cloud: Cloud) -> None:
     """NotFound from the wire as from control calls, with the way out."""
     store = cloud.open(bucket="elsewhere")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
         with pytest.raises(NotFound) as caught:
             call()
         assert "store.url" in caught.value.hint
@@ -453,7 +455,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
     store = cloud.open()
     cloud.order("clock", ahead_s=3600)
     with pytest.raises(Permanent) as caught:
-        store.put_shard("key", BytesBody(b"x"))
+        store.put_shard("key", CountedBody(b"x"))
     assert "clock" in caught.value.hint
 
 
@@ -486,7 +488,7 @@ def test_how_long_to_stay_away(
 ) -> None:
     """SlowDown carries the store's own word on when to come back, where it is one."""
     store = said(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
         assert caught.value.retry_after_s == seconds
@@ -497,7 +499,7 @@ def test_the_store_says_it_has_other_bytes(said: Callable[..., S3Store]) -> None
     """A checksum in the answer that is not that of what was sent: not stored, Transient."""
     store = said(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("key", BytesBody(b"something"))
+        store.put_shard("key", CountedBody(b"something"))
 
 
 @pytest.mark.parametrize(
@@ -513,7 +515,7 @@ def test_another_range_than_asked_for(
     said: Callable[..., S3Store], answer: tuple[object, ...]
 ) -> None:
     """The whole object, another range, a shorter one: Permanent, and nothing reaches the sink."""
-    sink = BytesSink()
+    sink = CountedSink()
     with pytest.raises(Permanent):
         said(*answer).get_range("key", 5, 10, sink)
     assert (sink.data, sink.passes) == (b"", 0)

@@ -17,7 +17,7 @@ from swansongd.stores.file.store import FileStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.options import GcsOptions, S3Options
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import (
     MIB,
     PART,
@@ -269,7 +269,7 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
         lambda: list(store.uploads("")),
         lambda: store.put("key", b""),
         lambda: store.put("key", b"", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"")),
+        lambda: store.put_shard("key", CountedBody(b"")),
         lambda: store.begin("key", 10, PART),
     ]
     for question in questions:

@@ -19,7 +19,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.client import Config
 from botocore.exceptions import ClientError
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.process import EmulatorProcess
 from testkit.emulators.store_control import POINTS
 from testkit.store_backends import BUCKET, MIB, PART, Cloud
@@ -405,7 +405,7 @@ def test_pace(cloud: Cloud) -> None:
     cloud.order("pace", connection_bytes_per_s=2 * MIB)
     store = cloud.open()
     began = time.monotonic()
-    store.put_shard("shard", BytesBody(bytes(MIB)))
+    store.put_shard("shard", CountedBody(bytes(MIB)))
     assert time.monotonic() - began > 0.4
 
 

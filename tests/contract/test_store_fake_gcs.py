@@ -12,6 +12,7 @@ import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
@@ -70,7 +71,7 @@ def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: 
     files = {"rank-00000.json": b"{}", "rank-00000/model.bin": bytes(range(256)) * 40}
     commit(made, files)
     place = tmp_path / "restored"
-    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), place)
+    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), RestoreTarget(place))
     found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
     assert found == files
 

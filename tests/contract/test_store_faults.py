@@ -15,7 +15,7 @@ from swansongd.errors import Exists, NotFound, StoreError, Transient
 from swansongd.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, PartReceipt
 from swansongd.stores.checksums import crc32c
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.emulators.store_control import POINTS
 from testkit.store_backends import (
@@ -45,7 +45,7 @@ class Errand:
     def __init__(self, store: ObjectStore, content: bytes = CONTENT) -> None:
         self.store = store
         self.content = content
-        store.put_shard("old", BytesBody(content))
+        store.put_shard("old", CountedBody(content))
         self.upload, self.receipts = staged_upload(store, content)
 
     def put(self) -> None:
@@ -53,7 +53,7 @@ class Errand:
         assert self.store.get("small") == self.content[:1000]
 
     def put_shard(self) -> None:
-        self.store.put_shard("new", BytesBody(self.content))
+        self.store.put_shard("new", CountedBody(self.content))
         assert get_range(self.store, "new", 0, len(self.content)) == self.content
 
     def put_part(self) -> None:
@@ -169,7 +169,7 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
         store.put("other", b"ours", if_absent=True)
     assert (store.get("claim"), store.get("other")) == (b"ours", b"ours")
     cloud.order("answer", **race, carry_out=1)
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     assert get_range(store, "shard", 0, len(CONTENT)) == CONTENT
 
 
@@ -181,7 +181,7 @@ def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way
     holds, nothing is taken for stored; and when the path is fixed all goes on."""
     through = cloud.open(cloud.by(proxy), **LIMITS)
     store = retrying(through, budget_s=30.0)
-    store.put_shard("old", BytesBody(CONTENT))
+    store.put_shard("old", CountedBody(CONTENT))
     through.check()
     proxy.stall(way, 6000 if cloud.ca else 1400)  # of which TLS takes its part
     if way == "up" and not cloud.ca:
@@ -189,7 +189,7 @@ def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way
     give_up = time.monotonic() + 2
     hurried = retrying(through, give_up_mono_s=lambda: give_up)
     large: dict[Way, Callable[[], object]] = {
-        "up": lambda: hurried.put_shard("new", BytesBody(CONTENT)),
+        "up": lambda: hurried.put_shard("new", CountedBody(CONTENT)),
         "down": lambda: get_range(hurried, "old", 0, len(CONTENT)),
     }
     with pytest.raises(Transient):
@@ -198,7 +198,7 @@ def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way
     assert proxy.hits
     proxy.forward()
     assert store.head("new") is None
-    store.put_shard("new", BytesBody(CONTENT))
+    store.put_shard("new", CountedBody(CONTENT))
     assert get_range(store, "new", 0, len(CONTENT)) == CONTENT
 
 
@@ -207,7 +207,7 @@ def test_a_storm_of_refusals_while_reading(cloud: Cloud) -> None:
     """Eight readers, each refused twice: every range comes, each in its place."""
     store = careful(cloud)
     content = os.urandom(8 * MIB)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     cloud.order("answer", status=503, code="SlowDown", method="GET", match="shard", times=16)
     pieces: dict[int, bytes] = {}
 
@@ -235,7 +235,7 @@ def test_a_shard_taken_unheard(cloud: Cloud) -> None:
     store = careful(cloud)
     cloud.order("clear")
     cloud.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     assert store.put_shard("shard", body) == crc32c(CONTENT)
     asked = [method for method, target in cloud.requests() if "shard" in target]
     assert asked == ["PUT", "PUT", "HEAD" if cloud.is_s3 else "GET"]
@@ -253,7 +253,7 @@ def test_a_completion_unheard_is_settled_by_checksum(cloud: Cloud) -> None:
     assert get_range(store, "shard", 0, len(CONTENT)) == CONTENT
     store.complete(upload, receipts)
     store.delete("shard")
-    store.put_shard("shard", BytesBody(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])))
+    store.put_shard("shard", CountedBody(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])))
     with pytest.raises(NotFound):
         store.complete(upload, receipts)
 

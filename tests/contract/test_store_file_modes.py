@@ -20,7 +20,7 @@ from swansongd.errors import Permanent, StoreError
 from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.waiting import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
@@ -29,18 +29,18 @@ DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
 
 WRITER = """
 import os, sys
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 os.umask(int(sys.argv[2], 8))
 store = FileStore(sys.argv[1])
 store.check()
 store.put("run/generations/1.json", b"claim", if_absent=True)
 store.put("run/commits/1.json", b"commit")
-store.put_shard("run/data/small", BytesBody(b"shard"))
+store.put_shard("run/data/small", CountedBody(b"shard"))
 upload = store.begin("run/data/large", 6, 3)
-store.complete(upload, [store.put_part(upload, n, BytesBody(b"abc")) for n in (1, 2)])
+store.complete(upload, [store.put_part(upload, n, CountedBody(b"abc")) for n in (1, 2)])
 left = store.begin("run/data/unfinished", 6, 3)
-store.put_part(left, 1, BytesBody(b"abc"))
+store.put_part(left, 1, CountedBody(b"abc"))
 """
 
 ATTACKER = """
@@ -72,7 +72,7 @@ print(chr(10).join(done))
 def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
     """Run a program as another user; what it imports is read before, since that user may not."""
     drop = (
-        "import os, sys\nfrom testkit.bodies import BytesBody\n"
+        "import os, sys\nfrom testkit.bodies import CountedBody\n"
         "from swansongd.stores.file.store import FileStore\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
     )
@@ -228,7 +228,7 @@ def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
         store.check,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"x")),
+        lambda: store.put_shard("key", CountedBody(b"x")),
         lambda: store.get("key"),
         lambda: store.head("key"),
         lambda: list(store.list("")),
@@ -267,10 +267,10 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("run/data/key", b"x"),
         lambda: store.put("run/data/key", b"x", if_absent=True),
-        lambda: store.put_shard("run/data/key", BytesBody(b"x")),
+        lambda: store.put_shard("run/data/key", CountedBody(b"x")),
         lambda: store.complete(
             (upload := store.begin("run/data/key", 1, 1)),
-            [store.put_part(upload, 1, BytesBody(b"x"))],
+            [store.put_part(upload, 1, CountedBody(b"x"))],
         ),
         lambda: store.get("run/data/secret"),
     ]

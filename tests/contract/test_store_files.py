@@ -16,7 +16,7 @@ from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_
     victim.write_bytes(b"precious")
     upload = Upload("key", upload_id, 4, 4)
     with pytest.raises(NotFound):
-        files.put_part(upload, 1, BytesBody(b"evil"))
+        files.put_part(upload, 1, CountedBody(b"evil"))
     with pytest.raises(NotFound):
         files.parts(upload)
     with pytest.raises(NotFound):
@@ -87,11 +87,11 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
-    files.put_shard("small", BytesBody(b"1"))
+    files.put_shard("small", CountedBody(b"1"))
     upload = files.begin("shard", 3, 3)
-    files.complete(upload, [files.put_part(upload, 1, BytesBody(b"abc"))])
+    files.complete(upload, [files.put_part(upload, 1, CountedBody(b"abc"))])
     never = files.begin("never", 3, 3)
-    files.put_part(never, 1, BytesBody(b"abc"))
+    files.put_part(never, 1, CountedBody(b"abc"))
     files.abort(never.key, never.upload_id)
     assert temporary_files(root) == []
     assert (root / "key").stat().st_nlink == (root / "other").stat().st_nlink == 1
@@ -143,15 +143,15 @@ def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 store = FileStore(sys.argv[1])
 upload = store.begin("data/shard", 9, 3)
 for number, part in ((1, b"abc"), (2, b"def")):
-    receipt = store.put_part(upload, number, BytesBody(part))
+    receipt = store.put_part(upload, number, CountedBody(part))
     print(upload.upload_id, receipt.etag, receipt.crc32c, flush=True)
 
-class Stuck(BytesBody):
+class Stuck(CountedBody):
     def read_into(self, window):
         print("reading", flush=True)
         sys.stdin.read()
@@ -194,7 +194,7 @@ def test_an_upload_outlives_its_writer(files: FileStore) -> None:
     ]
     assert files.parts(upload) == receipts
     assert [part.crc32c for part in files.parts(upload)] == [crc32c(b"abc"), crc32c(b"def")]
-    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    third = files.put_part(upload, 3, CountedBody(b"ghi"))
     files.complete(upload, [*receipts, third])
     assert files.get("data/shard") == b"abcdefghi"
     assert list(files.uploads("")) == []
@@ -204,7 +204,7 @@ def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
     """What the writer had begun to replace when it died is not believed any more, the rest is."""
     upload, receipts = killed_writer(files.url, "again")
     assert files.parts(upload) == receipts[:1]
-    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    third = files.put_part(upload, 3, CountedBody(b"ghi"))
     with pytest.raises(Permanent, match="part 2"):
         files.complete(upload, [*receipts, third])
     assert files.head("data/shard") is None
@@ -230,7 +230,7 @@ def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -
     with pytest.raises(NotFound):
         files.parts(upload)
     with pytest.raises(NotFound):
-        files.put_part(upload, 3, BytesBody(b"ghi"))
+        files.put_part(upload, 3, CountedBody(b"ghi"))
 
 
 def test_uploads_of_other_prefixes(files: FileStore) -> None:
@@ -246,7 +246,7 @@ def test_an_upload_belongs_to_its_key(files: FileStore) -> None:
     upload = files.begin("shard", 3, 3)
     other = Upload("other", upload.upload_id, 3, 3)
     with pytest.raises(NotFound):
-        files.put_part(other, 1, BytesBody(b"abc"))
+        files.put_part(other, 1, CountedBody(b"abc"))
     with pytest.raises(NotFound):
         files.parts(other)
 
@@ -257,12 +257,12 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
     content = os.urandom(size_bytes)
     windows: list[int] = []
 
-    class Body(BytesBody):
+    class Body(CountedBody):
         def read_into(self, window: memoryview) -> None:
             windows.append(window.nbytes)
             super().read_into(window)
 
-    class Sink(BytesSink):
+    class Sink(CountedSink):
         def write(self, window: memoryview) -> None:
             windows.append(window.nbytes)
             super().write(window)
@@ -278,11 +278,11 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
 def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Path) -> None:
     """Not even an OSError is taken for one of the store, and nothing becomes visible or stays behind."""
 
-    class Torn(BytesBody):
+    class Torn(CountedBody):
         def read_into(self, window: memoryview) -> None:
             raise OSError("torn")
 
-    class Full(BytesSink):
+    class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise OSError("torn")
 
@@ -302,7 +302,7 @@ def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Pat
 def test_a_part_that_never_came(files: FileStore) -> None:
     """Receipts that are not the store's do not make an object."""
     upload = files.begin("shard", 6, 3)
-    first = files.put_part(upload, 1, BytesBody(b"abc"))
+    first = files.put_part(upload, 1, CountedBody(b"abc"))
     with pytest.raises(Permanent, match="part 2"):
         files.complete(upload, [first, PartReceipt(2, "invented", 0)])
     assert files.head("shard") is None

@@ -22,7 +22,7 @@ from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators.process import EmulatorProcess
 from testkit.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
 
@@ -150,7 +150,7 @@ def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
     store = gcs_tls.open()
     store.warm()
     store.put("small", b"1")
-    store.put_shard("large", BytesBody(bytes(LARGE)))
+    store.put_shard("large", CountedBody(bytes(LARGE)))
     assert store.get("small") == b"1"
     assert [info.key for info in store.list("")] == ["large", "small"]
     store.warm()
@@ -162,13 +162,13 @@ def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> Non
     """Many threads find it refused in the middle: one new token is fetched, and all of them go on."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("first", BytesBody(b"1"))
+    store.put_shard("first", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     tried = retrying(store)
 
     def work(number: int) -> None:
         if number % 2:
-            tried.put_shard(f"shard-{number}", BytesBody(bytes(LARGE)))
+            tried.put_shard(f"shard-{number}", CountedBody(bytes(LARGE)))
         else:
             tried.put(f"small-{number}", b"x")
 
@@ -186,16 +186,16 @@ def test_a_token_refused_for_good(
     gcs_tls.order("token", valid="none of these")
     store = gcs_tls.open()
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(b"1"))
+            store.put_shard("shard", CountedBody(b"1"))
         assert "service account" in caught.value.hint
     assert desk.asked == 2
     gcs_tls.order("token", valid="t2")
-    store.put_shard("shard", BytesBody(b"1"))
+    store.put_shard("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t3")
-    retrying(store).put_shard("shard", BytesBody(b"1"))
+    retrying(store).put_shard("shard", CountedBody(b"1"))
     assert desk.asked == 3
 
 
@@ -204,11 +204,11 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
     """Whoever hands out tokens does not answer: that may pass."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("shard", BytesBody(b"1"))
+    store.put_shard("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     desk.close()
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
 
 
 @pytest.mark.fault("O05")
@@ -223,19 +223,19 @@ def test_a_rotated_account_key_is_read_again(
         gcs_tls.order("token", valid="t1")
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     store = gcs_tls.open()
-    store.put_shard("first", BytesBody(b"1"))
+    store.put_shard("first", CountedBody(b"1"))
     desk.revoked = {"1"}
     before = desk.asked
     if found_by == "a refused token":
         gcs_tls.order("token", valid="t2")
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("second", BytesBody(b"2"))
+            store.put_shard("second", CountedBody(b"2"))
         assert "service account" in caught.value.hint
     assert desk.asked <= before + 2
     desk.rotate("2")
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
-    retrying(store).put_shard("second", BytesBody(b"2"))
+    retrying(store).put_shard("second", CountedBody(b"2"))
     assert store.get("second") == b"2"
 
 
@@ -249,10 +249,10 @@ def test_an_account_that_lacks_a_right_may_have_been_replaced(
     store.check()
     gcs_tls.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
     for _ in range(3):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(b"1"))
+            store.put_shard("shard", CountedBody(b"1"))
         assert "gcp-vm.yaml" in caught.value.hint
         store.check()
     assert desk.asked == 2
@@ -263,7 +263,7 @@ def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
     gcs.order("token", valid="t1")
     store = gcs.open()
     store_calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         lambda: list(store.list("")),
         store.warm,
@@ -288,9 +288,9 @@ def test_the_service_account_of_the_vm(
         gcs_tls.order("token", valid="none that it has")
         store = gcs_tls.open()
         with pytest.raises(Permanent):  # it has only the one that was refused
-            store.put_shard("shard", BytesBody(b"1"))
+            store.put_shard("shard", CountedBody(b"1"))
         gcs_tls.order("token", valid="emulated-token-1")
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
 
 
 # ---------------------------------------------------------------- checksums
@@ -303,10 +303,10 @@ def test_a_small_shard_corrupted_on_its_way(gcs: Cloud) -> None:
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(content))
+        store.put_shard("shard", CountedBody(content))
     assert store.head("shard") is None
     gcs.order("flip", method="PUT")
-    assert retrying(store).put_shard("shard", BytesBody(content)) == crc32c(content)
+    assert retrying(store).put_shard("shard", CountedBody(content)) == crc32c(content)
     assert store.get("shard") == content
 
 
@@ -317,10 +317,10 @@ def test_a_larger_shard_corrupted_on_its_way(gcs: Cloud) -> None:
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("shard", BytesBody(content))
+        store.put_shard("shard", CountedBody(content))
     with pytest.raises(Exists):
-        retrying(store).put_shard("shard", BytesBody(content))
-    assert retrying(store).put_shard("shard again", BytesBody(content)) == crc32c(content)
+        retrying(store).put_shard("shard", CountedBody(content))
+    assert retrying(store).put_shard("shard again", CountedBody(content)) == crc32c(content)
 
 
 # ---------------------------------------------------------------- a role that may not overwrite
@@ -340,14 +340,14 @@ def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: 
     content = bytes(size_bytes)
     store = narrow.open()
     narrow.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    body = BytesBody(content)
+    body = CountedBody(content)
     assert retrying(store).put_shard("shard", body) == crc32c(content)
     asked = [method for method, target in narrow.requests() if "shard" in target]
     assert asked[:2] == ["PUT", "PUT"], "sent, refused"
     assert set(asked[2:]) == {"GET"}, "asked for"
     assert store.get("shard") == content
     with pytest.raises(Exists):
-        store.put_shard("shard", BytesBody(content + b"1"))
+        store.put_shard("shard", CountedBody(content + b"1"))
     assert store.get("shard") == content
 
 
@@ -375,7 +375,7 @@ def test_a_right_that_is_lacking(gcs: Cloud) -> None:
     """403 for a name that is free stays what it is: nobody may take the shard for stored."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("claim", b"1", if_absent=True),
     ]
     for call in calls:
@@ -393,7 +393,7 @@ def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
     try:
         store = GcsStore(f"gs://{BUCKET}/prefix", GcsOptions(endpoint=server.url))
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(bytes(LARGE)))
+            store.put_shard("shard", CountedBody(bytes(LARGE)))
         assert "CRC32C" in caught.value.hint
     finally:
         server.shutdown()
@@ -405,7 +405,7 @@ def test_an_object_put_together_wrongly(gcs: Cloud) -> None:
     """The store's checksum of the whole is not that of the parts: the upload counts as lost."""
     store = gcs.open()
     upload = store.begin("shard", 3, PART)
-    receipt = store.put_part(upload, 1, BytesBody(b"abc"))
+    receipt = store.put_part(upload, 1, CountedBody(b"abc"))
     with pytest.raises(NotFound, match="other bytes"):
         store.complete(upload, [PartReceipt(1, receipt.etag, receipt.crc32c ^ 1)])
 
@@ -418,13 +418,13 @@ def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
     gcs.order("page", size=1)
     store = gcs.open()
     upload = store.begin("shard", 2 * PART + 1, PART)
-    kept = [store.put_part(upload, n, BytesBody(bytes([n]) * PART)) for n in (1, 2)]
-    store.put_part(upload, 2, BytesBody(b"x" * PART))
+    kept = [store.put_part(upload, n, CountedBody(bytes([n]) * PART)) for n in (1, 2)]
+    store.put_part(upload, 2, CountedBody(b"x" * PART))
     listed = store.parts(upload)
     assert [part.number for part in listed] == [1, 2]
     assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
     assert {part.crc32c for part in listed} == {CRC32C_UNKNOWN}
-    third = store.put_part(upload, 3, BytesBody(b"3"))
+    third = store.put_part(upload, 3, CountedBody(b"3"))
     with pytest.raises(Permanent):
         store.complete(upload, [*listed, third])
     store.abort(upload.key, upload.upload_id)
@@ -459,7 +459,7 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
         store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
-        store.put_shard(shard, BytesBody(named.encode()))
+        store.put_shard(shard, CountedBody(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -477,11 +477,11 @@ def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.Monke
     """An authority of one's own by configuration or environment; the configured one is what counts."""
 
     def use(store: GcsStore) -> None:
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
         store.put("small", b"1")
 
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
-    for call in (lambda s: s.put_shard("shard", BytesBody(b"1")), lambda s: s.put("small", b"1")):
+    for call in (lambda s: s.put_shard("shard", CountedBody(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
             call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
         assert "not trusted" in caught.value.hint
@@ -496,7 +496,7 @@ def test_what_the_store_wants_is_heard(gcs: Cloud) -> None:
     """Retry-After comes through from either interface."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         store.check,
     ]
@@ -511,11 +511,11 @@ def test_what_the_store_wants_is_heard(gcs: Cloud) -> None:
 def test_what_a_body_or_sink_raises_passes_unchanged(gcs: Cloud) -> None:
     """Not even an OSError is taken for one of the network, and nothing becomes visible."""
 
-    class Torn(BytesBody):
+    class Torn(CountedBody):
         def read_into(self, window: memoryview) -> None:
             raise OSError("torn")
 
-    class Full(BytesSink):
+    class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise OSError("torn")
 

@@ -21,7 +21,7 @@ from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
-from swansongd.flush.committer import ClaimRecord
+from swansongd.flush.claim_record import ClaimRecord
 from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file import mounts
 from swansongd.stores.file.io import classified
@@ -29,7 +29,7 @@ from swansongd.stores.file.mounts import Mount
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.file.tree import MARKER
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.committed import file_store, tree
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
@@ -56,13 +56,13 @@ def calls(store: FileStore) -> list[Callable[[], object]]:
         store.warm,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"x")),
+        lambda: store.put_shard("key", CountedBody(b"x")),
         lambda: store.get("run/one"),
         lambda: store.head("run/one"),
         lambda: list(store.list("")),
         lambda: list(store.uploads("")),
         lambda: store.begin("key", 3, 3),
-        lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        lambda: store.put_part(upload, 1, CountedBody(b"abc")),
         lambda: store.parts(upload),
         lambda: store.complete(upload, [PartReceipt(1, "", 0)]),
         lambda: store.delete("run/one"),
@@ -172,7 +172,7 @@ def test_the_marker_is_no_object(files: FileStore, root: Path) -> None:
         lambda: files.delete(f"{MARKER}/x"),
         lambda: files.begin(MARKER, 1, 1),
     ):
-        with pytest.raises(Permanent, match="no key"):
+        with pytest.raises(Permanent, match="not a key"):
             call()
     content = json.loads((root / MARKER).read_bytes())
     assert content == {"format": "swansong-store", "version": 1, "id": files.store_id}

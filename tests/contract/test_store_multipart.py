@@ -11,7 +11,7 @@ import pytest
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores.base import ObjectInfo, ObjectStore, OpenUpload, PartReceipt, Upload
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.store_backends import PART, get_range, in_threads, send_part, send_parts
 
 PARTS_CONTENT = os.urandom(2 * PART + 12345)
@@ -222,10 +222,10 @@ def _named(*uploads: Upload) -> list[tuple[str, str]]:
 def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
     """Every byte of it arrives, whatever the windows; the checksum returned is that of the bytes."""
     content = os.urandom(size_bytes)
-    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert store.put_shard("shard", CountedBody(content)) == google_crc32c.value(content)
     assert store.head("shard") == ObjectInfo("shard", size_bytes)
     assert get_range(store, "shard", 0, size_bytes) == content
-    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert store.put_shard("shard", CountedBody(content)) == google_crc32c.value(content)
     assert get_range(store, "shard", 0, size_bytes) == content
 
 
@@ -237,10 +237,10 @@ def test_put_shard_overwrites_nothing(
     """What has other bytes is not taken for ours, whether its size differs or only its bytes, and stays."""
     wants("spent names")
     content = os.urandom(size_bytes)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     for other in (content[1:] + bytes([content[0] ^ 1]), content + b"1"):
         with pytest.raises(Exists):
-            store.put_shard("shard", BytesBody(other))
+            store.put_shard("shard", CountedBody(other))
     assert get_range(store, "shard", 0, size_bytes) == content
 
 
@@ -256,7 +256,7 @@ class _Trouble(Exception):
     pass
 
 
-class _BrokenBody(BytesBody):
+class _BrokenBody(CountedBody):
     """Ends in trouble after its first window: the file was cut short under the upload."""
 
     def read_into(self, window: memoryview) -> None:
@@ -265,7 +265,7 @@ class _BrokenBody(BytesBody):
         super().read_into(window)
 
 
-class _BrokenSink(BytesSink):
+class _BrokenSink(CountedSink):
     def write(self, window: memoryview) -> None:
         super().write(window)
         raise _Trouble
@@ -293,7 +293,7 @@ def test_trouble_of_a_body_is_the_callers(store: ObjectStore, wants: Callable[[s
 def test_trouble_of_a_sink_is_the_callers(store: ObjectStore) -> None:
     """The same on the way back."""
     content = os.urandom(3 * 2**20)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     sink = _BrokenSink()
     with pytest.raises(_Trouble):
         store.get_range("shard", 0, len(content), sink)

@@ -18,7 +18,7 @@ from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer, Request
 from testkit.store_backends import PART
 
@@ -102,13 +102,13 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
         "put": lambda: store.put("key", b"1"),
         "put if absent": lambda: store.put("key", b"1", if_absent=True),
         "get": lambda: store.get("key"),
-        "get_range": lambda: store.get_range("key", 0, 3, BytesSink()),
+        "get_range": lambda: store.get_range("key", 0, 3, CountedSink()),
         "head": lambda: store.head("key"),
         "list": lambda: list(store.list("")),
         "delete": lambda: store.delete("key"),
-        "put_shard": lambda: store.put_shard("key", BytesBody(b"abc")),
+        "put_shard": lambda: store.put_shard("key", CountedBody(b"abc")),
         "begin": lambda: store.begin("key", 3, PART),
-        "put_part": lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        "put_part": lambda: store.put_part(upload, 1, CountedBody(b"abc")),
         "parts": lambda: store.parts(upload),
         "complete": lambda: store.complete(upload, [PartReceipt(1, '"x"', 0)]),
         "uploads": lambda: list(store.uploads("")),

@@ -17,7 +17,7 @@ from swansongd.errors import Exists, NotFound, StoreError
 from swansongd.stores.base import CRC32C_UNKNOWN
 
 from testkit import REPOSITORY
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import OURS, PART, SERVERS, Cloud, get_range, send_part
 from testkit.store_by_hand import signed
 
@@ -32,7 +32,7 @@ def moves_objects(cloud: Cloud) -> bool:
     store = cloud.open()
     store.check()
     store.put("a/small", b"1")
-    store.put_shard("a/shard", BytesBody(CONTENT))
+    store.put_shard("a/shard", CountedBody(CONTENT))
     seen = store.get("a/small") == b"1" and get_range(store, "a/shard", 7, 1000) == CONTENT[7:1007]
     seen = seen and [info.size_bytes for info in store.list("a/")] == [len(CONTENT), 1]
     store.delete("a/small")
@@ -91,11 +91,11 @@ def returns_checksums_of_objects(cloud: Cloud) -> bool:
 def keeps_a_shard(cloud: Cloud) -> bool:
     """Sent again under its name: the same bytes are taken for stored, others are refused."""
     store = cloud.open()
-    store.put_shard("shard", BytesBody(b"ours"))
-    if store.put_shard("shard", BytesBody(b"ours")) != google_crc32c.value(b"ours"):
+    store.put_shard("shard", CountedBody(b"ours"))
+    if store.put_shard("shard", CountedBody(b"ours")) != google_crc32c.value(b"ours"):
         return False
     try:
-        store.put_shard("shard", BytesBody(b"else"))
+        store.put_shard("shard", CountedBody(b"else"))
     except Exists:
         return True
     return False

@@ -36,7 +36,7 @@ import sys
 import threading
 from pathlib import Path
 import structlog
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
@@ -59,7 +59,7 @@ def send():
     receipts = {}
 
     def part(number):
-        receipts[number] = tried.put_part(upload, number, BytesBody(content))
+        receipts[number] = tried.put_part(upload, number, CountedBody(content))
 
     parallel(range(1, count + 1), part, threads=8)
     store.complete(upload, [receipts[number] for number in sorted(receipts)])

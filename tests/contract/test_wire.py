@@ -58,7 +58,7 @@ class Endless:
         pass
 
 
-class FdStore:
+class BufferSink:
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -186,7 +186,6 @@ def test_a_body_arrives_as_it_is(place: Place, size_bytes: int) -> None:
     assert request.header("content-length") == str(size_bytes)
     assert request.header("host") == wire.host
     assert request.body == content
-    assert wire.counters().sent_bytes == size_bytes
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, WINDOW_BYTES + 1, len(CONTENT)])
@@ -226,8 +225,8 @@ def test_no_line_break_gets_into_a_head(plain: Place) -> None:
 
 def test_a_range_goes_to_the_sink(place: Place) -> None:
     """A 206 of exactly the range asked for goes to the sink, in windows, after a rewind."""
-    sink = FdStore()
-    _, wire = place.both(
+    sink = BufferSink()
+    server, wire = place.both(
         answering(206, CONTENT, f"Content-Range: bytes 5-{len(CONTENT) + 4}/9999999")
     )
     for _ in range(2):
@@ -235,8 +234,7 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
         assert (answer.status, answer.body) == (206, b"")
         assert sink.content == CONTENT
     assert sink.rewinds == 2
-    assert wire.counters().received_bytes == 2 * len(CONTENT)
-    assert wire.counters().connections_opened == 1
+    assert server.accepted == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,7 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
 )
 def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -> None:
     """An answer that is not the range asked for leaves the sink alone, and its connection is closed."""
-    sink = FdStore()
+    sink = BufferSink()
     server, wire = plain.both(answering(*answer))
     assert get(wire, sink, Range="bytes=0-99").body == b""
     assert (sink.content, sink.rewinds) == (b"", 0)
@@ -264,7 +262,7 @@ def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -
 @pytest.mark.parametrize("size_bytes", [0, 9, 11, 3 * WINDOW_BYTES])
 def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
     """A body that is not as long as its own Content-Range says is Transient, never too much for a sink."""
-    sink = FdStore()
+    sink = BufferSink()
     server, wire = plain.both(answering(206, bytes(size_bytes), "Content-Range: bytes 0-9/10"))
     with Fails:
         get(wire, sink, Range="bytes=0-9")
@@ -276,7 +274,7 @@ def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
 
 def test_an_error_comes_back_whole(place: Place) -> None:
     """Refusals are answers, their bodies too, and leave the connection usable."""
-    sink = FdStore()
+    sink = BufferSink()
     server, wire = place.both(answering(404, b"<Code>NoSuchKey</Code>", "Retry-After: 3"))
     for _ in range(3):
         answer = get(wire, sink, Range="bytes=0-9")
@@ -305,7 +303,7 @@ def test_shapes_of_answers(place: Place, raw: bytes) -> None:
     """Chunks, interim answers, a short status line: the same body, sink or not."""
     server = place.server(saying(raw))
     assert get(place.wire(server)).body == b"fine"
-    sink = FdStore()
+    sink = BufferSink()
     assert get(place.wire(server), sink).body == b""
     assert sink.content == b"fine"
 
@@ -568,7 +566,7 @@ def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
             peer.reset()
 
     server, wire = place.both(script)
-    sink = FdStore()
+    sink = BufferSink()
     with Fails:
         get(wire, sink)
     server.script = answering(200, CONTENT)
@@ -669,7 +667,6 @@ def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> 
     with pytest.raises(Transient, match="nothing moved"):
         wire.request("PUT", "/", {}, body=body)
     assert not gate.is_set()
-    assert wire.counters().cuts == 1
     server.script = answering(200)
     assert put(wire).status == 200
     gate.set()
@@ -687,21 +684,20 @@ def test_an_answer_may_take_longer_than_a_stall(place: Place) -> None:
 
     _, wire = place.both(script, stall_s=0.2, first_byte_s=15)
     assert put(wire).body == b"fine"
-    assert wire.counters().cuts == 0
 
 
 def test_slow_is_not_stalled(plain: Place) -> None:
     """As long as something moves, and while a body or a sink takes its time, nothing is ended."""
     pause = threading.Event()
 
-    class Slow(Bytes, FdStore):
+    class Slow(Bytes, BufferSink):
         def __init__(self) -> None:
             Bytes.__init__(self, b"0123456789")
-            FdStore.__init__(self)
+            BufferSink.__init__(self)
 
         def rewind(self) -> None:
             Bytes.rewind(self)
-            FdStore.rewind(self)
+            BufferSink.rewind(self)
 
         def read_into(self, window: memoryview) -> None:
             pause.wait(0.8)
@@ -722,7 +718,6 @@ def test_slow_is_not_stalled(plain: Place) -> None:
     slow = Slow()
     wire.request("PUT", "/", {}, body=slow, sink=slow)
     assert slow.content == b"x" * 20
-    assert wire.counters().cuts == 0
 
 
 @pytest.mark.fault("O02")
@@ -757,7 +752,7 @@ def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -
     other = sending("slow-other")
     until(lambda: other.is_over, what="another outlier to be cut")
     assert not again.is_over
-    assert wire.counters().cuts == 2
+    assert re.search("slower", str(other.error))
     assert not any(one.is_over for one in fast)
     done.set()
     until(lambda: all(one.is_over for one in (again, *fast)), what="the end")
@@ -796,14 +791,14 @@ def test_trouble_of_a_body_is_not_the_network_s(place: Place) -> None:
 def test_trouble_of_a_sink_is_not_the_network_s(place: Place) -> None:
     """What a sink raises comes out unchanged, and what is left of the answer spoils no other request."""
 
-    class Full(FdStore):
+    class Full(BufferSink):
         def write(self, window: memoryview) -> None:
             raise _Trouble("no space")
 
     server, wire = place.both(answering(200, CONTENT))
     with pytest.raises(_Trouble):
         get(wire, Full())
-    sink = FdStore()
+    sink = BufferSink()
     get(wire, sink)
     assert sink.content == CONTENT
     assert server.accepted == 2
@@ -817,9 +812,11 @@ def test_memory_is_bounded(plain: Place) -> None:
     class Zeros(Endless):
         size_bytes = total_bytes
 
-    class Gone(FdStore):
+    class Discarding(BufferSink):
+        received_bytes = 0
+
         def write(self, window: memoryview) -> None:
-            pass
+            self.received_bytes += window.nbytes
 
     piece = bytes(2**18)
 
@@ -836,14 +833,15 @@ def test_memory_is_bounded(plain: Place) -> None:
     _, wire = plain.both(script, connections=2)
     tracemalloc.start()
     try:
+        sinks = [Discarding() for _ in range(4)]
         running = [
-            Running(lambda: wire.request("PUT", "/", {}, body=Zeros(), sink=Gone()))
-            for _ in range(4)
+            Running(lambda sink=sink: wire.request("PUT", "/", {}, body=Zeros(), sink=sink))
+            for sink in sinks
         ]
         until(lambda: all(one.is_over for one in running), what="four requests", timeout_s=60)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert [one.error for one in running] == [None] * 4
-    assert wire.counters().received_bytes == 4 * total_bytes
+    assert [sink.received_bytes for sink in sinks] == [total_bytes] * 4
     assert peak_bytes < 2 * WINDOW_BYTES * 1.5 + 2**20

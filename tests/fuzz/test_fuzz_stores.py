@@ -24,7 +24,7 @@ from swansongd.stores.s3.access import Route
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.http1 import HEADERS_MAX, ResponseReader
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 MIB = 2**20
 BASE = "prefix/"
@@ -355,13 +355,13 @@ UPLOAD = Upload("key", "upload-id", 3, 5 * MIB)
 CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda store: store.put("key", b"abc", if_absent=True),
     "get": lambda store: store.get("key"),
-    "get_range": lambda store: store.get_range("key", 0, 3, BytesSink()),
+    "get_range": lambda store: store.get_range("key", 0, 3, CountedSink()),
     "head": lambda store: store.head("key"),
     "list": lambda store: list(store.list("")),
     "delete": lambda store: store.delete("key"),
-    "put_shard": lambda store: store.put_shard("key", BytesBody(b"abc")),
+    "put_shard": lambda store: store.put_shard("key", CountedBody(b"abc")),
     "begin": lambda store: store.begin("key", 3, 5 * MIB),
-    "put_part": lambda store: store.put_part(UPLOAD, 1, BytesBody(b"abc")),
+    "put_part": lambda store: store.put_part(UPLOAD, 1, CountedBody(b"abc")),
     "parts": lambda store: store.parts(UPLOAD),
     "complete": lambda store: store.complete(UPLOAD, [PartReceipt(1, '"x"', 7)]),
     "uploads": lambda store: list(store.uploads("")),

@@ -599,7 +599,7 @@ def test_late_words_of_an_abandoned_flush_are_ignored() -> None:
     story.tell(Flushed(old.flush_id, ()))
     assert not story.state.stored
     assert story.state.flight is not None
-    assert not story.state.kept
+    assert not story.state.stored_bytes
     assert not story.state.unusable
 
 

@@ -153,7 +153,7 @@ def test_a_torn_save_ends_its_early_shards() -> None:
     story.scan()
     assert [order.flush_id for order in story.all(CancelFlush)] == [started.flush_id]
     assert story.state.flight is None
-    assert not story.state.kept
+    assert not story.state.stored_bytes
 
 
 def test_a_withdrawn_notice_ends_early_shards() -> None:
@@ -222,9 +222,9 @@ def test_what_is_kept_is_forgotten_with_its_set() -> None:
     story = Story(reserve_s=5)
     lost = story.seal(10)
     story.tell(FlushProgress(flight_of(story).flush_id, MIB, MIB))
-    assert story.state.kept == {lost.id: MIB}
+    assert story.state.stored_bytes == {lost.id: MIB}
     story.lose(lost)
-    assert not story.state.kept
+    assert not story.state.stored_bytes
 
 
 # ---------------------------------------------------------------------------- bandwidth
@@ -323,14 +323,14 @@ def test_a_breath_of_the_wire_does_not_give_the_trainer_up() -> None:
     sends(story, 100 * MIB, 1)
     sends(story, 0, 1.75)
     assert story.state.evacuation is not None
-    assert story.state.evacuation.ask is not None
-    assert story.state.evacuation.ask.hopeless_mono_s is not None
+    assert story.state.evacuation.request is not None
+    assert story.state.evacuation.request.too_late_mono_s is not None
     sends(story, 100 * MIB, 3)
     assert story.state.evacuation is not None
-    assert story.state.evacuation.ask is not None
-    assert story.state.evacuation.ask.is_waiting
+    assert story.state.evacuation.request is not None
+    assert story.state.evacuation.request.is_waiting
     sends(story, 0, 8)
-    assert not story.state.evacuation.ask.is_waiting
+    assert not story.state.evacuation.request.is_waiting
 
 
 @pytest.mark.fault("O03")

@@ -301,8 +301,8 @@ def test_without_another_vm_there_is_no_peer_to_believe(nodes: int) -> None:
     alone.notice(60.0)
     alone.tell(TrainerAgreed(alone.request_id, 12345))
     assert alone.state.evacuation is not None
-    assert alone.state.evacuation.ask is not None
-    assert alone.state.evacuation.ask.target is None
+    assert alone.state.evacuation.request is not None
+    assert alone.state.evacuation.request.target is None
 
 
 @pytest.mark.fault("S19")

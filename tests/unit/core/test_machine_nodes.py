@@ -34,9 +34,9 @@ from swansongd.core.events import (
     TrainerJoined,
     WithdrawRequest,
 )
-from swansongd.core.nodes import ASKS_MAX, FINISH_S, FINISH_S_MAX, is_alone
+from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, REQUESTS_MAX, is_alone
 from swansongd.core.state import Phase, Settings, State
-from swansongd.model import CheckpointId, CommitRef, Part, Staged, TrainerView
+from swansongd.model import CheckpointId, CommitRef, Staged, TrainerView, VmPart
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story, a_notice, a_set
@@ -49,7 +49,7 @@ class Node(Story):
         self,
         *,
         staged: tuple[Staged, ...] = (),
-        goes_on_with: str = "",
+        resumed_job_start_id: str = "",
         abandoned: tuple[CheckpointId, ...] = (),
     ) -> None:
         super().__init__(claimed=False, staged=staged)
@@ -58,12 +58,12 @@ class Node(Story):
             signals_trainer=False,
             several_vms=True,
             vm="vm0",
-            goes_on_with=goes_on_with,
+            resumed_job_start_id=resumed_job_start_id,
         )
         self.state = replace(
             self.state,
             settings=settings,
-            job_start_id=goes_on_with,
+            job_start_id=resumed_job_start_id,
             abandoned=frozenset(abandoned),
             unusable=frozenset(abandoned),
         )
@@ -139,13 +139,15 @@ def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
     assert node.last(StartFlush).generation == 4
 
 
-@pytest.mark.parametrize(("goes_on_with", "flushed"), [("first", [10]), ("", []), ("zeroth", [])])
+@pytest.mark.parametrize(
+    ("resumed_job_start_id", "flushed"), [("first", [10]), ("", []), ("zeroth", [])]
+)
 def test_what_lay_in_staging_at_the_start_is_of_the_job_start_that_was_joined_then(
-    goes_on_with: str, flushed: list[int]
+    resumed_job_start_id: str, flushed: list[int]
 ) -> None:
     """A daemon that was restarted goes on; a disk from an earlier boot, or start, holds nothing of ours."""
-    node = Node(staged=(replace(a_set(10), nodes=2),), goes_on_with=goes_on_with)
-    if goes_on_with:
+    node = Node(staged=(replace(a_set(10), nodes=2),), resumed_job_start_id=resumed_job_start_id)
+    if resumed_job_start_id:
         node.tell(GenerationClaimed(3, None))
     node.begin()
     in_flight = [] if node.state.flight is None else [node.state.flight.staged.id.step]
@@ -254,12 +256,12 @@ def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
     node.begin()
     node.notice(in_s=100)
     for _ in range(1200):
-        if node.state.evacuation is not None and node.state.evacuation.ask.is_waiting:
+        if node.state.evacuation is not None and node.state.evacuation.request.is_waiting:
             node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
         node.scan()
         node.wait(0.1)
     ids = [ask.request_id for ask in node.all(AskTrainers)]
-    assert len(set(ids)) == len(ids) == ASKS_MAX
+    assert len(set(ids)) == len(ids) == REQUESTS_MAX
     assert node.final == ["LOST None"]
     assert "rank 0 waited" in node.last(Conclude).reason
 
@@ -378,7 +380,7 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
     node.wait(2.0)
     assert node.final == [f"{word} {stands}"]
     last = node.last(Conclude)
-    assert last.part == Part(ref, 2, 1)
+    assert last.part == VmPart(ref, 2, 1)
     assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
     node.counted(ref, 2)
     assert node.final[1:] == ["SAFE generation 3 step 9"]
@@ -409,7 +411,7 @@ def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
     assert node.last(CheckComplete) == CheckComplete(tuple(reversed(refs)), 2)
     node.tell(PartsCounted(refs[2], 1, refs[1]))
     assert node.last(TellCommitted).ref == refs[1]
-    assert node.state.part == Part(refs[2], 2, 1)
+    assert node.state.part == VmPart(refs[2], 2, 1)
     node.wait(40)
     assert node.last(CheckComplete) == CheckComplete((refs[2],), 2)
 
@@ -598,7 +600,9 @@ def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
     assert order.abandoned == (old.id,)
     assert node.last(Prune).directories == (old.directory,)
     node.seal_part(10)
-    again = Node(staged=tuple(node.staging), goes_on_with="second", abandoned=order.abandoned)
+    again = Node(
+        staged=tuple(node.staging), resumed_job_start_id="second", abandoned=order.abandoned
+    )
     again.tell(GenerationClaimed(4, None))
     again.begin("second", generation=4)
     assert again.flushes == [10]

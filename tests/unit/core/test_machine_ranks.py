@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansong.protocol import sealed_name
-from swansongd.core import request
+from swansongd.core import emergency
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -180,7 +180,7 @@ def test_a_trainer_that_never_answers() -> None:
     story.wait(0.2)
     assert not story.verdicts, "the wire may only have held its breath"
     for _ in range(4):
-        story.wait(request.HOPELESS_S / 4)
+        story.wait(emergency.TOO_LATE_S / 4)
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert story.all(WithdrawRequest)
 

@@ -16,7 +16,7 @@ from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 
 class Moody(FileStore):
@@ -271,11 +271,11 @@ def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
     content = b"content" * 1000
     down = Transient("reset")
     store = retrying(moody)
-    body = BytesBody(content)
+    body = CountedBody(content)
     moody.moods = [down]
     assert store.put_shard("shard", body) == crc32c(content)
     assert (body.passes, moody.get("shard")) == (2, content)
-    body = BytesBody(content)
+    body = CountedBody(content)
     upload = store.begin("large", len(content), len(content))
     moody.moods = [down]
     receipt = store.put_part(upload, 1, body)
@@ -283,7 +283,7 @@ def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
     assert store.parts(upload) == [receipt]
     assert [found.upload_id for found in store.uploads("la")] == [upload.upload_id]
     store.complete(upload, [receipt])
-    sink = BytesSink()
+    sink = CountedSink()
     moody.moods = [down]
     store.get_range("large", 1, len(content) - 1, sink)
     assert (sink.passes, sink.data) == (2, content[1:])
