@@ -264,12 +264,12 @@ class Guard:
         return step
 
     def rollback(self) -> int:
-        """Load the newest healthy checkpoint in this process: its loss, and that of the next step, were
-        finite.
+        """Load the newest healthy checkpoint in this process, to train from it again.
 
-        The run continues under a new generation, and later checkpoints are abandoned.  With several ranks,
-        all of them must call it after the same step.  So decide by a loss that all ranks have in common,
-        such as the mean over all ranks.
+        A checkpoint is healthy if the losses of its step and of the next step are finite.  The run
+        continues under a new generation, and later checkpoints are abandoned.  With several ranks, all of
+        them must call it after the same step.  So decide by a loss that all ranks have in common, such as
+        the mean over all ranks.
 
         Returns:
             Number of completed optimizer steps; continue the loop from there.

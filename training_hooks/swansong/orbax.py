@@ -48,8 +48,7 @@ log = logging.getLogger("swansong")
 
 
 class SavePolicy:
-    """A ``SaveDecisionPolicy``: call ``manager.save()`` after every step, and it saves when a checkpoint is
-    due.
+    """A ``SaveDecisionPolicy`` with which ``manager.save()``, after every step, saves if a checkpoint is due.
 
     Args:
         options: of :func:`swansong.attach`, such as ``every_steps``.

@@ -257,8 +257,7 @@ def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
 
 
 def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
-    """Open a file of a checkpoint.  With ``owners``, each component is opened in turn, and no link
-    followed."""
+    """Open a file of a checkpoint; with ``owners`` component by component, without following links."""
     if owners is None:
         fd = os.open(path, openat.FILE & ~os.O_NOFOLLOW, dir_fd=directory_fd)
         return os.fdopen(fd, "rb")
