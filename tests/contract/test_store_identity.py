@@ -172,7 +172,7 @@ def test_the_marker_is_no_object(files: FileStore, root: Path) -> None:
         lambda: files.delete(f"{MARKER}/x"),
         lambda: files.begin(MARKER, 1, 1),
     ):
-        with pytest.raises(Permanent, match="no key"):
+        with pytest.raises(Permanent, match="not a key"):
             call()
     content = json.loads((root / MARKER).read_bytes())
     assert content == {"format": "swansong-store", "version": 1, "id": files.store_id}

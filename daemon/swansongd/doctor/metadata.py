@@ -22,11 +22,11 @@ from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
     TIMEOUT_S,
-    Answer,
     MetadataClient,
+    MetadataResponse,
     MetadataUnavailable,
     fallback_url,
-    patiently,
+    retry_timeouts,
     shortened,
 )
 
@@ -56,10 +56,10 @@ def checks(config: Config, cloud: str) -> Iterator[Check]:
 def _aws(url: str) -> Iterator[Check]:
     session = aws.ImdsSession()
 
-    def request(path: str) -> Answer:
+    def request(path: str) -> MetadataResponse:
         with _client(url, "aws") as client:
             imds = aws.Imds(client, monotonic=time.monotonic, session=session)
-            return patiently(lambda: imds.get(path))
+            return retry_timeouts(lambda: imds.get(path))
 
     def path(name: str, path: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: request(path), judge, needs="IMDS token", fix=_FIX_AWS)
@@ -77,9 +77,9 @@ def _aws(url: str) -> Iterator[Check]:
 
 
 def _gcp(url: str) -> Iterator[Check]:
-    def request(key: str) -> Answer:
+    def request(key: str) -> MetadataResponse:
         with _client(url, "gcp") as client:
-            return patiently(lambda: gcp.get(client, _GCP + key))
+            return retry_timeouts(lambda: gcp.get(client, _GCP + key))
 
     def key(name: str, key: str, judge: Callable[[int, str], Judgement]) -> Check:
         return _path(name, lambda: request(key), judge, needs="metadata server", fix=_FIX_GCP)
@@ -106,7 +106,7 @@ def _client(url: str, cloud: str) -> MetadataClient:
 
 def _path(
     name: str,
-    request: Callable[[], Answer],
+    request: Callable[[], MetadataResponse],
     judge: Callable[[int, str], Judgement],
     *,
     fix: str,
@@ -126,7 +126,7 @@ def _path(
     )
 
 
-def _clock(request: Callable[[], Answer], needs: str) -> Check:
+def _clock(request: Callable[[], MetadataResponse], needs: str) -> Check:
     def judge_answer() -> Judgement:
         asked_wall_s = time.time()
         try:

@@ -199,7 +199,7 @@ def test_a_manifest_that_vanished_is_refused(store: FileStore) -> None:
     commit(store, {"a": b"x"})
     (found,) = catalog.list_commits(store, KEYS)
     store.delete(found.manifest_keys[0])
-    with pytest.raises(CorruptError, match="gone"):
+    with pytest.raises(CorruptError, match="missing"):
         catalog.load(store, KEYS, found)
 
 
@@ -420,5 +420,5 @@ def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: 
     for number in range(50):
         store.put(KEYS.farewell(301, f"x{number}"), b"{}")
     store.gets = 0
-    assert catalog.history(store, KEYS, 302, gives_up=lambda: store.gets > 20) == History()
+    assert catalog.history(store, KEYS, 302, is_cancelled=lambda: store.gets > 20) == History()
     assert store.gets <= 25

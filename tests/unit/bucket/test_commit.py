@@ -345,7 +345,7 @@ def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
     """A store that answers 404 to each GET, or returns something else, has no commit."""
     store = file_store(tmp_path / "store", Blind)
     store.hidden_from_get = True
-    with pytest.raises(CorruptError, match="gone"):
+    with pytest.raises(CorruptError, match="missing"):
         create(store, KEYS, a_manifest(), reads_back=True)
     with pytest.raises(NotFound):  # refused now, and what is there cannot be compared
         create(store, KEYS, a_manifest(), reads_back=True)
