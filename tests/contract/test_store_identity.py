@@ -394,7 +394,7 @@ def test_doctor_leaves_a_bare_mount_point_bare(
     def bucket() -> Judgement:
         account = daemon_account()
         found = checks(load(config), config, account, grace_s=30.0, speed=False, trial=True)
-        judgement = next(check for check in found if check.name == "bucket").ask()
+        judgement = next(check for check in found if check.name == "bucket").judge()
         assert judgement.level is Level.FAILURE
         assert os.listdir(root) == []
         return judgement
