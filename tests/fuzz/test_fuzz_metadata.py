@@ -205,9 +205,9 @@ def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> No
 @given(headers)
 def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
     """The local clock is used if the server's date cannot be parsed."""
-    fixed = ASKED.fixed(MetadataResponse(200, fields, b""))
-    assert fixed.mono_s == ASKED.mono_s
-    assert math.isfinite(fixed.wall_s)
+    corrected = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
+    assert corrected.mono_s == ASKED.mono_s
+    assert math.isfinite(corrected.wall_s)
 
 
 GCP: list[Callable[[], GcpSource]] = [
