@@ -24,7 +24,9 @@ from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore, verify
+from swansongd.restore.target import RestoreTarget
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -110,8 +112,18 @@ def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: P
     made = manifest_of(flushed[0])
     claim = commit.claim_generation(store, keys, identity={}, nonce="n").content
     timed(f"{name} commit", lambda: commit.commit(store, keys, made, claim, reads_back=True), files)
-    timed(f"{name} verify", lambda: verify(store, keys, connections=CONNECTIONS), files)
-    timed(f"{name} restore", lambda: restore(store, keys, to, connections=CONNECTIONS), files)
+    timed(
+        f"{name} verify",
+        lambda: verify(store, keys, options=ReadOptions(connections=CONNECTIONS)),
+        files,
+    )
+    timed(
+        f"{name} restore",
+        lambda: restore(
+            store, keys, RestoreTarget(to), options=ReadOptions(connections=CONNECTIONS)
+        ),
+        files,
+    )
     assert sum(path.is_file() for path in to.rglob("*")) == files
     some = [shard.key for shard in made.shards[:2000]]
     timed(f"{name} bare get", lambda: bare(some, store.get), len(some))

@@ -70,6 +70,7 @@ from swansongd.stores.base import (
     ObjectInfo,
     ObjectStore,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
@@ -136,6 +137,10 @@ class SimStore:
         for key in sorted(self.objects):
             if key.startswith(prefix):
                 yield ObjectInfo(key, len(self.objects[key]))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        del token  # the first page contains all
+        return Page(list(self.list(prefix)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None

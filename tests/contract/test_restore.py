@@ -21,7 +21,9 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.signing import Signer
 from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
-from swansongd.restore.restore import restore, verify
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import Selection, restore, verify
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
 
@@ -59,14 +61,19 @@ def manifest_in_store(tmp_path: Path, step: int) -> Path:
 
 
 def test_the_newest_commit_comes_back_exactly(store: FileStore, to: Path) -> None:
-    """Same paths, same bytes, nothing else; the numbers told are right, and progress reaches the end."""
-    told: list[tuple[int, int]] = []
-    got = restore(store, KEYS, to, connections=3, progress=lambda *both: told.append(both))
+    """Same paths, same bytes, no other files; the result counts the bytes, and progress reaches the total."""
+    reported: list[tuple[int, int]] = []
+    got = restore(
+        store,
+        KEYS,
+        RestoreTarget(to),
+        options=ReadOptions(connections=3, progress=lambda *both: reported.append(both)),
+    )
     size_bytes = sum(map(len, NEW.values()))
     assert tree(to) == NEW
     assert (got.ref, got.path, got.size_bytes, got.skipped) == (NEW_REF, to, size_bytes, ())
-    assert told[-1] == (size_bytes, size_bytes)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert reported[-1] == (size_bytes, size_bytes)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     assert os.listdir(to.parent) == ["here"]
     assert verify(store, KEYS) == []
 
@@ -85,39 +92,41 @@ def test_the_newest_commit_comes_back_exactly(store: FileStore, to: Path) -> Non
 def test_any_files_come_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes], connections: int
 ) -> None:
-    """Whatever sizes and names, at the edges of parts too."""
+    """For files of any name and size, also at the boundaries of parts."""
     if any(other.startswith(f"{name}/") for name in files for other in files):
         return
     base = tmp_path_factory.mktemp("any")
     made = file_store(base / "store")
     commit(made, files)
-    restore(made, KEYS, base / "to", connections=connections)
+    restore(made, KEYS, RestoreTarget(base / "to"), options=ReadOptions(connections=connections))
     assert tree(base / "to") == files
 
 
-def test_a_generation_stands_above_a_step(store: FileStore, to: Path) -> None:
-    """A late commit of an older generation does not displace a newer generation's."""
+def test_generations_are_compared_before_steps(store: FileStore, to: Path) -> None:
+    """A late commit of an older generation does not replace one of a newer generation."""
     commit(store, {"a": b"lineage"}, generation=2, step=50)
-    assert restore(store, KEYS, to).ref == CommitRef(2, 50)
+    assert restore(store, KEYS, RestoreTarget(to)).ref == CommitRef(2, 50)
 
 
-def test_a_step_can_be_asked_for(store: FileStore, tmp_path: Path) -> None:
-    """Of several generations that have it the newest; a step that nobody committed is an error."""
-    assert restore(store, KEYS, tmp_path / "1", step=100).ref == OLD_REF
+def test_one_step_can_be_selected(store: FileStore, tmp_path: Path) -> None:
+    """The newest generation that has the step; a step without a commit is an error."""
+    assert restore(store, KEYS, RestoreTarget(tmp_path / "1"), Selection(step=100)).ref == OLD_REF
     commit(store, {"a": b"again"}, generation=2, step=100)
-    assert restore(store, KEYS, tmp_path / "2", step=100).ref == CommitRef(2, 100)
+    assert restore(
+        store, KEYS, RestoreTarget(tmp_path / "2"), Selection(step=100)
+    ).ref == CommitRef(2, 100)
     with pytest.raises(NothingToRestore, match="step 150"):
-        restore(store, KEYS, tmp_path / "3", step=150)
+        restore(store, KEYS, RestoreTarget(tmp_path / "3"), Selection(step=150))
 
 
 def test_runs_do_not_mix(store: FileStore, to: Path) -> None:
-    """Another run in the same store is another run."""
+    """A run sees no commits of other runs in the same store."""
     with pytest.raises(NothingToRestore, match="run other has no commit"):
-        restore(store, RunKeys("other"), to)
+        restore(store, RunKeys("other"), RestoreTarget(to))
     assert not to.exists()
 
 
-# ---------------------------------------------------------------- what is wrong with a commit
+# ---------------------------------------------------------------- damaged commits
 
 
 def flip_in_shard(tmp_path: Path) -> None:
@@ -161,18 +170,20 @@ DAMAGE = [
 
 @pytest.mark.fault("G08", "G10", "O20")
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
-def test_a_damaged_commit_is_passed_over_aloud(
+def test_a_damaged_commit_is_skipped_and_reported(
     store: FileStore, tmp_path: Path, to: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
-    """The next older one comes back, whole and unmixed; why is said; the store is left as it is."""
+    """The next older commit is restored, whole and unmixed, with the reason; the store is unchanged."""
     damage(tmp_path)
     before = tree(tmp_path / "store")
-    told: list[tuple[CommitRef, str]] = []
-    got = restore(store, KEYS, to, skipped=lambda *both: told.append(both))
+    reported: list[tuple[CommitRef, str]] = []
+    got = restore(
+        store, KEYS, RestoreTarget(to), Selection(skipped=lambda *both: reported.append(both))
+    )
     assert tree(to) == OLD
     assert got.ref == OLD_REF
-    assert list(got.skipped) == told
-    ((ref, why),) = told
+    assert list(got.skipped) == reported
+    ((ref, why),) = reported
     assert ref == NEW_REF
     assert reason in why
     assert os.listdir(to.parent) == ["here"]
@@ -184,7 +195,7 @@ def test_a_damaged_commit_is_passed_over_aloud(
 
 @pytest.mark.fault("G07")
 class Omitting(FileStore):
-    """Its listings lack every second key, as those of a server whose pages overlap badly."""
+    """A store whose listings omit every second key, as a server with wrong page tokens does."""
 
     heads = 0
 
@@ -197,85 +208,81 @@ class Omitting(FileStore):
 
 
 @pytest.mark.fault("O15")
-def test_what_a_listing_omits_is_restored(tmp_path: Path, to: Path) -> None:
-    """A shard that is not in the listing is asked for by name before its commit is passed over."""
+def test_shards_that_a_listing_omits_are_restored(tmp_path: Path, to: Path) -> None:
+    """A HEAD request for a shard that the listing omits decides before its commit is skipped."""
     omitting = Omitting(file_store(tmp_path / "store").url)
     files = {f"rank-00000/{number}.bin": b"x" * number for number in range(20)}
     commit(omitting, files, step=7)
-    assert restore(omitting, KEYS, to).ref.step == 7
+    assert restore(omitting, KEYS, RestoreTarget(to)).ref.step == 7
     assert {path.name: path.read_bytes() for path in to.rglob("*.bin")} == {
         path.rpartition("/")[2]: data for path, data in files.items()
     }
 
 
-def test_a_commit_whose_shards_are_gone_costs_no_request_for_each(tmp_path: Path, to: Path) -> None:
-    """The first shard that is gone condemns the commit."""
+def test_a_commit_without_its_shards_costs_one_request(tmp_path: Path, to: Path) -> None:
+    """The first missing shard makes the commit unusable: the others need no request."""
     omitting = Omitting(file_store(tmp_path / "store").url)
     made = commit(omitting, {f"{number}": b"x" for number in range(200)}, step=7)
     for shard in made.shards:
         omitting.delete(shard.key)
     with pytest.raises(NothingToRestore):
-        restore(omitting, KEYS, to)
+        restore(omitting, KEYS, RestoreTarget(to))
     assert omitting.heads == 1
 
 
-def test_a_deleted_commit_is_no_commit(store: FileStore, to: Path) -> None:
-    """When an operator deletes the newest manifest, the older commit is the newest."""
+def test_a_deleted_commit_is_not_restored(store: FileStore, to: Path) -> None:
+    """After an operator deleted the newest manifest, the older commit is the newest."""
     store.delete(KEYS.commit(NEW_REF, 0, 1))
-    assert restore(store, KEYS, to).ref == OLD_REF
+    assert restore(store, KEYS, RestoreTarget(to)).ref == OLD_REF
 
 
 @pytest.mark.fault("G01")
-def test_shards_without_a_manifest_are_no_commit(store: FileStore, to: Path) -> None:
-    """A flush that never committed leaves garbage, and the older commit stands."""
+def test_shards_without_a_manifest_are_not_a_commit(store: FileStore, to: Path) -> None:
+    """A flush that never committed leaves unreferenced objects; the older commit is restored."""
     store.put("r/data/00000001/000000000300-abc-a1/00000/model.pt", b"garbage")
-    assert restore(store, KEYS, to).ref == NEW_REF
+    assert restore(store, KEYS, RestoreTarget(to)).ref == NEW_REF
 
 
 @pytest.mark.fault("G09")
-def test_a_commit_of_a_newer_format_is_passed_over_with_a_way_out(
-    store: FileStore, to: Path
-) -> None:
-    """Nothing is guessed; the reason says to upgrade."""
+def test_a_commit_of_a_newer_format_is_skipped_with_a_hint(store: FileStore, to: Path) -> None:
+    """The reason asks for an upgrade."""
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), b'{"format":"swansong-manifest","version":7}')
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert got.ref == NEW_REF
     assert "upgrade" in got.skipped[0][1]
 
 
 def test_nothing_whole_lists_all_reasons(store: FileStore, tmp_path: Path, to: Path) -> None:
-    """When every commit is damaged the error names each with its reason, and nothing is there."""
+    """If every commit is damaged, the error names each with its reason, and no file is left."""
     flip_in_shard(tmp_path)
     in_store(tmp_path, 100, "empty").unlink()
     with pytest.raises(NothingToRestore) as caught:
-        restore(store, KEYS, to)
+        restore(store, KEYS, RestoreTarget(to))
     assert "generation 1 step 200: deep/er/optim.pt does not match" in str(caught.value)
     assert "generation 1 step 100: empty is missing" in str(caught.value)
     assert os.listdir(to.parent) == []
 
 
 @pytest.mark.fault("G17")
-def test_a_checkpoint_that_a_node_never_committed_is_passed_over(
-    store: FileStore, to: Path
-) -> None:
-    """Two of three nodes are no checkpoint; three of three are, with the files of all in one place."""
+def test_a_checkpoint_that_a_node_never_committed_is_skipped(store: FileStore, to: Path) -> None:
+    """Two of three nodes make no checkpoint; three of three do, with the files of all nodes together."""
     for node in (0, 2):
         commit(store, {f"rank-{node}": b"x" * node}, step=300, node=node, nodes=3)
-    got = restore(store, KEYS, to / "1")
+    got = restore(store, KEYS, RestoreTarget(to / "1"))
     assert got.ref == NEW_REF
     assert got.skipped == ((CommitRef(1, 300), "2 of 3 nodes committed it"),)
     assert verify(store, KEYS) == []
     commit(store, {"rank-1": b"late"}, step=300, node=1, nodes=3)
-    assert restore(store, KEYS, to / "2").ref == CommitRef(1, 300)
+    assert restore(store, KEYS, RestoreTarget(to / "2")).ref == CommitRef(1, 300)
     assert tree(to / "2") == {"rank-0": b"", "rank-1": b"late", "rank-2": b"xx"}
 
 
-def test_nodes_that_disagree_about_a_file_are_no_checkpoint(store: FileStore, to: Path) -> None:
-    """The same file from two nodes is one file; different files of one name are passed over."""
+def test_nodes_that_disagree_about_a_file_make_no_checkpoint(store: FileStore, to: Path) -> None:
+    """Equal files of two nodes are one file; a commit with different files of one name is skipped."""
     for node in (0, 1):
         commit(store, {"config": b"same", f"n{node}": b"x"}, step=300, node=node, nodes=2)
         commit(store, {"config": b"%d" % node}, step=400, node=node, nodes=2)
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert got.ref == CommitRef(1, 300)
     assert "different files called config" in got.skipped[0][1]
     assert tree(to) == {"config": b"same", "n0": b"x", "n1": b"x"}
@@ -286,27 +293,27 @@ def test_nodes_that_disagree_about_a_file_are_no_checkpoint(store: FileStore, to
 def test_a_hostile_manifest_writes_nothing_outside(
     store: FileStore, tmp_path: Path, to: Path, path: str
 ) -> None:
-    """A manifest with a right digest and a wrong path is passed over before anything is written."""
+    """A manifest with a correct digest and an unsafe path is skipped before any file is written."""
     made = commit(store, {"a": b"x"}, step=300)
     hostile = replace(made, shards=(replace(made.shards[0], path=path),))
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(hostile))
     before = tree(tmp_path)
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert "not safe" in got.skipped[0][1]
     written = set(tree(tmp_path)) - set(before)
     assert written == {f"restored/here/{name}" for name in NEW}
 
 
 @pytest.mark.fault("G08")
-def test_a_small_manifest_of_millions_of_parts_is_passed_over(store: FileStore, to: Path) -> None:
-    """3.5 KB of manifest cost no memory and no time to speak of, and the older commit is restored."""
+def test_a_small_manifest_of_millions_of_parts_is_skipped(store: FileStore, to: Path) -> None:
+    """A manifest of 3.5 KB cannot cost much memory or time; the older commit is restored."""
     made = commit(store, {f"f{number}": b"x" for number in range(16)}, step=300)
     shards = (replace(s, part_size_bytes=1, size_bytes=10**6) for s in made.shards)
     hostile = manifest.encode(replace(made, shards=tuple(shards)))
     assert len(hostile) < 5000
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), hostile)
     began_s = time.thread_time()
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert time.thread_time() - began_s < 2
     assert got.ref == NEW_REF
     assert "16000000 parts" in got.skipped[0][1]
@@ -314,22 +321,22 @@ def test_a_small_manifest_of_millions_of_parts_is_passed_over(store: FileStore, 
 
 
 @pytest.mark.fault("G08")
-def test_an_object_of_65_mib_in_place_of_a_manifest_is_passed_over(
+def test_an_object_of_65_mib_in_place_of_a_manifest_is_skipped(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """It is what is wrong with this commit, and not with the store."""
+    """This is damage of the commit, not an error of the store."""
     commit(store, {"a": b"x"}, step=300)
     os.truncate(manifest_in_store(tmp_path, 300), 65 * 2**20)
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert (got.ref, tree(to)) == (NEW_REF, NEW)
     assert "limit" in got.skipped[0][1]
 
 
 @pytest.mark.fault("G08")
-def test_a_candidate_that_costs_too_much_processor_time_is_passed_over(
+def test_a_candidate_that_costs_too_much_processor_time_is_skipped(
     store: FileStore, to: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its reason; the budget is for each commit, so that the next one has all of it."""
+    """Each commit has its own budget, so the next one is read in full."""
     for node in range(3):
         commit(store, {f"n{node}": b"x"}, step=300, node=node, nodes=3)
     decode = catalog.decode
@@ -343,7 +350,7 @@ def test_a_candidate_that_costs_too_much_processor_time_is_passed_over(
 
     monkeypatch.setattr(catalog, "decode", busy)
     monkeypatch.setattr(catalog, "EXAMINE_CPU_S", 0.25)
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert (got.ref, tree(to)) == (NEW_REF, NEW)
     assert "processor time" in got.skipped[0][1]
 
@@ -352,14 +359,14 @@ def test_a_candidate_that_costs_too_much_processor_time_is_passed_over(
 def test_a_manifest_cannot_make_a_restore_list_all_data_of_the_run(
     store: FileStore, to: Path
 ) -> None:
-    """Its keys lie where a writer puts them; other objects beside them are not held in memory."""
+    """Only keys at the places of a real commit are listed, and other objects there need no memory."""
     made = commit(store, {"a": b"x"}, step=300)
     store.put("r/data/a", b"x")
     wide = replace(made.shards[0], key="r/data/a")
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(replace(made, shards=(wide,))))
-    got = restore(store, KEYS, to)
+    got = restore(store, KEYS, RestoreTarget(to))
     assert got.ref == NEW_REF
-    assert "names the key" in got.skipped[0][1]
+    assert "has the key" in got.skipped[0][1]
 
 
 @pytest.mark.fault("O15", "G07")
@@ -372,29 +379,29 @@ def test_a_run_whose_farewell_names_a_commit_is_not_fresh(store: FileStore, to: 
         store.delete(info.key)
     store.put(f"{KEYS.farewells}00000001-a.json", b'{"verdict": "LOST", "commit": null}')
     store.put(f"{KEYS.farewells}00000001-b.json", b"no json")
-    for number in range(110):  # more than a reader looks at: the newest ones decide
+    for number in range(110):  # more than restore reads: the newest ones decide
         store.put(f"{KEYS.farewells}00000001-a{number:03d}.json", b'{"commit": null}')
     with pytest.raises(NothingToRestore, match="has no commit") as caught:
-        restore(store, KEYS, to)
+        restore(store, KEYS, RestoreTarget(to))
     assert caught.value.is_fresh
     named = json.dumps({"verdict": "SAFE", "commit": {"generation": 1, "step": 300}}).encode()
     store.put(f"{KEYS.farewells}00000001-c.json", named)
     with pytest.raises(NothingToRestore, match="00000001-c") as caught:
-        restore(store, KEYS, to)
+        restore(store, KEYS, RestoreTarget(to))
     assert not caught.value.is_fresh
     assert "run.name" in caught.value.hint
 
 
 @pytest.mark.fault("S25")
 def test_with_a_key_only_signed_commits_are_restored(store: FileStore, to: Path) -> None:
-    """A planted newer one is passed over with its reason; a run without a signed one is not a fresh run."""
+    """A newer commit without a signature is skipped with the reason; a run of such commits is not fresh."""
     keys = RunKeys("r", Signer(b"k" * 32))
     with pytest.raises(NothingToRestore, match="not signed") as caught:
-        restore(store, keys, to)
+        restore(store, keys, RestoreTarget(to))
     assert not caught.value.is_fresh
     key = KEYS.commit(OLD_REF, 0, 1)
     store.put(key, manifest.encode(manifest.decode(store.get(key)), keys.signer))
-    got = restore(store, keys, to)
+    got = restore(store, keys, RestoreTarget(to))
     assert (got.ref, tree(to)) == (OLD_REF, OLD)
     assert [ref for ref, _ in got.skipped] == [NEW_REF]
     assert [finding.ref for finding in verify(store, keys)] == [NEW_REF]
@@ -404,17 +411,19 @@ def test_with_a_key_only_signed_commits_are_restored(store: FileStore, to: Path)
 def test_the_error_does_not_grow_with_the_number_of_damaged_commits(
     store: FileStore, to: Path
 ) -> None:
-    """Ten reasons, and how many more there are."""
+    """It names ten reasons and the number of the others."""
     for step in range(300, 400):
         store.put(KEYS.commit(CommitRef(1, step), 0, 1), b"{}")
     with pytest.raises(NothingToRestore, match=r"and 90 more$"):
-        restore(store, KEYS, to, step=None, wanted=lambda _ref, _health: False)
+        restore(
+            store, KEYS, RestoreTarget(to), Selection(step=None, wanted=lambda _ref, _health: False)
+        )
 
 
 def test_a_shard_that_two_commits_share_is_reported_for_both(
     store: FileStore, tmp_path: Path
 ) -> None:
-    """verify reads a shared shard once, and names every commit that depends on it."""
+    """verify reads a shared shard once, and names each commit that depends on it."""
     made = commit(store, {"a": b"x"}, step=300)
     again = replace(made, step=400)
     store.put(KEYS.commit(CommitRef(1, 400), 0, 1), manifest.encode(again))
@@ -426,13 +435,13 @@ def test_a_shard_that_two_commits_share_is_reported_for_both(
         verify(store, KEYS, step=500)
 
 
-# ---------------------------------------------------------------- what is wrong with the store
+# ---------------------------------------------------------------- failing stores
 
 
-def test_a_store_that_cannot_be_reached_is_not_a_bad_commit(
+def test_an_unreachable_store_is_not_a_damaged_commit(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """A transient error is raised: an older commit must not come back because of a bad line."""
+    """A transient error is raised: a network failure must not restore an older commit."""
 
     def fail(key: str, _offset: int, _into: memoryview) -> bool:
         if "model.pt" in key:
@@ -440,14 +449,14 @@ def test_a_store_that_cannot_be_reached_is_not_a_bad_commit(
         return True
 
     with pytest.raises(Transient, match="connection reset"):
-        restore(OddStore(tmp_path / "store", fail), KEYS, to)
+        restore(OddStore(tmp_path / "store", fail), KEYS, RestoreTarget(to))
     assert not to.exists()
 
 
 def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
-    """A bucket that is not there is an error, and no fresh run."""
+    """A missing bucket is an error, and not a fresh run."""
     with pytest.raises(NotFound):
-        restore(FileStore(f"file://{tmp_path / 'nowhere'}"), KEYS, to)
+        restore(FileStore(f"file://{tmp_path / 'nowhere'}"), KEYS, RestoreTarget(to))
     assert not to.parent.exists()
 
 
@@ -455,7 +464,7 @@ def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
 def test_a_bit_that_flips_on_the_wire_is_read_again(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """The stored bytes are sound, so the newest commit comes back, right."""
+    """The stored bytes are intact, so the newest commit is restored."""
     flipped: list[str] = []
 
     def flip_once(key: str, _offset: int, into: memoryview) -> bool:
@@ -464,13 +473,13 @@ def test_a_bit_that_flips_on_the_wire_is_read_again(
             into[5] ^= 1
         return True
 
-    assert restore(OddStore(tmp_path / "store", flip_once), KEYS, to).ref == NEW_REF
+    assert restore(OddStore(tmp_path / "store", flip_once), KEYS, RestoreTarget(to)).ref == NEW_REF
     assert flipped
     assert tree(to) == NEW
 
 
 @pytest.mark.fault("G10", "O20")
-def test_a_shard_that_vanishes_under_the_restore_makes_it_take_an_older_commit(
+def test_after_a_shard_vanished_during_the_restore_an_older_commit_is_taken(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
     """Retention or a lifecycle rule may delete a shard after its size was checked."""
@@ -480,17 +489,19 @@ def test_a_shard_that_vanishes_under_the_restore_makes_it_take_an_older_commit(
             raise NotFound("no such key")
         return True
 
-    got = restore(OddStore(tmp_path / "store", vanish), KEYS, to)
+    got = restore(OddStore(tmp_path / "store", vanish), KEYS, RestoreTarget(to))
     assert got.ref == OLD_REF
     assert got.skipped == ((NEW_REF, "deep/er/optim.pt is missing from the store"),)
     assert tree(to) == OLD
 
 
-# ---------------------------------------------------------------- the place to restore to
+# ---------------------------------------------------------------- the destination
 
 
-def test_a_target_in_use_is_refused_at_once(store: FileStore, tmp_path: Path) -> None:
-    """A file, a link, a directory that holds something: untouched, and an error before any download."""
+def test_a_destination_in_use_is_refused_before_the_download(
+    store: FileStore, tmp_path: Path
+) -> None:
+    """A file, a link and a directory with entries stay untouched."""
     full = tmp_path / "full"
     full.mkdir()
     (full / "precious").write_text("x")
@@ -499,37 +510,37 @@ def test_a_target_in_use_is_refused_at_once(store: FileStore, tmp_path: Path) ->
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     for destination in (full, file, link):
-        with pytest.raises(StagingError, match="no empty directory") as caught:
-            restore(store, KEYS, destination)
+        with pytest.raises(StagingError, match="not an empty directory") as caught:
+            restore(store, KEYS, RestoreTarget(destination))
         assert caught.value.hint
     assert tree(full) == {"precious": b"x"}
     assert file.read_text() == "x"
     assert sorted(os.listdir(tmp_path)) == ["file", "full", "link", "store"]
 
 
-def test_an_empty_directory_is_taken(store: FileStore, to: Path) -> None:
-    """A directory made beforehand is as good as none."""
+def test_an_empty_directory_is_replaced(store: FileStore, to: Path) -> None:
+    """A destination may exist as an empty directory."""
     to.mkdir(parents=True)
-    restore(store, KEYS, to)
+    restore(store, KEYS, RestoreTarget(to))
     assert tree(to) == NEW
 
 
 @pytest.mark.fault("S24")
 def test_a_link_in_place_of_the_parent_is_not_followed(store: FileStore, tmp_path: Path) -> None:
-    """Whoever may write next to the destination cannot lead the bytes elsewhere."""
+    """A user who can write beside the destination cannot redirect the bytes."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "parent").symlink_to(elsewhere)
     with pytest.raises(StagingError, match="cannot restore to"):
-        restore(store, KEYS, tmp_path / "parent" / "here")
+        restore(store, KEYS, RestoreTarget(tmp_path / "parent" / "here"))
     assert os.listdir(elsewhere) == []
 
 
 @pytest.mark.fault("S24")
-def test_a_link_put_into_the_target_while_it_is_written_is_not_followed(
+def test_a_link_put_into_the_target_during_the_restore_is_not_followed(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """A directory of the target that is swapped for a link in the middle: refused, nothing written."""
+    """If a directory of the target becomes a link, the restore fails and writes nothing behind it."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "er").mkdir(parents=True)
     (elsewhere / "er" / "optim.pt").write_bytes(b"precious")
@@ -542,16 +553,21 @@ def test_a_link_put_into_the_target_while_it_is_written_is_not_followed(
         return True
 
     with pytest.raises(StagingError, match="cannot restore to"):
-        restore(OddStore(tmp_path / "store", swap), KEYS, to, connections=1)
+        restore(
+            OddStore(tmp_path / "store", swap),
+            KEYS,
+            RestoreTarget(to),
+            options=ReadOptions(connections=1),
+        )
     assert (elsewhere / "er" / "optim.pt").read_bytes() == b"precious"
     assert not to.exists()
 
 
 @pytest.mark.fault("G11")
-def test_a_restore_stopped_before_it_had_a_part_leaves_nothing(
+def test_a_restore_stopped_before_its_first_part_leaves_nothing(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """No destination, and no temporary directory: there is nothing to go on from."""
+    """Neither the destination nor a partial directory: there is no part to reuse."""
     stop = threading.Event()
     seen: list[list[str]] = []
 
@@ -561,32 +577,37 @@ def test_a_restore_stopped_before_it_had_a_part_leaves_nothing(
         return True
 
     with pytest.raises(Stopped):
-        restore(OddStore(tmp_path / "store", stop_here), KEYS, to, connections=1, stop=stop)
+        restore(
+            OddStore(tmp_path / "store", stop_here),
+            KEYS,
+            RestoreTarget(to),
+            options=ReadOptions(connections=1, stop=stop),
+        )
     assert len(seen) == 1
     assert seen[0][0].startswith(".here.partial-")
     assert os.listdir(to.parent) == []
 
 
 @pytest.mark.fault("G11", "D12")
-def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not(
+def test_partial_directories_of_dead_restores_are_removed_and_those_of_running_ones_are_not(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """One restore waits in the middle while another to the same place runs through."""
+    """One restore is blocked halfway while another one to the same destination completes."""
     dead = to.parent / ".here.partial-0123456789abcdef"
     (dead / "files").mkdir(parents=True)
     dead.chmod(0o700)
     (dead / "files" / "model.pt").write_bytes(b"half")
     other = to.parent / ".there.partial-0123456789abcdef"
     other.mkdir()
-    go_on = threading.Event()
+    resume = threading.Event()
     outcome: list[BaseException] = []
 
     def wait(_key: str, _offset: int, _into: memoryview) -> bool:
-        return go_on.wait(30)
+        return resume.wait(30)
 
     def slow() -> None:
         try:
-            restore(OddStore(tmp_path / "store", wait), KEYS, to)
+            restore(OddStore(tmp_path / "store", wait), KEYS, RestoreTarget(to))
         except StagingError as error:
             outcome.append(error)
 
@@ -599,10 +620,10 @@ def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not
         what="the slow restore to begin",
     )
     until(lambda: not dead.exists(), what="the leftover to be removed")
-    restore(store, KEYS, to)
+    restore(store, KEYS, RestoreTarget(to))
     assert tree(to) == NEW
     assert set(os.listdir(to.parent)) == {"here", other.name, *living}
-    go_on.set()
+    resume.set()
     thread.join(30)
     assert "cannot restore to" in str(outcome[0])
     assert set(os.listdir(to.parent)) == {"here", other.name}
@@ -612,7 +633,7 @@ def test_leftovers_of_dead_restores_are_removed_and_those_of_living_ones_are_not
 def test_a_destination_that_appears_meanwhile_is_not_overwritten(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """The last step is a rename that refuses what is not empty."""
+    """The last step is a rename, which fails on a directory with entries."""
 
     def appear(_key: str, _offset: int, _into: memoryview) -> bool:
         to.mkdir(exist_ok=True)
@@ -620,6 +641,6 @@ def test_a_destination_that_appears_meanwhile_is_not_overwritten(
         return True
 
     with pytest.raises(StagingError):
-        restore(OddStore(tmp_path / "store", appear), KEYS, to)
+        restore(OddStore(tmp_path / "store", appear), KEYS, RestoreTarget(to))
     assert tree(to) == {"precious": b"x"}
     assert os.listdir(to.parent) == ["here"]

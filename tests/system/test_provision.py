@@ -87,7 +87,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
     (scratch / "second.toml").write_text("# must not be taken\n")
     (scratch / "uninstall.sh").write_text(uninstall_commands())
     python = Path(sys.base_prefix) / "bin" / "python3"
-    script = REPOSITORY / "tests" / "system" / "throwaway_root.sh"
+    script = REPOSITORY / "testkit" / "throwaway_root.sh"
     done = subprocess.run(
         ["unshare", "--mount", script, REPOSITORY, scratch, output, python],
         check=False,

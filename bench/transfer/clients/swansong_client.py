@@ -24,6 +24,7 @@ from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -68,7 +69,7 @@ def prepare(job: Job) -> Callable[[], object]:
     keys = RunKeys(job.prefix)
 
     def download() -> None:
-        restore(retrying, keys, job.directory / "restored")
+        restore(retrying, keys, RestoreTarget(job.directory / "restored"))
 
     events: SimpleQueue[Event] = SimpleQueue()
     own = tempfile.mkdtemp(dir=job.directory.parent)

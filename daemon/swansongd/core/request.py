@@ -76,7 +76,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
     if request.target is not None:
         return
     if transition.state.spans_vms:
-        # Other VMs hear of the request later: they get twice the time.
+        # The request reaches other VMs later: they get twice the time.
         limit_s = 2 * (request.agree_by_mono_s - request.asked_mono_s)
         if transition.now >= request.asked_mono_s + limit_s:
             fail(transition, request, "the ranks of all VMs have not agreed on a step in time")

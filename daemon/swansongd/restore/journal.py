@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restore has written so far, so that the next one need not fetch it again.
+"""The journal of a restore: the parts that it wrote, so that the next restore does not fetch them again.
 
-One line for each part, appended once its bytes are in their file.  Nothing here is believed: neither the
-journal nor the files are synced, so a part counts only if its bytes, read back, still have the digest
-noted for it, and the whole shard must match its manifest in the end, as without a journal.
+A line for each part is appended once its bytes are in their file.  Neither the journal nor the files are
+synced, so both are verified before use: a part counts only if its bytes, read back, match the digest in the
+journal.  The whole shard must match its manifest in the end, as without a journal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ Noted = dict[tuple[int, int], bytes]
 
 
 def identity_of(run: str, ref: CommitRef, shards: Sequence[StoredShard]) -> str:
-    """The first line of the journal: the same exactly when the same files are to be restored.
+    """The first line of the journal: equal if and only if the same files are restored.
 
-    Shards are told apart by their place in ``shards`` afterwards.
+    All other lines identify a shard by its index in ``shards``.
     """
-    said = [[shard.path, shard.size_bytes, shard.part_size_bytes, shard.digest] for shard in shards]
-    return f"{_VERSION} {hashlib.sha256(repr((run, ref, said)).encode()).hexdigest()}"
+    facts = [
+        [shard.path, shard.size_bytes, shard.part_size_bytes, shard.digest] for shard in shards
+    ]
+    return f"{_VERSION} {hashlib.sha256(repr((run, ref, facts)).encode()).hexdigest()}"
 
 
 def line(shard_number: int, part_index: int, digest: bytes) -> bytes:
-    """A part that is in its file now.  It replaces what was noted of that part before."""
+    """The line for a part whose bytes are in their file.  It replaces earlier lines for that part."""
     return f"{shard_number} {part_index} {digest.hex()}\n".encode()
 
 
@@ -42,15 +44,15 @@ def first_line(identity: str) -> bytes:
 
 
 def parse(data: bytes, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
-    """The parts that are noted, or None when the journal is of another restore, or of none.
+    """The parts in the journal; None if it belongs to another restore, or is not a journal.
 
-    Lines that a crash left torn, or filled with anything, are passed over.
+    Lines that a crash tore or filled with other bytes are skipped.
     """
     first, *rest = data.decode("ascii", "replace").split("\n")
     if first != identity:
         return None
     noted: Noted = {}
-    for text in rest[:-1]:  # behind the last line break is nothing, or a torn line
+    for text in rest[:-1]:  # after the last line break comes nothing, or a torn line
         match = _LINE.fullmatch(text)
         if match is None:
             continue
@@ -63,6 +65,6 @@ def parse(data: bytes, identity: str, shards: Sequence[StoredShard]) -> Noted | 
 
 
 def max_bytes(shards: Sequence[StoredShard]) -> int:
-    """The longest journal that a few restores of these shards can have written; a longer one is not read."""
+    """The size of the journal after a few restores of these shards; a larger one is not read."""
     parts = sum(part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards)
     return _SPARE_BYTES + 4 * parts * len(line(10**9, 10**9, bytes(32)))

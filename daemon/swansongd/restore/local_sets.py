@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealed sets in staging as the daemon sees them, for a command that runs beside it or before it.
+"""Sealed sets in staging, for commands that run without the daemon.
 
-The restore unit runs before the trainer, and so before the daemon.  It must choose the checkpoint that the
-daemon would choose: the same scan, the same record of what was abandoned, the same rule.
+The restore unit runs before the trainer and the daemon.  It must choose the same checkpoint as the daemon, so
+it uses the same scan, the same record of abandoned sets and the same rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swansongd.config.config import Config
 from swansongd.core import machine, resume
 from swansongd.core.state import Settings, State
 from swansongd.errors import StagingError
-from swansongd.flush.committer import read_record
+from swansongd.flush.claim_record import read_record
 from swansongd.model import CommitRef, Staged
 from swansongd.staging.scan import OWN_DIRECTORY, booted_wall_ns
 from swansongd.staging.seal import Scanner
@@ -25,7 +25,7 @@ from swansongd.trainers import users
 def newest_local(
     config: Config, store_url: str, newest: CommitRef | None
 ) -> tuple[Staged, Path] | None:
-    """The sealed set in staging that is as new as the newest whole commit, or newer, and its path.
+    """The newest sealed set in staging, and its path; None if the newest whole commit is newer.
 
     Args:
         store_url: of the configured store.
@@ -33,11 +33,11 @@ def newest_local(
 
     Raises:
         ConfigError: a user of ``trainer.users`` does not exist.
-        StagingError: staging belongs to another user than the one that asks, or cannot be read.
+        StagingError: staging belongs to another user than that of this process, or cannot be read.
     """
     run_directory = config.staging.path / config.run.name
     if config.run.several_vms or not run_directory.is_dir():
-        return None  # a part of a checkpoint is not enough
+        return None  # each VM has only its part of a checkpoint
     own = run_directory / OWN_DIRECTORY
     try:
         owner = own.stat().st_uid if own.is_dir() else os.geteuid()
@@ -50,7 +50,7 @@ def newest_local(
         scanner = Scanner(
             run_directory,
             allowed_uids=users.may_speak(users.uids_of(config.trainer.users)),
-            settle_s=0.0,  # the daemon is not here to see it grow
+            settle_s=0.0,  # one scan cannot observe whether files still grow
             monotonic=time.monotonic,
         )
         scanned = scanner.scan()

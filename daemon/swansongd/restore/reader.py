@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads shards over many connections, each byte once: hashed, and written where it belongs, as it comes.
+"""Reads shards over many connections, each byte once: hashed and written to its place as it arrives.
 
-The unit is the part: what an interrupted restore has of a part is read back from the disk, which is
-cheaper than the network, and every other part is fetched.
+The unit is the part.  A part that an interrupted restore already wrote is read back from the disk, which is
+cheaper than the network.  All other parts are fetched.
 """
 
 from __future__ import annotations
@@ -27,34 +27,48 @@ from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
 from swansongd.util.threads import Task, parallel
 
 Progress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all; called from any thread, one call at a time."""
+"""Takes the bytes done and the total; called from any thread, one call at a time."""
 Problems = dict[StoredShard, str]
-"""What is wrong, by shard, in words."""
+"""The defect of each damaged shard, in words."""
 
+CONNECTIONS = 16
+"""Default limit of parallel connections."""
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _MISSING = "{} is missing from the store"
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """How shards are read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """Limits and callbacks of one pass over stored bytes.
 
     Args:
-        connections: how many parts are under way at once, at most.
-        stop: ends it with Stopped, within a window.
-        refused: the error of an object that the store refuses while it returns others, see
-            :func:`swansongd.bucket.catalog.refused`; None: such an object ends the reading.
+        connections: limit of parts in flight.
+        progress: called with the bytes done.
+        stop: ends the pass with Stopped, within one window.
+    """
+
+    connections: int = CONNECTIONS
+    progress: Progress | None = None
+    stop: threading.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads and checks shards.
+
+    Args:
+        refused: makes the error for an object that the store refuses while it returns others, see
+            :func:`swansongd.bucket.catalog.refused`; None: such an object ends the pass.
     """
 
     store: ObjectStore
-    connections: int
-    stop: threading.Event | None
+    options: ReadOptions
     refused: Callable[[str, Permanent], CorruptError] | None = None
 
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
-        """Compare what the store has with what it should have, without reading it."""
-        # Shards of one flush lie side by side: a listing tells of a thousand at once.
+        """Compare the sizes of the stored objects with the manifest, without reading their bytes."""
+        # Shards of one flush have one prefix: one page of a listing covers a thousand of them.
         beside: defaultdict[str, list[StoredShard]] = defaultdict(list)
         for shard in shards:
             is_named_for_path = shard.key.endswith(f"/{shard.path}")
@@ -62,7 +76,7 @@ class Reader:
         problems: Problems = {}
 
         def check(prefix: str) -> None:
-            wanted = {shard.key for shard in beside[prefix]}  # others may lie there in any number
+            wanted = {shard.key for shard in beside[prefix]}  # of any number of objects there
             listing = self.store.list(prefix)
             try:
                 sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
@@ -70,15 +84,15 @@ class Reader:
                 why = self._refused(f"the listing of {prefix}", error)
                 problems.update(dict.fromkeys(beside[prefix], why))
                 return
-            is_one_gone = False
+            is_one_missing = False
             for shard in beside[prefix]:
                 size_bytes = sizes_bytes.get(shard.key)
-                if size_bytes is None and not is_one_gone:
-                    # Some stores omit keys between two pages, so a HEAD decides.  One shard that is gone
-                    # condemns the commit: the others cost no request then.
+                if size_bytes is None and not is_one_missing:
+                    # Some stores omit keys between two pages, so a HEAD decides.  One missing shard makes
+                    # the commit unusable: the others need no request then.
                     info = self.store.head(shard.key)
                     size_bytes = None if info is None else info.size_bytes
-                    is_one_gone = info is None
+                    is_one_missing = info is None
                 if size_bytes is None:
                     problems[shard] = _MISSING.format(shard.path)
                 elif size_bytes != shard.size_bytes:
@@ -86,7 +100,7 @@ class Reader:
                         f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
                     )
 
-        self._each(list(beside), check, threads=self.connections)
+        self._each(list(beside), check, threads=self.options.connections)
         return problems
 
     def read(
@@ -99,28 +113,33 @@ class Reader:
     ) -> tuple[Problems, int]:
         """Read all bytes of the shards, and compare their digests.
 
-        With a ``target`` they are written there, noted under the number of their shard, and synced.  While
-        a disk syncs the files that are whole, as many connections as before fetch others.
+        With a ``target`` the bytes are written there, recorded in its journal, and synced.  While the disk
+        syncs finished files, all connections fetch further ones.
+
+        Args:
+            shards: by their number in the journal.
+            noted: parts that the journal of an interrupted restore names.
+            progress: called with the bytes done.
 
         Returns:
-            What is wrong, and how many bytes did not have to be fetched because they were ``noted``, and
-            there.
+            The defects, and the bytes that were not fetched because the target had them already.
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
-        pace = _Pace(total_bytes, ConcurrencyLimit(self.connections), progress, self.stop)
-        reading = _Reading(self.store, target, noted or {}, pace, self._refused)
-        # The largest first: what comes last should be small, so that no connection is idle for long.
+        limit = ConcurrencyLimit(self.options.connections)
+        transfer = _Transfer(total_bytes, limit, progress, self.options.stop)
+        reading = _Reading(self.store, target, noted or {}, transfer, self._refused)
+        # The largest first: the last parts should be small, so that no connection is idle for long.
         largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
         states = [_Shard(number, shard) for number, shard in largest_first]
         self._each(
             [(state, index) for state in states for index in range(state.parts_left)],
             lambda part: reading.part(*part),
-            threads=self.connections if target is None else _SYNCS * self.connections,
+            threads=self.options.connections * (1 if target is None else _SYNCS),
         )
         return reading.problems, reading.reused_bytes
 
     def _refused(self, what: str, error: Permanent) -> str:
-        """What is wrong with one object that the store refuses; raises ``error`` if it refuses them all."""
+        """The defect of one object that the store refuses; raises ``error`` if it refuses all objects."""
         if self.refused is None:
             raise error
         return self.refused(what, error).line()
@@ -128,7 +147,7 @@ class Reader:
     def _each(
         self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int
     ) -> None:
-        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.stop)
+        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.options.stop)
 
 
 @dataclass(slots=True)
@@ -138,7 +157,7 @@ class _Shard:
     number: int
     shard: StoredShard
     digests: list[bytes] = field(init=False)
-    """Of its parts; empty while a part is not there."""
+    """Digests of its parts; empty for a part that is not read yet."""
     parts_left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,9 +165,8 @@ class _Shard:
         self.digests = [b""] * self.parts_left
 
 
-class _Pace:
-    """Bytes done, of all connections together: how many parts may be under way goes by that, progress is
-    told, and a stop is seen."""
+class _Transfer:
+    """State that all connections of one pass share: bytes done, parts in flight, the stop."""
 
     def __init__(
         self,
@@ -163,28 +181,28 @@ class _Pace:
         self._stop = stop
         self._cpus = len(os.sched_getaffinity(0))
         self._changed = threading.Condition()
-        self._under_way = 0
+        self._in_flight = 0
         self._done_bytes = 0
         self._next_sample_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Wait until one more part may be under way; raises Stopped."""
+        """Block until the limit admits one more part; raises Stopped."""
         with self._changed:
-            while self._under_way >= self._limit.now and not self._is_stopped:
-                self._changed.wait(SAMPLE_S)  # when nothing moves, nobody else looks
+            while self._in_flight >= self._limit.now and not self._is_stopped:
+                self._changed.wait(SAMPLE_S)  # without bytes, no other thread takes a sample
                 self._sample()
-            self._under_way += 1
+            self._in_flight += 1
         try:
             self._end_if_stopped()
             yield
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._in_flight -= 1
                 self._changed.notify()
 
     def add(self, size_bytes: int) -> None:
-        """Raises Stopped once it is time to end."""
+        """Count bytes that are done; raises Stopped after the stop."""
         self._end_if_stopped()
         with self._changed:
             self._done_bytes += size_bytes
@@ -192,8 +210,8 @@ class _Pace:
             if self._progress is not None and size_bytes > 0:
                 self._progress(self._done_bytes, self._total_bytes)
 
-    def take_back(self, size_bytes: int) -> None:
-        """So many bytes come again."""
+    def subtract(self, size_bytes: int) -> None:
+        """Discount bytes that are fetched again."""
         if size_bytes:
             with self._changed:
                 self._done_bytes -= size_bytes
@@ -201,7 +219,7 @@ class _Pace:
     def _sample(self) -> None:
         now_mono_s = time.monotonic()
         if now_mono_s < self._next_sample_mono_s:
-            return  # the time of all threads together costs more than a small file
+            return  # process_time() costs more than reading a small file
         self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
         before = self._limit.now
         self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
@@ -221,27 +239,31 @@ class _PartSink:
     """Takes the bytes of one part: hashes them, and writes them to their place."""
 
     def __init__(
-        self, offset: int, size_bytes: int, write: Callable[[memoryview, int], None], pace: _Pace
+        self,
+        offset: int,
+        size_bytes: int,
+        write: Callable[[memoryview, int], None],
+        transfer: _Transfer,
     ) -> None:
         self._offset = offset
         self._size_bytes = size_bytes
         self._write = write
-        self._pace = pace
+        self._transfer = transfer
         self._hash = blake3()
         self._done_bytes = 0
 
     def rewind(self) -> None:
-        self._pace.take_back(self._done_bytes)
+        self._transfer.subtract(self._done_bytes)
         self._hash = blake3()
         self._done_bytes = 0
 
     def write(self, window: memoryview) -> None:
         if self._done_bytes + window.nbytes > self._size_bytes:
-            raise Transient("the store sent more than it was asked for")
+            raise Transient("the store sent more bytes than the requested range has")
         self._hash.update(window)
         self._write(window, self._offset + self._done_bytes)
         self._done_bytes += window.nbytes
-        self._pace.add(window.nbytes)
+        self._transfer.add(window.nbytes)
 
     def digest(self) -> bytes:
         return self._hash.digest()
@@ -255,7 +277,7 @@ class _Reading:
         store: ObjectStore,
         target: RestoreTarget | None,
         noted: Noted,
-        pace: _Pace,
+        transfer: _Transfer,
         refused: Callable[[str, Permanent], str],
     ) -> None:
         self.problems: Problems = {}
@@ -263,14 +285,14 @@ class _Reading:
         self._store = store
         self._target = target
         self._noted = noted
-        self._pace = pace
+        self._transfer = transfer
         self._refused = refused
         self._lock = threading.Lock()
         self._has_failed = False
-        """The first error ends it: threads that wait for a connection then send no further request."""
+        """Set by the first error: threads that wait for a connection then send no further request."""
 
     def part(self, state: _Shard, index: int) -> None:
-        """Read one part; with the last one of a shard its digest is compared."""
+        """Read one part; the last part of a shard also compares the digest of the shard."""
         shard = state.shard
         if self._target is None:
             self._read(state, index, None)
@@ -280,10 +302,10 @@ class _Reading:
                 file.sync()
 
     def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
-        """Read one part; True when the shard is whole, and as it should be."""
+        """Read one part; True if the shard is now complete and matches its digest."""
         shard = state.shard
         try:
-            with self._pace.part():
+            with self._transfer.part():
                 if shard in self.problems or self._has_failed:
                     return False
                 try:
@@ -313,13 +335,13 @@ class _Reading:
         return True
 
     def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
-        """Have the part in its file, and noted."""
+        """Bring the part into its file and into the journal; returns its digest."""
         noted = self._noted.get((state.number, index))
         if noted is not None and _read_back(file, state.shard, index) == noted:
             size_bytes = _span(state.shard, index)[1]
             with self._lock:
                 self.reused_bytes += size_bytes
-            self._pace.add(size_bytes)
+            self._transfer.add(size_bytes)
             return noted
         digest = self._fetched(state.shard, index, file.write)
         assert self._target is not None
@@ -330,7 +352,7 @@ class _Reading:
         self, shard: StoredShard, index: int, write: Callable[[memoryview, int], None]
     ) -> bytes:
         offset, size_bytes = _span(shard, index)
-        sink = _PartSink(offset, size_bytes, write, self._pace)
+        sink = _PartSink(offset, size_bytes, write, self._transfer)
         self._store.get_range(shard.key, offset, size_bytes, sink)
         return sink.digest()
 
@@ -342,7 +364,7 @@ def _span(shard: StoredShard, index: int) -> tuple[int, int]:
 
 
 def _read_back(file: RestoredFile, shard: StoredShard, index: int) -> bytes:
-    """Digest of what lies where the part belongs; of nothing when it cannot be read."""
+    """Digest of the bytes in the file at the place of the part; empty if they cannot be read."""
     offset, size_bytes = _span(shard, index)
     seen = blake3()
     buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))

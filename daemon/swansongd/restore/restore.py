@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches the newest whole commit, and re-reads stored bytes against manifests.
+"""Restores the newest whole commit, and verifies stored bytes against the manifests.
 
-A damaged commit makes restore take the next older one, and give the reason.  So does a commit whose manifests
-are larger, name more parts, or cost more processor time than any honest ones, and one of which the store
-refuses an object while it returns others; a slow download does not.  A failing store, an object of an unknown
-kind among the commits, or an unusable target is an error: an older commit would not fix it.
+Restore skips a damaged commit, reports the reason, and takes the next older one.  It treats as damaged:
+
+- a commit whose shards or manifests do not match their digests;
+- a commit whose manifests are larger, name more parts, or cost more processor time than a real one can;
+- a commit with an object that the store refuses while it returns others.
+
+A slow download is not damage.  A failing store, an unknown object among the commits, and an unusable target
+are errors: an older commit would not help.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,43 +27,60 @@ from swansongd.bucket.manifest import Manifest, check_paths
 from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
 from swansongd.restore.journal import identity_of
-from swansongd.restore.reader import Problems, Progress, Reader
-from swansongd.restore.target import Access, RestoreTarget
+from swansongd.restore.reader import Problems, Reader, ReadOptions
+from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 
 _REASONS_MAX = 10
-"""Refused commits that an error message names."""
-CONNECTIONS = 16
-"""At most, unless the caller says otherwise."""
+"""Skipped commits that an error message names."""
 
 Skipped = Callable[[CommitRef, str], None]
-"""Told of a commit that is not restored, and why."""
+"""Takes a commit that was skipped, and the reason."""
 
 Wanted = Callable[[CommitRef, Mapping[str, float]], bool]
-"""Whether a commit of this health will do."""
+"""Whether a commit with this health is acceptable."""
 
 
 def healthy(_ref: CommitRef, health: Mapping[str, float]) -> bool:
-    """A :data:`Wanted`: only what is known to be healthy."""
+    """A :data:`Wanted`: only commits that are known to be healthy."""
     return is_healthy(health) is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What a restore brought back."""
+class Selection:
+    """The commits that a restore considers, newest first.
+
+    Args:
+        step: only commits of this step.
+        wanted: only commits that it accepts; the others are passed over silently.
+        skipped: called for each damaged commit.
+    """
+
+    step: int | None = None
+    wanted: Wanted | None = None
+    skipped: Skipped | None = None
+
+
+_NEWEST = Selection()
+_DEFAULT = ReadOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreResult:
+    """The restored commit."""
 
     ref: CommitRef
     path: Path
     size_bytes: int
     reused_bytes: int
-    """So many of them were there already, from a restore that was interrupted."""
+    """Bytes that an interrupted restore had fetched already."""
     skipped: tuple[tuple[CommitRef, str], ...]
-    """Newer commits that could not be restored, and why."""
+    """Newer commits that are damaged, and the reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defect:
-    """A damaged or missing object that ``verify`` found."""
+    """One defect that ``verify`` found."""
 
     ref: CommitRef
     problem: str
@@ -68,68 +89,76 @@ class Defect:
 def restore(
     store: ObjectStore,
     keys: RunKeys,
-    destination: Path,
-    *,
-    parent_fd: int | None = None,
-    access: Access | None = None,
-    step: int | None = None,
-    wanted: Wanted | None = None,
-    connections: int = CONNECTIONS,
-    progress: Progress | None = None,
-    skipped: Skipped | None = None,
-    stop: threading.Event | None = None,
-) -> Restored:
-    """Bring the newest whole commit of the run (or of ``step``) to ``destination``, or nothing.
+    target: RestoreTarget,
+    selection: Selection = _NEWEST,
+    options: ReadOptions = _DEFAULT,
+) -> RestoreResult:
+    """Restore the newest whole commit of the selection to the target.
 
-    Commits that are not ``wanted`` are passed over.
-
-    ``destination`` appears whole or not at all; it must not exist, or be an empty directory.  The
-    store is only read.  What an interrupted restore of the same commit left beside the destination is
-    used; one that is ended by Stopped or by an error of the store leaves what it has for the next.
-
-    Args:
-        parent_fd, access: see :class:`swansongd.restore.target.RestoreTarget`.
+    The destination appears whole or not at all.  The store is only read.  Parts that an interrupted restore
+    of the same commit left beside the destination are reused.  A restore that ends with Stopped or with an
+    error of the store leaves its parts for the next one.
 
     Raises:
-        NothingToRestore: no commit is whole; says why for each.
-        CorruptError: an object that no swansong wrote lies among the commits.
-        StagingError: ``destination`` cannot be used, or has too little space.
+        NothingToRestore: no commit of the selection is whole; names the reasons.
+        CorruptError: an unknown object lies among the commits.
+        StagingError: the destination cannot be used, or has too little space.
         StoreError: the store could not be read.
-        Stopped: ``stop`` was set.
+        Stopped: ``options.stop`` was set.
     """
-    refused: list[tuple[CommitRef, str]] = []
-    with RestoreTarget(destination, parent_fd=parent_fd, access=access) as target:
-        commits = _commits(store, keys, step)
-        is_fresh = step is None and not any(commit.is_complete for commit in commits)
+    skipped: list[tuple[CommitRef, str]] = []
+    with target:
+        commits = _commits(store, keys, selection.step)
         for commit in commits:
             try:
-                manifests = whole(store, keys, commit)
-                if wanted is not None and not wanted(commit.ref, health_of(manifests)):
-                    continue
-                shards = _merged(manifests)
-                identity = identity_of(keys.run, commit.ref, shards)
-                reader = Reader(store, connections, stop, _refused(store, keys, commit))
-                reused_bytes = _fetch(reader, shards, target, identity, progress)
+                restored = _restore_commit(
+                    store, keys, commit, target, wanted=selection.wanted, options=options
+                )
             except CorruptError as error:
-                refused.append((commit.ref, error.line()))
-                if skipped is not None:
-                    skipped(*refused[-1])
+                skipped.append((commit.ref, error.line()))
+                if selection.skipped is not None:
+                    selection.skipped(*skipped[-1])
                 continue
-            target.publish()
-            return Restored(
-                ref=commit.ref,
-                path=destination,
-                size_bytes=sum(shard.size_bytes for shard in shards),
-                reused_bytes=reused_bytes,
-                skipped=tuple(refused),
-            )
+            if restored is not None:
+                return replace(restored, skipped=tuple(skipped))
+    is_fresh = selection.step is None and not any(commit.is_complete for commit in commits)
     if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
         raise NothingToRestore(
             f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
             hint=f"If the commits were deleted on purpose, delete {store.url}/{keys.farewells} as well, or "
             "continue under another run.name",
         )
-    raise _nothing(keys, step, refused, is_fresh=is_fresh)
+    raise _nothing(keys, selection.step, skipped, is_fresh=is_fresh)
+
+
+def _restore_commit(
+    store: ObjectStore,
+    keys: RunKeys,
+    commit: Commit,
+    target: RestoreTarget,
+    *,
+    wanted: Wanted | None,
+    options: ReadOptions,
+) -> RestoreResult | None:
+    """Restore one commit; None if it is not wanted.
+
+    Raises:
+        CorruptError: the commit is incomplete or damaged.
+    """
+    manifests = whole(store, keys, commit)
+    if wanted is not None and not wanted(commit.ref, health_of(manifests)):
+        return None
+    shards = _merged(manifests)
+    reader = Reader(store, options, _refused(store, keys, commit))
+    reused_bytes = _fetch(reader, shards, target, identity_of(keys.run, commit.ref, shards))
+    target.publish()
+    return RestoreResult(
+        ref=commit.ref,
+        path=target.destination,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        reused_bytes=reused_bytes,
+        skipped=(),
+    )
 
 
 def verify(
@@ -137,53 +166,51 @@ def verify(
     keys: RunKeys,
     *,
     step: int | None = None,
-    connections: int = CONNECTIONS,
-    progress: Progress | None = None,
+    options: ReadOptions = _DEFAULT,
     manifests: Callable[[int, int], None] | None = None,
     sharing: Callable[[int, int], None] | None = None,
-    stop: threading.Event | None = None,
 ) -> list[Defect]:
-    """Re-read all stored bytes of the run's commits (or those of ``step``); empty when all is well.
+    """Re-read all stored bytes of the run's commits (or those of ``step``); empty if all are intact.
 
-    Each stored object is read once, however many commits name it.  A commit that not all nodes have made
-    yet is no finding; what there is of it is read as well.
+    Each stored object is read once, even if several commits name it.  A commit that some nodes have not
+    committed yet is not damage; the existing part of it is read as well.
 
     Args:
-        manifests: told the commits whose manifests were read, and the commits in all.
-        sharing: told the stored objects, and how many of them more than one commit names.
+        manifests: called with the number of commits whose manifests were read, and the total.
+        sharing: called with the number of stored objects, and of those that several commits share.
 
     Raises:
         NothingToRestore: there is no commit.
-        CorruptError: an object that no swansong wrote lies among the commits.
+        CorruptError: an unknown object lies among the commits.
         StoreError: the store could not be read.
-        Stopped: ``stop`` was set.
+        Stopped: ``options.stop`` was set.
     """
     commits = _commits(store, keys, step)
     if not commits:
         raise _nothing(keys, step, [])
-    findings: list[Defect] = []
+    defects: list[Defect] = []
     is_shared: dict[StoredShard, bool] = {}
 
     def take(_commit: Commit, shards: Sequence[StoredShard]) -> None:
         is_shared.update({shard: shard in is_shared for shard in shards})
 
-    _merged_each(store, keys, commits, take, findings, progress=manifests, stop=stop)
+    _merged_each(store, keys, commits, take, defects, progress=manifests, stop=options.stop)
     if sharing is not None:
         sharing(len(is_shared), sum(is_shared.values()))
-    reader = Reader(store, connections, stop, _refused(store, keys, commits[0]))
+    reader = Reader(store, options, _refused(store, keys, commits[0]))
     bad = reader.check_sizes(list(is_shared))
     sized = [shard for shard in is_shared if shard not in bad]
-    bad |= reader.read(dict(enumerate(sized)), progress=progress)[0]
+    bad |= reader.read(dict(enumerate(sized)), progress=options.progress)[0]
     if bad:
-        # Read again, because damage is rare: who names which shard is more than memory may hold.
+        # The manifests are read a second time: which commits name each shard is too much for memory.
         def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
             named = [shard for shard in shards if shard in bad]
-            findings.extend(Defect(ref=commit.ref, problem=bad[shard]) for shard in named)
+            defects.extend(Defect(ref=commit.ref, problem=bad[shard]) for shard in named)
 
-        unread = {finding.ref for finding in findings}
-        sound = [commit for commit in commits if commit.ref not in unread]
-        _merged_each(store, keys, sound, blame, findings, progress=None, stop=stop)
-    return sorted(findings, key=lambda finding: (finding.ref, finding.problem), reverse=True)
+        unread = {defect.ref for defect in defects}
+        readable = [commit for commit in commits if commit.ref not in unread]
+        _merged_each(store, keys, readable, blame, defects, progress=None, stop=options.stop)
+    return sorted(defects, key=lambda defect: (defect.ref, defect.problem), reverse=True)
 
 
 def _merged_each(
@@ -191,12 +218,12 @@ def _merged_each(
     keys: RunKeys,
     commits: Sequence[Commit],
     take: Callable[[Commit, Sequence[StoredShard]], None],
-    findings: list[Defect],
+    defects: list[Defect],
     *,
     progress: Callable[[int, int], None] | None,
     stop: threading.Event | None,
 ) -> None:
-    """Hand the shards of each commit to ``take``; of one that does not count, the reason to ``findings``."""
+    """Pass the shards of each commit to ``take``; append the defect of an unreadable one to ``defects``."""
 
     def merge(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
         try:
@@ -204,7 +231,7 @@ def _merged_each(
                 raise loaded
             take(commit, _merged(loaded))
         except CorruptError as error:
-            findings.append(Defect(ref=commit.ref, problem=error.line()))
+            defects.append(Defect(ref=commit.ref, problem=error.line()))
 
     catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
 
@@ -223,18 +250,16 @@ def _commits(store: ObjectStore, keys: RunKeys, step: int | None) -> list[Commit
 def _nothing(
     keys: RunKeys,
     step: int | None,
-    refused: Sequence[tuple[CommitRef, str]],
+    skipped: Sequence[tuple[CommitRef, str]],
     *,
     is_fresh: bool = False,
 ) -> NothingToRestore:
     wanted = f"run {keys.run}" if step is None else f"step {step} of run {keys.run}"
-    if not refused:
+    if not skipped:
         return NothingToRestore(f"{wanted} has no commit", is_fresh=is_fresh)
-    reasons = "; ".join(f"{ref}: {reason}" for ref, reason in refused[:_REASONS_MAX])
-    more = f"; and {len(refused) - _REASONS_MAX} more" if len(refused) > _REASONS_MAX else ""
-    return NothingToRestore(
-        f"{wanted} has no commit that is whole: {reasons}{more}", is_fresh=is_fresh
-    )
+    reasons = "; ".join(f"{ref}: {reason}" for ref, reason in skipped[:_REASONS_MAX])
+    more = f"; and {len(skipped) - _REASONS_MAX} more" if len(skipped) > _REASONS_MAX else ""
+    return NothingToRestore(f"{wanted} has no whole commit: {reasons}{more}", is_fresh=is_fresh)
 
 
 def _refused(
@@ -247,7 +272,7 @@ def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, 
     """The manifests of all nodes of a commit.
 
     Raises:
-        CorruptError: the commit is not complete, or a manifest cannot be believed.
+        CorruptError: the commit is not complete, or a manifest is invalid.
         StoreError: the store could not be read.
     """
     if not commit.is_complete:
@@ -256,12 +281,12 @@ def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, 
 
 
 def health_of(manifests: Sequence[Manifest]) -> dict[str, float]:
-    """The health of a commit, over its nodes."""
+    """The health of a commit, merged over its nodes."""
     return merged_health([manifest.health for manifest in manifests])
 
 
 def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
-    """The shards of all nodes of a commit, each path once.
+    """The shards of all nodes of a commit, without duplicate paths.
 
     Raises:
         CorruptError: the manifests contradict each other.
@@ -276,30 +301,28 @@ def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
 
 
 def _fetch(
-    reader: Reader,
-    shards: Sequence[StoredShard],
-    target: RestoreTarget,
-    identity: str,
-    progress: Progress | None,
+    reader: Reader, shards: Sequence[StoredShard], target: RestoreTarget, identity: str
 ) -> int:
-    """Bring the shards into the target, verified and synced; returns the bytes that were there already.
+    """Write the shards to the target, verified and synced; returns the bytes that it had already.
 
     Raises:
-        CorruptError: a shard is gone, or does not match its digest when read again.
+        CorruptError: a shard is missing, or does not match its digest twice.
     """
-    _refuse(reader.check_sizes(shards))
+    _require_none(reader.check_sizes(shards))
     noted = target.begin(identity, shards)
     numbered = dict(enumerate(shards))
-    problems, reused_bytes = reader.read(numbered, target=target, noted=noted, progress=progress)
+    problems, reused_bytes = reader.read(
+        numbered, target=target, noted=noted, progress=reader.options.progress
+    )
     if problems:
-        # The wire or our own memory may have been at fault; an older commit would cost more.
+        # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
         again = {number: shard for number, shard in numbered.items() if shard in problems}
         problems, _ = reader.read(again, target=target)
-    _refuse(problems)
+    _require_none(problems)
     return reused_bytes
 
 
-def _refuse(problems: Problems) -> None:
+def _require_none(problems: Problems) -> None:
     if problems:
         first, *others = problems.values()
         raise CorruptError(f"{first} (and {len(others)} more)" if others else first)

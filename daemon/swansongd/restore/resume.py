@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers trainers that ask for a checkpoint to resume from, with a local directory.
+"""Answers the restore queries of trainers with a local directory to resume from.
 
-The newer of two is taken, by the rule of :mod:`swansongd.core.resume`: the newest sealed set that is still
-in staging (the trainer crashed, or the disk survived the VM), or the newest whole commit in the store,
-downloaded and verified.  Staging is scanned before the choice.  Every rank asks for itself, and all ranks of
-one start get the same answer: two checkpoints are never mixed, and none is fetched twice.
+:mod:`swansongd.core.resume` has the rule.  There are two candidates, and the newer one is taken:
 
-One thread answers all queries, one after another, from a queue of limited length.  Downloads go to a
-directory that only the daemon can write: trainers can neither lead them elsewhere nor change what was
-verified.
+- the newest sealed set in staging, after a crash of the trainer or on a disk that survived the VM;
+- the newest whole commit in the store, which is downloaded and verified.
+
+Staging is scanned before the choice.  Every rank sends its own query, and all ranks of one start get the
+same answer: two checkpoints are never mixed, and none is fetched twice.
+
+One thread answers all queries in order, from a bounded queue.  Downloads go to a directory that only the
+daemon can write, so trainers can neither redirect them nor change verified bytes.
 """
 
 from __future__ import annotations
@@ -40,21 +42,30 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
-from swansongd.restore.restore import Wanted, health_of, healthy, restore, whole
-from swansongd.restore.target import Access, interrupted
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import (
+    RestoreResult,
+    Selection,
+    Wanted,
+    health_of,
+    healthy,
+    restore,
+    whole,
+)
+from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 
 BUDGET_S = 100.0
-"""How long the store is asked the same again before the trainer is told that it cannot be reached."""
+"""Time for retries of the store, and for the start of a job, before a query gets an error."""
 QUERIES_MAX = 1024
-"""Queries that wait; further ones are refused."""
+"""Limit of the queue; further queries are refused."""
 RESTORED_FILE_MODE = 0o640
 _PROGRESS_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 0.02
-_SCAN_PATIENCE_S = 10.0
-"""A scan that takes longer than this is not waited for: the choice is made from the last one."""
+_SCAN_TIMEOUT_S = 10.0
+"""Timeout of a scan; after that, the choice uses the result of the last scan."""
 
 _log = structlog.get_logger(__name__)
 
@@ -75,7 +86,7 @@ class _CachedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ticket:
-    """A query that waits for its answer."""
+    """A query in the queue."""
 
     query: RestoreQuery
     reply: Reply
@@ -84,15 +95,15 @@ class _Ticket:
 
 
 class Resume:
-    """Answers queries in one thread, in the order in which they came.
+    """Answers queries in one thread, in the order of their arrival.
 
     Args:
-        store: the backend; retries are added here.
+        store: the backend; this class adds the retries.
         keys: of the run.
         run: staging directory of the run.
-        state: reads the newest state of the decision loop.
-        stop: ends it all.
-        rescan: orders a scan of staging, whose result is awaited; None: the last scan is new enough.
+        state: returns the newest state of the decision loop.
+        stop: ends the thread and its download.
+        rescan: requests a scan of staging; None: the choice uses the last scan.
         monotonic: the clock.
     """
 
@@ -114,19 +125,19 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self._given: _CachedAnswer | None = None
-        self._went_back: tuple[int, float, Restored] | None = None
+        self._cached: _CachedAnswer | None = None
+        self._last_rollback: tuple[int, float, Restored] | None = None
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
         threading.Thread(target=self._serve, name="resume", daemon=True).start()
 
     def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
-        """Answer with Restored in the end, with Restoring until then; returns at once.
+        """Queue a query.  The replies are Restoring during a download, then one Restored.
 
         A rollback posts RolledBack before its answer.  Over several VMs the answer to a rollback only
-        names the checkpoint: all ranks ask for it by name once they have begun another job start, and
-        that takes the place of RolledBack.
+        names the checkpoint.  The ranks then begin another job start, which replaces RolledBack, and ask
+        for that checkpoint by name.
         """
         ticket = _Ticket(
             query=query, reply=reply, post=post, give_up_mono_s=self._monotonic() + BUDGET_S
@@ -137,7 +148,7 @@ class Resume:
                 self._waiting.append(ticket)
                 self._changed.notify()
         if is_full:
-            error = f"{QUERIES_MAX} restore queries wait already: ask again later"
+            error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
 
     def _serve(self) -> None:
@@ -166,7 +177,7 @@ class Resume:
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
 
-        A query for a job start that has not begun waits without holding up those behind it.
+        A query for a job start that has not begun waits without blocking the queries behind it.
         """
         with self._changed:
             while not self._stop.is_set():
@@ -183,22 +194,22 @@ class Resume:
         query = ticket.query
         if not resume.may_answer(self._state(), query):
             raise StagingError(
-                "this start of the job has no generation: the store failed, or the job was started again",
+                "no generation for this job start: the store failed, or the job was started again",
                 hint="See: swansong status",
             )
         if query.generation >= 0:
-            return self._chosen(query)
+            return self._named(CommitRef(query.generation, query.step))
         if query.rollback:
             return self._rollback(query, ticket.post)
-        return self._answer()
+        return self._newest()
 
     def _scanned(self) -> State:
-        """The state after a scan that begins now, which finds what was sealed a moment ago."""
+        """The state after a scan that begins now, which finds sets sealed just before the query."""
         if self._rescan is None:
             return self._state()
         begun_mono_s = self._monotonic()
         self._rescan()
-        while self._monotonic() - begun_mono_s < _SCAN_PATIENCE_S:
+        while self._monotonic() - begun_mono_s < _SCAN_TIMEOUT_S:
             state = self._state()
             if state.scanned_mono_s is not None and state.scanned_mono_s >= begun_mono_s:
                 return state
@@ -206,46 +217,56 @@ class Resume:
                 break
         return self._state()
 
-    def _answer(self) -> Restored:
+    def _newest(self) -> Restored:
+        """The newest checkpoint, or the cached answer for further ranks of the same start."""
         state = self._scanned()
-        given = self._given
-        if given is not None and not (resume.still_holds(given.basis, state) and given.is_there()):
-            given = None
-        if given is not None and given.basis.is_recent(self._monotonic()):
-            return given.answer
+        cached = self._cached
+        if cached is not None and not (
+            resume.still_holds(cached.basis, state) and cached.is_there()
+        ):
+            cached = None
+        if cached is not None and cached.basis.is_recent(self._monotonic()):
+            return cached.answer
         store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
         own = resume.newest_local(state, newest)
-        if given is not None and given.basis.newest == newest:
-            answer = given.answer
+        if cached is not None and cached.basis.newest == newest:
+            answer = cached.answer
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(store, newest)
         basis = resume.basis(state, newest, self._monotonic())
-        self._given = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = _CachedAnswer(answer=answer, basis=basis)
         return answer
 
-    def _chosen(self, query: RestoreQuery) -> Restored:
-        wanted = CommitRef(query.generation, query.step)
-        given = self._given
-        if given is not None and given.basis.newest == wanted and given.is_there():
-            return given.answer  # to another rank of this VM
-        answer = self._fetched(self._store(), wanted, lambda ref, _: ref == wanted)
-        basis = Basis(answered_mono_s=self._monotonic(), newest=wanted)
-        self._given = _CachedAnswer(answer=answer, basis=basis)
+    def _named(self, ref: CommitRef) -> Restored:
+        """This commit, downloaded once for all ranks of this VM."""
+        cached = self._cached
+        if cached is not None and cached.basis.newest == ref and cached.is_there():
+            return cached.answer
+        return self._fetch_named(ref)
+
+    def _fetch_named(self, ref: CommitRef) -> Restored:
+        answer = self._fetched(self._store(), ref, lambda found, _: found == ref)
+        basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
+        self._cached = _CachedAnswer(answer=answer, basis=basis)
         return answer
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
+        """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
         state = self._state()
-        if state.spans_vms:
-            return self._healthy_for_all(query.before_step)
-        if self._went_back is not None:
-            number, mono_s, answer = self._went_back
+        store = self._store()
+        if state.spans_vms:  # staging holds only this VM's part of a checkpoint
+            committed = self._newest_healthy_commit(store, query.before_step)
+            if committed is None:
+                raise self._nothing_before(query.before_step)
+            return self._fetch_named(committed)
+        if self._last_rollback is not None:
+            number, mono_s, answer = self._last_rollback
             is_one_start = resume.is_one_start(mono_s, self._monotonic())
             if number == query.rollback and is_one_start:
                 return answer  # to another rank
-        store = self._store()
         committed = self._newest_healthy_commit(store, query.before_step)
         own = resume.newest_healthy_local(state, query.before_step, committed)
         if own is not None:
@@ -255,18 +276,8 @@ class Resume:
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
-        self._given = None
-        self._went_back = (query.rollback, self._monotonic(), answer)
-        return answer
-
-    def _healthy_for_all(self, before_step: int) -> Restored:
-        store = self._store()  # what lies in staging is a part only
-        committed = self._newest_healthy_commit(store, before_step)
-        if committed is None:
-            raise self._nothing_before(before_step)
-        answer = self._fetched(store, committed, lambda ref, _: ref == committed)
-        basis = Basis(answered_mono_s=self._monotonic(), newest=committed)
-        self._given = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = None
+        self._last_rollback = (query.rollback, self._monotonic(), answer)
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:
@@ -275,6 +286,11 @@ class Resume:
         )
 
     def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
+        """The newest whole commit before the step that is known to be healthy.
+
+        Raises:
+            UnreadableError: there is none, and the store refused a manifest that might be one.
+        """
         unread: UnreadableError | None = None
         for found in catalog.list_commits(store, self._keys):
             if found.ref.step >= before_step:
@@ -308,44 +324,41 @@ class Resume:
     def _fetched(
         self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
     ) -> Restored:
-        parent = self._run.path / RESTORED_DIRECTORY
+        """Download the newest commit that is wanted; the answer has no path if the run is fresh."""
+        selection = Selection(
+            # Only the manifests of that step are read: there may be thousands of commits.
+            step=None if wanted is None or newest is None else newest.step,
+            wanted=wanted,
+            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
+        )
         parent_fd = _opened_restored(self._run)
         try:
             before = os.listdir(parent_fd)
-            # A download that was interrupted is continued under its own name.
-            destination = parent / (interrupted(parent_fd) or secrets.token_hex(4))
             try:
-                restored = restore(
-                    store,
-                    self._keys,
-                    destination,
-                    parent_fd=parent_fd,
-                    access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
-                    # Only the manifests of that step are read: there may be thousands of commits.
-                    step=None if wanted is None or newest is None else newest.step,
-                    wanted=wanted,
-                    progress=self._progress(),
-                    skipped=lambda ref, why: _log.error(
-                        "commit_skipped", commit=str(ref), reason=why
-                    ),
-                    stop=self._stop,
-                )
+                restored = self._download(store, parent_fd, selection)
             except NothingToRestore as error:
                 if newest is None and error.is_fresh:
-                    return Restored("")  # a fresh run
+                    return Restored("")
                 raise
-            _remove(before, parent_fd)  # of earlier trainers on this VM
+            _remove(before, parent_fd)  # downloads for earlier trainers on this VM
         finally:
             os.close(parent_fd)
-        return Restored(
-            "",
-            path=str(destination),
-            step=restored.ref.step,
-            generation=restored.ref.generation,
+        ref = restored.ref
+        return Restored("", path=str(restored.path), step=ref.step, generation=ref.generation)
+
+    def _download(self, store: ObjectStore, parent_fd: int, selection: Selection) -> RestoreResult:
+        """Restore into a directory below the open one; continues an interrupted download."""
+        name = interrupted(parent_fd) or secrets.token_hex(4)
+        target = RestoreTarget(
+            self._run.path / RESTORED_DIRECTORY / name,
+            parent_fd=parent_fd,
+            access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
         )
+        options = ReadOptions(progress=self._progress(), stop=self._stop)
+        return restore(store, self._keys, target, selection, options)
 
     def _progress(self) -> Callable[[int, int], None]:
-        """Reports to all waiting queries, those later in the queue included."""
+        """Reports to all queries in the queue."""
         last_mono_s = self._monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -363,7 +376,7 @@ class Resume:
 
 
 def _send(ticket: _Ticket, message: Message) -> None:
-    """Reply to one peer; a failure concerns that peer alone."""
+    """Reply to one peer; a failure affects that peer alone."""
     try:
         ticket.reply(message)
     except Exception as error:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place that a restore writes to: a hidden sibling of the destination, renamed when it is whole.
+"""The directory that a restore writes to: a hidden sibling of the destination, renamed when it is complete.
 
 ::
 
-    .NAME.partial-<nonce>/          mode 0700, locked by the restore that works on it
-        files/                      becomes NAME
-        journal                     which parts are there; see journal.py
+    .NAME.partial-<nonce>/          mode 0700, locked by its restore
+        files/                      renamed to NAME
+        journal                     the parts that are written; see journal.py
 
-All names are resolved one component at a time, relative to open directories, and through no link, so that a
-user who may write near the destination cannot lead the bytes elsewhere.  An interrupted restore is continued
-only if its directory, and every file in it, is ours alone: an earlier owner would keep the right to change
-the published files.
+Names are resolved one component at a time, relative to open directories, and links are never followed.  So a
+user who can write beside the destination cannot redirect the bytes.  An interrupted restore is continued
+only if its directory and all files in it belong to this user alone: another owner could still change the
+published files.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Access:
 
     file_mode: int
     gid: int | None = None
-    """Group of everything; None: that of the process."""
+    """Group of all files and directories; None: the group of the process."""
 
     @property
     def directory_mode(self) -> int:
-        """Directories may be entered by those who may read the files."""
+        """The file mode, with permission to enter for each reader."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
 
     @classmethod
     def by_umask(cls) -> Access:
-        """As the umask of the process allows, but never writable for others."""
+        """The access that the umask of the process allows, but writable for the owner alone."""
         with open("/proc/self/status", "rb") as status:
             masks = (int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
             mask = next(masks, 0o077)  # not every kernel shows the mask
@@ -68,7 +68,11 @@ class Access:
 
 
 class RestoredFile:
-    """A file of the target.  Raises StagingError, whoever calls it: a store must not take it for its own."""
+    """A file of the target.
+
+    Its methods raise StagingError and never OSError: a store that calls them would take an OSError for a
+    failure of its own connection.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class RestoredFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Put all of ``data`` at ``offset``."""
-        # The kernel lets one write a file at a time, and has the others spin for their turn.
+        # The kernel admits one writer to a file at a time; without the lock the others would spin.
         with self._errors(), self._writing:
             done = 0
             while done < data.nbytes:
@@ -94,7 +98,7 @@ class RestoredFile:
             os.fsync(self._fd)
 
     def read_into(self, window: memoryview, offset: int) -> int:
-        """How many bytes of ``window`` were filled; 0 where there is nothing to read."""
+        """Number of bytes read into ``window``; 0 at the end of the file and after an error."""
         try:
             return os.preadv(self._fd, [window], offset)
         except OSError:
@@ -102,27 +106,26 @@ class RestoredFile:
 
 
 class RestoreTarget:
-    """A directory in the making.
+    """A directory that is complete or absent.
 
-    As a context manager it leaves nothing behind unless :meth:`publish` was reached, or it was ended by
-    an error of the store, by ``Stopped`` or by a signal: then what is there waits for the next restore of
-    the same commit to the same destination.  :meth:`file` and :meth:`note` may be called from many
-    threads.
+    A context manager.  On exit without :meth:`publish` it removes the partial directory, unless an error of
+    the store, ``Stopped`` or a signal ended the restore.  The next restore of the same commit to the same
+    destination then reuses the parts.  :meth:`file` and :meth:`note` may be called from many threads.
 
     Args:
-        destination: where the directory will stand; its parent must be no link.
-        parent_fd: its parent, open; None opens the path, and creates it if need be.
-        access: who may read the result.
+        destination: path of the directory; its parent must not be a link.
+        parent_fd: its parent, open; None opens the parent, and creates it if necessary.
+        access: permissions of the restored files.
 
     Raises:
-        StagingError: on entering, when ``destination`` is anything but absent or an empty directory;
-            from every method, when the file system refuses.
+        StagingError: on entry, unless ``destination`` is absent or an empty directory; from each method,
+            when the file system fails.
     """
 
     def __init__(
         self, destination: Path, *, parent_fd: int | None = None, access: Access | None = None
     ) -> None:
-        self._destination = destination
+        self.destination = destination
         self._access = access or Access.by_umask()
         self._name = ""
         self._given_parent_fd = parent_fd
@@ -158,20 +161,20 @@ class RestoreTarget:
                 os.close(found)
             if not is_free:
                 raise StagingError(
-                    f"{self._destination} exists and is no empty directory",
+                    f"{self.destination} exists and is not an empty directory",
                     hint="Name another directory to restore to, or move this one away",
                 )
-            if os.path.ismount(self._destination):
+            if os.path.ismount(self.destination):
                 raise StagingError(
-                    f"{self._destination} is a mount point, which cannot be replaced",
+                    f"{self.destination} is a mount point, which cannot be replaced",
                     hint="Name a directory below it",
                 )
 
     def _open_destination(self) -> int | None:
         try:
             if self._parent_fd >= 0:
-                return openat.open_directory(self._destination.name, dir_fd=self._parent_fd)
-            return openat.open_directory(self._destination)
+                return openat.open_directory(self.destination.name, dir_fd=self._parent_fd)
+            return openat.open_directory(self.destination)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 return None
@@ -183,31 +186,31 @@ class RestoreTarget:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Neither a place that cannot be used nor a commit that is damaged gets better by itself.
-        is_worth_keeping = not isinstance(error, SwansongError) or isinstance(
+        # A retry fixes neither an unusable destination nor a damaged commit.
+        is_retryable = not isinstance(error, SwansongError) or isinstance(
             error, StoreError | Stopped
         )
-        if error is None or not (is_worth_keeping and self._has_parts and self._is_locked):
+        if error is None or not (is_retryable and self._has_parts and self._is_locked):
             self._discard()
         elif isinstance(error, SwansongError):
-            kept = (
-                f"What was fetched is kept: the next restore to {self._destination} goes on with it"
-            )
-            error.hint = f"{error.hint}. {kept}" if error.hint else kept
+            reuse = f"The fetched parts stay: the next restore to {self.destination} reuses them"
+            error.hint = f"{error.hint}. {reuse}" if error.hint else reuse
         self._close()
         self._close_parent()
 
     def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
-        """Make a file for each shard, if there is space for what they will hold.
+        """Create a file for each shard, if there is enough space.
 
-        Goes on with what an interrupted restore of the same ``identity`` left here; everything else that
-        was left here, by this restore too, is removed.  Returns the parts that are noted, which the
-        caller must read back before it believes them.
+        Continues an interrupted restore of the same ``identity``, and removes all other partial
+        directories of this destination, including one of this restore.
+
+        Returns:
+            The parts that the journal names.  The caller must read them back and verify them.
         """
         with self._errors():
             if self._parent_fd < 0:
-                os.makedirs(self._destination.parent, exist_ok=True)
-                self._parent_fd = openat.open_directory(self._destination.parent)
+                os.makedirs(self.destination.parent, exist_ok=True)
+                self._parent_fd = openat.open_directory(self.destination.parent)
             self._discard()
             noted = self._take_over(identity, shards)
             if noted is None:
@@ -239,14 +242,14 @@ class RestoreTarget:
             yield RestoredFile(fd, self._writing[path], self._errors)
 
     def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
-        """The bytes of this part are in their file."""
+        """Record that the bytes of this part are in their file."""
         with self._errors():
-            # One write, so that threads do not mix their lines; a torn one is passed over.
+            # One write a line, so that threads do not mix them; the reader skips a torn line.
             os.write(self._journal_fd, journal.line(shard_number, part_index, digest))
         self._has_parts = True
 
     def publish(self) -> None:
-        """Make all durable, and give the directory its name."""
+        """Make all files durable, and rename the directory to the destination."""
         with self._errors():
             for parts in self._directories:
                 with self._directory(parts) as fd:
@@ -255,7 +258,7 @@ class RestoreTarget:
             os.fsync(self._files_fd)
             os.rename(
                 _FILES,
-                self._destination.name,
+                self.destination.name,
                 src_dir_fd=self._partial_fd,
                 dst_dir_fd=self._parent_fd,
             )
@@ -265,14 +268,14 @@ class RestoreTarget:
     # ------------------------------------------------------------ the partial directory
 
     def _take_over(self, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
-        """Continue what a dead restore of the same left; remove what other dead ones left.
+        """Open the partial directory of an interrupted restore with this identity; remove all others.
 
-        A directory that is not ours alone is neither used nor touched.
+        Directories of running restores and of other users stay untouched.
         """
         taken: Noted | None = None
         for name in sorted(os.listdir(self._parent_fd)):
             match = _PARTIAL.fullmatch(name)
-            if match is None or match[1] != self._destination.name:
+            if match is None or match[1] != self.destination.name:
                 continue
             fd = self._locked(name)
             if fd is None:
@@ -287,18 +290,18 @@ class RestoreTarget:
         return taken
 
     def _create(self) -> None:
-        self._name = f".{self._destination.name}.partial-{secrets.token_hex(8)}"
+        self._name = f".{self.destination.name}.partial-{secrets.token_hex(8)}"
         self._partial_fd = openat.make_directory(
             self._name, dir_fd=self._parent_fd, mode=_WORKING_MODE
         )
         try:
             fcntl.flock(self._partial_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # a network file system without locks: nothing is left here for others to find
+            return  # a network file system without locks: the partial directory is never reused
         self._is_locked = True
 
     def _locked(self, name: str) -> int | None:
-        """The directory of that name, open and locked; None when it is not ours to continue."""
+        """Open and lock the directory of this name; None if another user or a running restore owns it."""
         try:
             fd = openat.open_directory(name, dir_fd=self._parent_fd, owners={os.geteuid()})
         except OSError:
@@ -307,24 +310,24 @@ class RestoreTarget:
             is_ours = stat.S_IMODE(os.fstat(fd).st_mode) == _WORKING_MODE and not openat.has_acl(fd)
             if is_ours and set(os.listdir(fd)) <= {_FILES, _JOURNAL}:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its earlier holder may have removed it meanwhile, or given it its final name.
+                # Its earlier owner may have removed or renamed it before the lock was free.
                 if os.path.samestat(
                     os.fstat(fd), os.stat(name, dir_fd=self._parent_fd, follow_symlinks=False)
                 ):
                     return fd
         except OSError:
-            pass  # of a living restore
+            pass  # locked by a running restore
         os.close(fd)
         return None
 
     def _remove(self, name: str, fd: int) -> None:
-        """Remove a directory by its descriptor: the name may be that of another one by now."""
+        """Empty a directory by its descriptor, and remove it; another process may have taken the name."""
         with suppress(OSError):
             openat.empty_directory(fd)
             os.rmdir(name, dir_fd=self._parent_fd)
 
     def _check_space(self, shards: Sequence[StoredShard]) -> None:
-        """Counts what is there already, but only the bytes that really take up space."""
+        """Require space for all shards, less the blocks that are allocated for them already."""
         here_bytes = 0
         for _, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
             for name in names:
@@ -335,7 +338,7 @@ class RestoreTarget:
         needed_bytes = sum(shard.size_bytes for shard in shards) - here_bytes
         if needed_bytes > free_bytes:
             raise StagingError(
-                f"{self._destination} needs {needed_bytes} bytes; {free_bytes} are free there",
+                f"{self.destination} needs {needed_bytes} bytes; {free_bytes} are free there",
                 hint="Make room, or restore to another file system",
             )
 
@@ -364,9 +367,7 @@ class RestoreTarget:
         try:
             yield
         except OSError as error:
-            raise StagingError(
-                f"cannot restore to {self._destination}: {error.strerror}"
-            ) from error
+            raise StagingError(f"cannot restore to {self.destination}: {error.strerror}") from error
 
     @contextmanager
     def _open(self, path: str, *, create: bool = False) -> Iterator[int]:
@@ -419,24 +420,24 @@ class RestoreTarget:
     def _give_to_group(self, fd: int) -> None:
         gid = self._access.gid
         if gid is not None and os.fstat(fd).st_gid != gid:
-            with suppress(
-                PermissionError
-            ):  # the sandbox forbids it, and has the right group anyway
+            # The unit's sandbox forbids the call, but new files have the right group there anyway.
+            with suppress(PermissionError):
                 os.fchown(fd, -1, gid)
 
 
 def _open_own(name: str, flags: int, *, dir_fd: int) -> int:
-    """Open a file that an earlier restore of ours made.
+    """Open a file that an earlier restore of this user created.
 
     Raises:
-        OSError: it is gone, a link, of another user, or has a second name, by which others may change it.
+        OSError: it is missing, a link, owned by another user, or has a second name, through which other
+            users could change it.
     """
     fd = os.open(name, flags, dir_fd=dir_fd)
     facts = os.fstat(fd)
     is_ours = facts.st_uid == os.geteuid() and facts.st_nlink == 1 and not facts.st_mode & 0o022
     if not (stat.S_ISREG(facts.st_mode) and is_ours):
         os.close(fd)
-        raise openat.UnsafeFileError(name, "is not a file of an earlier restore")
+        raise openat.UnsafeFileError(name, "is not a file of an earlier restore by this user")
     return fd
 
 
@@ -454,9 +455,9 @@ def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | N
 
 
 def interrupted(parent_fd: int) -> str | None:
-    """Name of the destination, within an open directory, of a restore that was not finished; or None.
+    """Name of the destination of an unfinished restore in an open directory; None without one.
 
-    Which of several is left open; the next restore finds out whether its owner lives.
+    If there are several, the first in the order of names.  The next restore checks whether its owner lives.
     """
     for name in sorted(os.listdir(parent_fd)):
         match = _PARTIAL.fullmatch(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The farewell records the verdict and the timeline, and readers accept what is of use to them."""
+"""A farewell contains the verdict and the timeline, and readers need only three of its fields."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from swansongd.bucket.signing import Signer
 from swansongd.errors import CorruptError, NothingToRestore, Permanent, TooLarge, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.restore import restore, verify
+from swansongd.restore.target import RestoreTarget
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore
@@ -64,7 +65,7 @@ def test_one_refused_object_is_a_damaged_commit(
 ) -> None:
     """Restore takes the next older commit and gives the reason; verify reports that commit alone."""
     refuse(store, refuses, error)
-    got = restore(store, KEYS, tmp_path / "here")
+    got = restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     assert got.ref == OLD
     ((ref, reason),) = got.skipped
     assert ref == NEW
@@ -81,7 +82,7 @@ def test_a_refused_manifest_of_a_generation_without_a_claim_is_passed_over(
     planted = KEYS.commit(CommitRef(7, 1), 0, 1)
     store.put(planted, b"{}")
     refuse(store, lambda what, key: what == "get" and key == planted)
-    assert restore(store, KEYS, tmp_path / "here").ref == NEW
+    assert restore(store, KEYS, RestoreTarget(tmp_path / "here")).ref == NEW
     assert [finding.ref for finding in verify(store, KEYS)] == [CommitRef(7, 1)]
 
 
@@ -92,7 +93,7 @@ def test_a_store_that_refuses_everything_is_an_error_of_the_store(
     """Lost rights are no damage: nothing is called corrupt, and nothing is called absent."""
     refuse(store, lambda each, _: each == what)
     with pytest.raises(Permanent, match="403"):
-        restore(store, KEYS, tmp_path / "here")
+        restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     with pytest.raises(Permanent, match="403"):
         verify(store, KEYS)
     with pytest.raises(Permanent, match="403"):
@@ -105,7 +106,7 @@ def test_a_network_that_fails_for_one_object_ends_a_restore(
     """What may work when tried again must not bring back an older commit."""
     refuse(store, manifest_of_new, Transient)
     with pytest.raises(Transient):
-        restore(store, KEYS, tmp_path / "here")
+        restore(store, KEYS, RestoreTarget(tmp_path / "here"))
 
 
 def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_path: Path) -> None:
@@ -118,5 +119,5 @@ def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_pat
     with pytest.raises(CorruptError, match="403"):
         parts_committed(store, SIGNED, NEW, 1)
     with pytest.raises(NothingToRestore, match="403") as caught:
-        restore(store, KEYS, tmp_path / "here")
+        restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     assert not caught.value.is_fresh

@@ -26,11 +26,12 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import State
 from swansongd.errors import FencedError, Transient
-from swansongd.flush.committer import ClaimRecord, Committer
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
-from swansongd.observe.health import HealthTracker
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import ObjectInfo
@@ -101,15 +102,18 @@ class Desk:
         committer = Committer(
             self.store,
             KEYS,
-            self.own,
             self.events.put,
-            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
-            boot_id="boot",
-            wall=lambda: "2030-01-01T00:00:00Z",
-            health=StoreHealth(
-                HealthTracker("store", blind_after_s=60.0, monotonic=lambda: 0.0, post=note)
+            Claimant(
+                self.store,
+                KEYS,
+                self.own,
+                boot_id="boot",
+                wall=lambda: "2030-01-01T00:00:00Z",
+                several_vms=True,
             ),
-            several_vms=True,
+            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
+            wall=lambda: "2030-01-01T00:00:00Z",
+            health=StoreHealth(note, monotonic=lambda: 0.0),
         )
         committer.start()
         return committer

@@ -16,7 +16,7 @@ from swansongd.bucket import manifest as manifests
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.digests import PART_SIZE_BYTES_MAX, part_digest, shard_digest
+from swansongd.digests import PART_SIZE_BYTES_MAX, shard_digest
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
@@ -28,6 +28,7 @@ from swansongd.model import (
 from swansongd.observe.timeline import ENTRIES_MAX
 
 from testkit import REPOSITORY
+from testkit.committed import part_digest
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a restore: what was noted is read again, whatever a crash did to its end."""
+"""The journal of a restore: its whole lines are read, also after a crash damaged its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARDS = tuple(
     )
     for path, size in (("a", 35), ("b/c", 0), ("d", 10))
 )
-"""Of four parts, one, and one."""
+"""They have four parts, one, and one."""
 REF = CommitRef(3, 70)
 IDENTITY = journal.identity_of("r", REF, SHARDS)
 HEAD = journal.first_line(IDENTITY)
@@ -36,36 +36,36 @@ def written(noted: list[tuple[tuple[int, int], bytes]]) -> bytes:
 
 
 @given(notes)
-def test_what_was_noted_is_read(noted: list[tuple[tuple[int, int], bytes]]) -> None:
-    """Of several notes of one part the last one counts."""
+def test_written_lines_are_read(noted: list[tuple[tuple[int, int], bytes]]) -> None:
+    """The last line of each part counts."""
     assert journal.parse(written(noted), IDENTITY, SHARDS) == dict(noted)
 
 
 @given(notes, st.data())
-def test_a_torn_end_costs_the_torn_line_only(
+def test_a_torn_end_costs_only_the_torn_line(
     noted: list[tuple[tuple[int, int], bytes]], data: st.DataObject
 ) -> None:
-    """Cut anywhere behind the head: what is whole before the cut is read, and nothing else."""
+    """Truncated anywhere after the first line: the whole lines before the cut are read."""
     whole = written(noted)
     end = data.draw(st.integers(len(HEAD), len(whole)))
-    kept = whole[:end].count(b"\n") - 1
-    assert journal.parse(whole[:end], IDENTITY, SHARDS) == dict(noted[:kept])
+    count = whole[:end].count(b"\n") - 1
+    assert journal.parse(whole[:end], IDENTITY, SHARDS) == dict(noted[:count])
 
 
 @given(notes, st.binary(max_size=80))
-def test_rubbish_behind_it_is_passed_over(
-    noted: list[tuple[tuple[int, int], bytes]], rubbish: bytes
+def test_garbage_at_the_end_is_skipped(
+    noted: list[tuple[tuple[int, int], bytes]], garbage: bytes
 ) -> None:
-    """Zeros or anything else that a power cut left: no error, and no part that does not exist."""
-    got = journal.parse(written(noted) + rubbish + b"\n", IDENTITY, SHARDS)
+    """Zeros or other bytes that a power cut left: no error, and no part that does not exist."""
+    got = journal.parse(written(noted) + garbage + b"\n", IDENTITY, SHARDS)
     assert got is not None
-    assert got.items() >= dict(noted).items() or b" " in rubbish
+    assert got.items() >= dict(noted).items() or b" " in garbage
     assert set(got) <= {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0)}
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_no_journal(data: bytes) -> None:
-    """Without its first line nothing is taken."""
+def test_other_bytes_are_not_a_journal(data: bytes) -> None:
+    """Without the first line no part is read."""
     assert journal.parse(data, IDENTITY, SHARDS) is None
     assert journal.parse(HEAD[: len(data) % len(HEAD)], IDENTITY, SHARDS) is None
 
@@ -73,14 +73,14 @@ def test_anything_else_is_no_journal(data: bytes) -> None:
 @pytest.mark.parametrize(
     "part", ["0 4", "1 1", "2 1", "3 0", "-1 0", "0 -1", "00000000000 0", "x 0", "0", ""]
 )
-def test_a_part_that_does_not_exist_is_passed_over(part: str) -> None:
-    """A number beyond the shards, an index beyond the parts, and what is no number."""
+def test_a_part_that_does_not_exist_is_skipped(part: str) -> None:
+    """A number beyond the shards, an index beyond the parts, and text that is not a number."""
     data = HEAD + f"{part} {'ab' * 32}\n".encode() + journal.line(2, 0, b"x" * 32)
     assert journal.parse(data, IDENTITY, SHARDS) == {(2, 0): b"x" * 32}
 
 
-def test_only_the_same_files_of_the_same_commit_are_the_same_restore() -> None:
-    """Run, commit, names, order, sizes, part sizes and digests tell; where the bytes lie does not."""
+def test_only_the_same_files_of_the_same_commit_have_the_same_identity() -> None:
+    """Run, commit, names, order, sizes, part sizes and digests matter; keys of objects do not."""
     first, *others = SHARDS
     elsewhere = [replace(first, key="r/data/other"), *others]
     assert journal.identity_of("r", REF, elsewhere) == IDENTITY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parts of a restore are under way at once, and what they wait for."""
+"""The parts of a restore that are in flight: their number, and their use of the connections."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore import reader
-from swansongd.restore.reader import Reader
+from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.restore import restore
+from swansongd.restore.target import RestoreTarget
 from swansongd.util.concurrency import FIRST
 
 from testkit.committed import commit
-from testkit.flush_rig import Flush, staged_set
+from testkit.flush_rig import FlushRig, staged_set
 from testkit.memory_store import MemoryStore
 from testkit.waiting import until
 
@@ -26,8 +27,8 @@ FILES = 12
 
 @contextmanager
 def reading(tmp_path: Path) -> Iterator[list[str]]:
-    """What was asked of a store that answers nothing, until the end of the block: then all is read."""
-    flush = Flush(tmp_path)
+    """Read from a store that blocks until the end of the block; yields the keys requested so far."""
+    flush = FlushRig(tmp_path)
     contents = {f"f{number}": b"x" * (number + 1) for number in range(FILES)}
     done = flush.flushed(staged_set(flush.run_directory, contents))
     answers = threading.Event()
@@ -39,7 +40,7 @@ def reading(tmp_path: Path) -> Iterator[list[str]]:
 
     flush.store.before = before
     problems: list[object] = []
-    reader = Reader(flush.store, FILES, None)
+    reader = Reader(flush.store, ReadOptions(connections=FILES))
     thread = threading.Thread(
         target=lambda: problems.append(reader.read(dict(enumerate(done.shards)))[0])
     )
@@ -53,10 +54,10 @@ def reading(tmp_path: Path) -> Iterator[list[str]]:
     assert len(begun) == FILES
 
 
-def test_few_parts_are_under_way_before_anybody_has_looked(
+def test_few_parts_are_in_flight_before_the_first_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the many threads, only as many ask the store as the width says."""
+    """The concurrency limit bounds the requests, and not the number of threads."""
     waiting: list[float] = []
     wait = threading.Condition.wait
 
@@ -66,23 +67,23 @@ def test_few_parts_are_under_way_before_anybody_has_looked(
             return wait(self, 20)
         return wait(self, timeout)
 
-    monkeypatch.setattr(reader, "LOOK_S", 3600.0)
+    monkeypatch.setattr(reader, "SAMPLE_S", 3600.0)
     monkeypatch.setattr(threading.Condition, "wait", noted)
     with reading(tmp_path) as begun:
-        until(lambda: len(waiting) == FILES - FIRST, what="the others to wait")
+        until(lambda: len(waiting) == FILES - FIRST, what="the other threads to wait")
         assert len(begun) == FIRST
 
 
-def test_parts_that_all_stand_still_do_not_hold_up_the_others(tmp_path: Path) -> None:
-    """When nothing moves, more are asked for, until all are under way."""
+def test_parts_without_progress_do_not_block_the_others(tmp_path: Path) -> None:
+    """While no byte arrives, the limit grows until all parts are in flight."""
     with reading(tmp_path) as begun:
-        until(lambda: len(begun) == FILES, what="all of them to begin")
+        until(lambda: len(begun) == FILES, what="all parts to be requested")
 
 
-def test_a_disk_that_syncs_does_not_hold_up_the_connections(
+def test_a_slow_fsync_does_not_block_the_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one file is synced, the only connection fetches the next one."""
+    """While one file is synced, the only connection fetches the next file."""
     store = MemoryStore()
     commit(store, {f"f{number}": b"x" for number in range(4)})
     fetched: list[str] = []
@@ -98,5 +99,7 @@ def test_a_disk_that_syncs_does_not_hold_up_the_connections(
 
     store.before = before
     monkeypatch.setattr(os, "fsync", slow)
-    restored = restore(store, RunKeys("r"), tmp_path / "here", connections=1)
+    restored = restore(
+        store, RunKeys("r"), RestoreTarget(tmp_path / "here"), options=ReadOptions(connections=1)
+    )
     assert restored.size_bytes == len(fetched) == 4

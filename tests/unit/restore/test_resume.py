@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a trainer is told to go on: real directories, a real store, real downloads."""
+"""The checkpoint that a trainer resumes from: real directories, a real store, real downloads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILES = {"weights.bin": bytes(range(256)) * 20}
 
 
 class Vm:
-    """A store, the staging directory of the run, and what the decision loop knows."""
+    """A store, the staging directory of the run, and the state of the decision loop."""
 
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
@@ -48,7 +48,7 @@ class Vm:
     def knows(
         self, *staged: Staged, inherited: bool = False, newest: CommitRef | None = None
     ) -> None:
-        """Sets in staging, of generation 2, or of an earlier boot."""
+        """Put sets of generation 2 into staging; with ``inherited``, sets of an earlier boot."""
         story = Story(staged=staged if inherited else (), newest=newest)
         if not inherited:
             story.staging = list(staged)
@@ -56,7 +56,7 @@ class Vm:
         self.state = story.state
 
     def commit(self, step: int, generation: int = 1, **options: Any) -> Path:
-        """Commit; returns the file in which the store keeps the weights."""
+        """Commit; returns the file that holds the weights in the store."""
         made = committed.commit(
             self.store, FILES, step=step, generation=generation, upload_nonce=f"a{step}", **options
         )
@@ -66,7 +66,7 @@ class Vm:
         return Resume(self.store, self.keys, self.run, lambda: self.state, threading.Event())
 
     def ask(self) -> Restored:
-        """The answer of a daemon that has just started: none that it gave before stands."""
+        """The answer of a daemon that has just started, without a cached answer."""
         answers: queue.Queue[Message] = queue.Queue()
         self.resume().ask(RestoreQuery("q1"), answers.put, lambda _: None)
         return self.answer(answers)
@@ -94,12 +94,12 @@ def vm(tmp_path: Path) -> Vm:
     return Vm(tmp_path)
 
 
-def test_a_fresh_run_has_nothing_to_go_on_from(vm: Vm) -> None:
-    """Neither a path nor an error."""
+def test_a_fresh_run_has_no_checkpoint_to_resume_from(vm: Vm) -> None:
+    """The answer has neither a path nor an error."""
     assert vm.ask() == Restored("q1")
 
 
-def test_a_commit_is_brought_here_byte_for_byte(vm: Vm) -> None:
+def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
     vm.commit(100)
     answer = vm.ask()
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
@@ -108,8 +108,8 @@ def test_a_commit_is_brought_here_byte_for_byte(vm: Vm) -> None:
 
 
 @pytest.mark.fault("G11")
-def test_what_a_download_that_was_cut_off_has_fetched_is_used(vm: Vm) -> None:
-    """The store fails after five of six parts: the next answer needs only the sixth."""
+def test_the_parts_of_an_interrupted_download_are_reused(vm: Vm) -> None:
+    """The store fails after five of six parts: the next download fetches only the sixth."""
     vm.commit(100)
     last_offset = 5 * committed.PART_SIZE_BYTES
 
@@ -132,8 +132,8 @@ def test_what_a_download_that_was_cut_off_has_fetched_is_used(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("step", [100, 101])
-def test_a_set_of_our_own_as_new_as_the_commit_needs_no_download(vm: Vm, step: int) -> None:
-    """The trainer crashed and the VM lives: it goes on from its own disk."""
+def test_a_local_set_as_new_as_the_commit_needs_no_download(vm: Vm, step: int) -> None:
+    """The trainer crashed but the VM runs: it resumes from the local disk."""
     vm.commit(100, generation=2)
     local = a_set(step)
     vm.knows(local, newest=CommitRef(2, 100))
@@ -149,8 +149,8 @@ def test_a_newer_commit_beats_an_older_set(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("step", [60, 100])
-def test_a_set_of_the_new_line_beats_a_commit_of_the_line_that_was_left(vm: Vm, step: int) -> None:
-    """Generation 2 began at a lower step than the newest commit of generation 1: its set is the newer one."""
+def test_a_set_of_the_new_lineage_beats_a_commit_of_the_abandoned_one(vm: Vm, step: int) -> None:
+    """Generation 2 began at a lower step than the newest commit of generation 1; its set is newer."""
     vm.commit(100, generation=1)
     vm.knows(a_set(step), newest=CommitRef(1, 100))
     answer = vm.ask()
@@ -159,20 +159,20 @@ def test_a_set_of_the_new_line_beats_a_commit_of_the_line_that_was_left(vm: Vm, 
 
 @pytest.mark.fault("D06")
 def test_a_set_that_survived_on_the_disk_is_as_good_as_a_commit(vm: Vm) -> None:
-    """The newer of the two is taken, in the order of generations first, then of steps."""
+    """The newer of the two is taken, ordered by generation, then by step."""
     vm.commit(100)
     local = a_set(200)
     vm.knows(local, inherited=True, newest=CommitRef(1, 100))
     assert vm.ask().path == str(vm.staging / local.directory)
     vm.state = replace(vm.state, settings=replace(vm.state.settings, sealed_under=1))
     assert vm.ask().path == str(vm.staging / local.directory)
-    vm.commit(150, generation=2)  # another VM went on from the commit
+    vm.commit(150, generation=2)  # another VM resumed from the commit
     assert (vm.ask().step, vm.ask().generation) == (150, 2)
 
 
 @pytest.mark.fault("D06")
-def test_a_set_that_may_be_torn_is_not_taken(vm: Vm) -> None:
-    """An emergency set of another boot was not flushed to the disk: the older commit is taken."""
+def test_a_set_that_may_be_torn_is_not_used(vm: Vm) -> None:
+    """An emergency set of an earlier boot was not synced to the disk: the older commit is taken."""
     vm.commit(100)
     story = Story(claimed=False)
     story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
@@ -182,7 +182,7 @@ def test_a_set_that_may_be_torn_is_not_taken(vm: Vm) -> None:
     assert vm.ask().step == 100
 
 
-def test_a_set_that_was_sealed_a_moment_ago_is_not_overlooked(vm: Vm) -> None:
+def test_a_set_sealed_just_before_the_query_is_found(vm: Vm) -> None:
     """Staging is scanned before the choice, and the choice waits for the scan."""
     vm.commit(100)
     story = Story(newest=CommitRef(1, 100))
@@ -203,7 +203,7 @@ def test_a_set_that_was_sealed_a_moment_ago_is_not_overlooked(vm: Vm) -> None:
     assert vm.answer(answers).step == 110
 
 
-def test_a_set_that_turned_out_unusable_is_not_taken(vm: Vm) -> None:
+def test_an_unusable_set_is_not_used(vm: Vm) -> None:
     vm.commit(100)
     torn = a_set(200)
     vm.knows(torn, newest=CommitRef(1, 100))
@@ -211,8 +211,8 @@ def test_a_set_that_turned_out_unusable_is_not_taken(vm: Vm) -> None:
     assert vm.ask().step == 100
 
 
-def test_a_damaged_commit_is_passed_over(vm: Vm) -> None:
-    """One bit of the newest is wrong: the one before it is restored."""
+def test_a_damaged_commit_is_skipped(vm: Vm) -> None:
+    """One bit of the newest commit is wrong: the commit before it is restored."""
     vm.commit(100)
     committed.flip_bit(vm.commit(200), 77)
     answer = vm.ask()
@@ -220,8 +220,8 @@ def test_a_damaged_commit_is_passed_over(vm: Vm) -> None:
     assert committed.tree(Path(answer.path)) == FILES
 
 
-def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
-    """Starting anew would bury what could be fixed."""
+def test_a_run_of_damaged_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
+    """Training from scratch would supersede commits that an operator can repair."""
     for step in (100, 200):
         committed.flip_bit(vm.commit(step), 77)
     answer = vm.ask()
@@ -230,8 +230,8 @@ def test_only_damaged_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
 
 
 @pytest.mark.fault("S25")
-def test_only_unsigned_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
-    """With the wrong key, or a key that came later, no trainer starts from scratch."""
+def test_a_run_of_unsigned_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
+    """With a wrong key, or a key that was added later, no trainer starts from scratch."""
     vm.commit(100)
     vm.keys = RunKeys("r", Signer(b"k" * 32))
     answer = vm.ask()
@@ -240,14 +240,14 @@ def test_only_unsigned_commits_are_an_error_and_no_fresh_run(vm: Vm) -> None:
 
 
 @pytest.mark.fault("G16")
-def test_an_unknown_object_among_the_commits_is_an_error_and_no_fresh_run(vm: Vm) -> None:
+def test_an_unknown_object_among_the_commits_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:
     vm.store.put("r/commits/100000000/000000000001/00000-of-00001.json", b"{}")
     answer = vm.ask()
     assert answer.path == ""
     assert "r/commits/100000000" in answer.error
 
 
-def test_a_store_that_is_not_there_is_an_error_and_no_fresh_run(vm: Vm) -> None:
+def test_a_missing_store_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:
     vm.commit(100)
     vm.bucket.rename(vm.bucket.with_name("hidden"))
     answer = vm.ask()
@@ -255,8 +255,8 @@ def test_a_store_that_is_not_there_is_an_error_and_no_fresh_run(vm: Vm) -> None:
     assert "does not exist" in answer.error
 
 
-def test_what_earlier_trainers_restored_is_removed(vm: Vm) -> None:
-    """Only the newest copy stays; after a failure the old one does."""
+def test_earlier_downloads_are_removed(vm: Vm) -> None:
+    """Only the newest download stays; if the next one fails, the old one does."""
     damaged = vm.commit(100)
     first, second = vm.ask(), vm.ask()
     assert first.path != second.path
@@ -266,14 +266,14 @@ def test_what_earlier_trainers_restored_is_removed(vm: Vm) -> None:
     assert committed.tree(Path(second.path)) == FILES
 
 
-# ---------------------------------------------------------------- going back to a healthy one
+# ---------------------------------------------------------------- rollback to a healthy checkpoint
 
 GOOD = {"loss_is_finite": 1.0}
 BAD = {"loss_is_finite": 0.0}
 
 
 def test_a_rollback_fetches_the_newest_healthy_commit(vm: Vm) -> None:
-    """Older than the suspect step; unhealthy, damaged and incomplete ones are passed over."""
+    """It is older than the suspect step; unhealthy, damaged and incomplete commits are skipped."""
     for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (35, {}), (40, GOOD)):
         vm.commit(step, health=health)
     vm.commit(25, nodes=2, health=GOOD)
@@ -283,8 +283,8 @@ def test_a_rollback_fetches_the_newest_healthy_commit(vm: Vm) -> None:
     assert posted == [RolledBack(20)]
 
 
-def test_a_rollback_prefers_a_set_that_is_here(vm: Vm) -> None:
-    """The newest healthy one in staging, if it is as new as the commit, one of an earlier life included."""
+def test_a_rollback_prefers_a_local_set(vm: Vm) -> None:
+    """The newest healthy set in staging, also of an earlier boot, if it is as new as the commit."""
     vm.commit(20, health=GOOD)
     sets = [replace(a_set(step), health=health) for step, health in ((30, GOOD), (40, BAD))]
     vm.knows(*sets)
@@ -296,8 +296,8 @@ def test_a_rollback_prefers_a_set_that_is_here(vm: Vm) -> None:
     assert vm.go_back(45)[0].step == 30
 
 
-def test_all_ranks_go_back_to_the_same_and_count_once(vm: Vm) -> None:
-    """Whoever asks second for the same rollback gets the same answer; the next rollback gets its own."""
+def test_all_ranks_get_the_same_rollback_and_it_counts_once(vm: Vm) -> None:
+    """Further ranks get the same answer for the same rollback; the next rollback is answered separately."""
     for step in (10, 20):
         vm.commit(step, health=GOOD)
     resume = vm.resume()
@@ -308,18 +308,18 @@ def test_all_ranks_go_back_to_the_same_and_count_once(vm: Vm) -> None:
     assert (second.step, posted) == (10, [RolledBack(10)])
 
 
-def test_without_a_healthy_checkpoint_nobody_goes_back(vm: Vm) -> None:
-    """An error, and nothing is dropped."""
+def test_without_a_healthy_checkpoint_a_rollback_fails(vm: Vm) -> None:
+    """The answer is an error, and no set is dropped."""
     vm.commit(10, health=BAD)
     answer, posted = vm.go_back(40)
     assert "no healthy checkpoint before step 40" in answer.error
     assert not posted
 
 
-def test_a_commit_that_the_store_refuses_is_passed_over_but_is_not_absent(
+def test_a_commit_that_the_store_refuses_is_skipped_but_is_not_absent(
     vm: Vm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store returns everything but some manifests: an older commit counts, and none left is an error."""
+    """The store refuses some manifests: an older commit is taken; without any, the answer is an error."""
     vm.store.put(vm.keys.generation(1), b"{}")
     for step in (10, 20):
         vm.commit(step, health=GOOD)
@@ -341,7 +341,7 @@ def test_a_commit_that_the_store_refuses_is_passed_over_but_is_not_absent(
 
 
 class SeveralVms:
-    """What the decision loop of one of two VMs knows of a job that has begun."""
+    """The state of the decision loop of one of two VMs, for a job that has begun."""
 
     def __init__(self, vm: Vm) -> None:
         self.vm = vm
@@ -354,8 +354,8 @@ class SeveralVms:
         self.vm.state = replace(self.story.state, job_start_id=job_start_id)
 
 
-def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(vm: Vm) -> None:
-    """One part of a newer one, or what lies here, is not enough; the ranks say themselves when they begin."""
+def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_posts_nothing(vm: Vm) -> None:
+    """Neither an incomplete commit nor a local set will do; the ranks themselves begin the new job start."""
     vm.commit(10, health=GOOD)
     vm.commit(20, nodes=2, health=GOOD)
     SeveralVms(vm)
@@ -366,8 +366,8 @@ def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_begins_nothing(v
     assert "no healthy checkpoint before step 10" in answer.error
 
 
-def test_what_was_chosen_is_given_when_the_new_job_start_has_begun(vm: Vm) -> None:
-    """Not before: all that this daemon has to say of the steps that count no more, it has said by then."""
+def test_the_chosen_commit_is_fetched_once_the_new_job_start_has_begun(vm: Vm) -> None:
+    """Before that, this daemon may still commit sets of abandoned steps."""
     vm.commit(10, health=GOOD)
     job = SeveralVms(vm)
     answers: queue.Queue[Message] = queue.Queue()
@@ -380,8 +380,8 @@ def test_what_was_chosen_is_given_when_the_new_job_start_has_begun(vm: Vm) -> No
     assert vm.answer(answers).step == 10
 
 
-def test_an_job_start_that_never_begins_is_not_waited_for_without_end(vm: Vm) -> None:
-    """The job was started anew: an error, within the time in which trainers expect an answer."""
+def test_a_query_for_a_job_start_that_never_begins_times_out(vm: Vm) -> None:
+    """The job was started again: the answer is an error, before the trainer's own timeout."""
     SeveralVms(vm)
     now_s = [0.0]
     resume = Resume(
@@ -403,10 +403,8 @@ def test_an_job_start_that_never_begins_is_not_waited_for_without_end(vm: Vm) ->
 
 
 @pytest.mark.fault("S24")
-def test_a_link_in_the_place_of_the_restored_directory_is_moved_aside(
-    vm: Vm, tmp_path: Path
-) -> None:
-    """Nothing is written or deleted behind it; the trainer gets its checkpoint all the same."""
+def test_a_link_in_place_of_the_restored_directory_is_moved_aside(vm: Vm, tmp_path: Path) -> None:
+    """Nothing is written or deleted behind the link, and the trainer still gets its checkpoint."""
     precious = tmp_path / "precious"
     (precious / "directory").mkdir(parents=True)
     (precious / "directory" / "file").write_text("precious")
@@ -424,8 +422,8 @@ def test_a_link_in_the_place_of_the_restored_directory_is_moved_aside(
 
 
 @pytest.mark.fault("S12", "S24")
-def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
-    """A flood of queries makes no threads; those above the limit are refused at once, by name."""
+def test_one_thread_and_a_bounded_queue_answer_all_queries(vm: Vm) -> None:
+    """A flood of queries starts no threads; queries above the limit are refused immediately, by id."""
     vm.commit(100)
     resume = vm.resume()
     threads = threading.active_count()
@@ -440,8 +438,8 @@ def test_one_thread_and_a_bounded_queue_answer_all(vm: Vm) -> None:
     assert threading.active_count() <= threads + 1
 
 
-def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
-    """No reply to its long query fits a message: the others get theirs."""
+def test_a_reply_that_fails_affects_no_other_peer(vm: Vm) -> None:
+    """No reply to a long query id fits a message; the other peers get theirs."""
     vm.commit(100)
     resume = vm.resume()
 
@@ -454,8 +452,8 @@ def test_a_peer_whose_reply_fails_harms_no_other(vm: Vm) -> None:
     assert vm.answer(answers).step == 100
 
 
-def test_a_query_that_must_wait_holds_up_no_other(vm: Vm) -> None:
-    """A job start that never begins is waited for beside the queue, not in front of it."""
+def test_a_query_that_must_wait_blocks_no_other(vm: Vm) -> None:
+    """A query for a job start that never begins does not block the queue."""
     vm.commit(100)
     resume = vm.resume()
     answers: queue.Queue[Message] = queue.Queue()
@@ -466,8 +464,8 @@ def test_a_query_that_must_wait_holds_up_no_other(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o007, 0o077])
-def test_only_the_daemon_can_change_what_was_restored(vm: Vm, umask: int) -> None:
-    """Files 0640 and directories 0750, whatever the umask of the daemon is."""
+def test_only_the_daemon_can_change_restored_files(vm: Vm, umask: int) -> None:
+    """Files have mode 0640 and directories 0750, with any umask of the daemon."""
     committed.commit(vm.store, {"deep/er/file": b"1", "top": b"2"}, step=100)
     before = os.umask(umask)
     try:
@@ -487,10 +485,10 @@ def test_only_the_daemon_can_change_what_was_restored(vm: Vm, umask: int) -> Non
 
 
 @pytest.mark.fault("S12")
-def test_a_query_for_a_commit_that_is_not_there_reads_no_other(
+def test_a_query_for_a_missing_commit_reads_no_other(
     vm: Vm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All queries wait for one thread: none may read the manifests of the whole run."""
+    """One thread answers all queries: none of them may read the manifests of the whole run."""
     for step in range(100, 110):
         vm.commit(step)
     read: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resume with a real store: ranks that ask one after another, or at once, start from one place."""
+"""Queries of several ranks, against a real store: all ranks of one start get the same checkpoint."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from testkit.waiting import until
 FILES = {"rank-00000/model.bin": b"a" * 5000, "rank-00001/model.bin": b"b" * 5000}
 
 
-class Held(FileStore):
-    """A real store whose reads wait for a word, and which counts them."""
+class BlockedStore(FileStore):
+    """A real store that blocks reads until an event is set, and counts them."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.go = threading.Event()
-        self.go.set()
+        self.may_read = threading.Event()
+        self.may_read.set()
         self.reads = 0
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         self.reads += 1
-        assert self.go.wait(20)
+        assert self.may_read.wait(20)
         super().get_range(key, offset, size_bytes, sink)
 
 
 class Asked:
-    """A resume on a run directory, and what it has replied."""
+    """A Resume on a run directory, and its replies."""
 
     def __init__(self, tmp_path: Path) -> None:
         file_store(tmp_path / "store")
-        self.store = Held(f"file://{tmp_path / 'store'}")
+        self.store = BlockedStore(f"file://{tmp_path / 'store'}")
         self.now_s = 1000.0
         (tmp_path / "staging").mkdir()
         self.run = prepare(tmp_path / "staging", "r")
@@ -58,7 +58,7 @@ class Asked:
         )
 
     def ask(self, query_id: str) -> Callable[[], Message]:
-        """Ask, and return what brings the next reply."""
+        """Send a query; returns a function that waits for the next reply."""
         replies: queue.Queue[Message] = queue.Queue()
         self.resume.ask(RestoreQuery(query_id), replies.put, lambda _: None)
         return lambda: replies.get(timeout=20)
@@ -71,8 +71,8 @@ class Asked:
         return message
 
 
-def test_every_rank_gets_the_same_directory_and_it_stays(tmp_path: Path) -> None:
-    """What one rank was told to load still lies there, whole, when the others have been answered."""
+def test_every_rank_gets_the_same_directory(tmp_path: Path) -> None:
+    """After all ranks got their answers, the directory of the first one is still there, and whole."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
@@ -83,8 +83,8 @@ def test_every_rank_gets_the_same_directory_and_it_stays(tmp_path: Path) -> None
     assert tree(Path(first.path)) == FILES
 
 
-def test_a_commit_between_two_questions_of_one_start_is_not_mixed_in(tmp_path: Path) -> None:
-    """Ranks that ask one shortly after another start from one checkpoint, though a newer one was made."""
+def test_a_commit_between_two_queries_of_one_start_is_not_mixed_in(tmp_path: Path) -> None:
+    """Ranks that ask shortly after each other get one checkpoint, even if a newer commit appears."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
@@ -95,7 +95,7 @@ def test_a_commit_between_two_questions_of_one_start_is_not_mixed_in(tmp_path: P
 
 
 def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
-    """After a while, who asks belongs to another start, and what the earlier one had is deleted."""
+    """A later query belongs to another start; the download of the earlier start is deleted."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("first start")
@@ -107,8 +107,8 @@ def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
     assert not Path(first.path).exists()
 
 
-def test_a_directory_that_is_gone_is_fetched_again(tmp_path: Path) -> None:
-    """Somebody made room: the next one who asks is not sent to a directory that is not there."""
+def test_a_deleted_download_is_fetched_again(tmp_path: Path) -> None:
+    """If an operator removed the directory, the next answer names a new one."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
@@ -116,15 +116,15 @@ def test_a_directory_that_is_gone_is_fetched_again(tmp_path: Path) -> None:
     assert tree(Path(asked.answer("rank-1").path)) == FILES
 
 
-def test_ranks_that_wait_for_another_ones_restore_hear_of_its_progress(tmp_path: Path) -> None:
-    """The hooks lose patience when nothing moves; a rank whose turn has not come yet sees it move."""
+def test_ranks_in_the_queue_get_the_progress_of_the_current_download(tmp_path: Path) -> None:
+    """The hooks time out without progress, so each waiting rank gets it."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
-    asked.store.go.clear()
+    asked.store.may_read.clear()
     first, second = asked.ask("rank-0"), asked.ask("rank-1")
     until(lambda: asked.store.reads, what="the fetching to begin")
-    asked.now_s += 10  # progress is told now and then; now it is due
-    asked.store.go.set()
+    asked.now_s += 10  # progress is sent at intervals; now it is due
+    asked.store.may_read.set()
     for query_id, reply in (("rank-0", first), ("rank-1", second)):
         message = reply()
         assert isinstance(message, Restoring)

@@ -34,6 +34,7 @@ from swansongd.decisions import UNDECIDED_MAX, Decisions
 from swansongd.errors import StagingError
 from swansongd.model import TrainerView
 from swansongd.service import Service
+from swansongd.staging import scan
 
 from testkit.story import a_notice, a_set
 from testkit.waiting import until
@@ -244,7 +245,7 @@ def test_the_service_survives_an_action_that_raises(
 @pytest.mark.fault("H07", "S12")
 def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) -> None:
     """Neither for removals nor for signals, however many there are and however long each takes."""
-    service._pruner.start()
+    service._remover.start()
     service._sigterm_judge.start()
     before = set(threading.enumerate())
     for number in range(500):
@@ -272,7 +273,7 @@ def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
         def __getattr__(self, _: str) -> Any:
             return lambda event, **__: written.append(event)
 
-    from swansongd import service as module
+    from swansongd.observe import decision_log as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_log", Log())
@@ -289,12 +290,11 @@ def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer write-protects its sets: the log does not get a line for each of them."""
-    from swansongd import service as module
 
     def refuses(*_: object) -> None:
         raise StagingError("cannot be deleted: Permission denied")
 
-    monkeypatch.setattr(module.scan, "remove_set", refuses)
+    monkeypatch.setattr(scan, "remove_set", refuses)
     with capture_logs() as logs:
-        service._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
+        service._remover._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
     assert [(line["event"], line["sets"]) for line in logs] == [("not_pruned", 400)]
