@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import part_count, part_digest, shard_digest
+from swansongd.digests import part_count, shard_digest
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
@@ -30,6 +31,11 @@ def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type
     store = kind(f"file://{directory}")
     store.check()
     return store
+
+
+def part_digest(data: bytes) -> bytes:
+    """Digest of one part: 32 bytes."""
+    return blake3(data).digest()
 
 
 def digest_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> str:

@@ -52,7 +52,7 @@ def test_after_any_number_of_lines_the_next_minute_has_one_again(
             channel._received(b'{"type": "%d"}' % (1000 * minute + number))
         assert len(caplog.records) == minute
         clock.now += 61
-    assert len(channel._said) == 1
+    assert len(channel._logged) == 1
 
 
 def test_the_same_line_is_written_once(

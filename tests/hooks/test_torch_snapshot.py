@@ -205,7 +205,7 @@ def test_files_hold_so_much_and_no_more() -> None:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "FILE_BYTES", 100)
-        filled = Arena(pieces)
-    held = {name: memory.nbytes for name, (_, memory, _) in filled._files.items()}
+        copy = Arena(pieces)
+    held = {name: memory.nbytes for name, (_, memory, _) in copy._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]
-    assert filled.homes[3] == "model-00002.safetensors"
+    assert copy.homes[3] == "model-00002.safetensors"

@@ -269,7 +269,7 @@ def test_what_cannot_be_saved_says_so() -> None:
     """A wrong object when it is given, a wrong value when it is copied."""
     with pytest.raises(TypeError, match="without state_dict"):
         TrainingState(nn.Linear(1, 1), loader=[1, 2])
-    with pytest.raises(ValueError, match="cannot be the name"):
+    with pytest.raises(ValueError, match="not a valid name of an object"):
         TrainingState(nn.Linear(1, 1), values=nn.Linear(1, 1))
     state = TrainingState(nn.Linear(1, 1))
     state.values["when"] = object()

@@ -10,9 +10,20 @@ import os
 from dataclasses import replace
 
 import pytest
-from swansongd.core import notices
-from swansongd.core.events import NoticeRaised
+from swansongd.core import machine, notices
+from swansongd.core.events import (
+    Action,
+    CheckComplete,
+    ClaimGeneration,
+    CommitManifest,
+    Conclude,
+    JoinGeneration,
+    NoticeRaised,
+    SignalTrainer,
+    StartFlush,
+)
 from swansongd.core.state import Phase
+from swansongd.core.transition import Transition
 from swansongd.model import Severity, Verdict
 
 from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
@@ -70,6 +81,25 @@ def test_the_same_seed_is_the_same_run() -> None:
     first, second = live(11), live(11)
     assert first.store.objects == second.store.objects
     assert first.state == second.state
+
+
+def test_only_reconcile_orders_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of a transition records facts and reacts to the event, as its docstring states."""
+    work = {
+        SignalTrainer, StartFlush, CommitManifest, CheckComplete, ClaimGeneration, JoinGeneration, Conclude,
+    }  # fmt: skip
+    reactions: set[type[Action]] = set()
+    reconcile = machine._reconcile
+
+    def watched(transition: Transition) -> None:
+        reactions.update(type(action) for action in transition.actions)
+        reconcile(transition)
+
+    monkeypatch.setattr(machine, "_reconcile", watched)
+    for seed in range(8):
+        live(seed)
+    assert reactions
+    assert not reactions & work
 
 
 @pytest.mark.fault("N17", "N12")

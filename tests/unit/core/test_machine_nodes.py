@@ -36,7 +36,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, REQUESTS_MAX, is_alone
 from swansongd.core.state import Phase, Settings, State
-from swansongd.model import CheckpointId, CommitRef, Part, Staged, TrainerView
+from swansongd.model import CheckpointId, CommitRef, Staged, TrainerView, VmPart
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story, a_notice, a_set
@@ -380,7 +380,7 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
     node.wait(2.0)
     assert node.final == [f"{word} {stands}"]
     last = node.last(Conclude)
-    assert last.part == Part(ref, 2, 1)
+    assert last.part == VmPart(ref, 2, 1)
     assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
     node.counted(ref, 2)
     assert node.final[1:] == ["SAFE generation 3 step 9"]
@@ -411,7 +411,7 @@ def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
     assert node.last(CheckComplete) == CheckComplete(tuple(reversed(refs)), 2)
     node.tell(PartsCounted(refs[2], 1, refs[1]))
     assert node.last(TellCommitted).ref == refs[1]
-    assert node.state.part == Part(refs[2], 2, 1)
+    assert node.state.part == VmPart(refs[2], 2, 1)
     node.wait(40)
     assert node.last(CheckComplete) == CheckComplete((refs[2],), 2)
 

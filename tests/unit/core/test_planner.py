@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
 from swansongd.core.planner import (
     Candidate,
-    Measured,
+    Measurements,
     PlanKind,
     choose,
     decide,
@@ -26,7 +26,7 @@ seconds = st.floats(0, 1e5)
 sizes = st.integers(0, 2**43)
 bandwidths = st.none() | st.floats(1, 1e11)
 measures = st.builds(
-    Measured,
+    Measurements,
     bandwidth_bytes_per_s=bandwidths,
     save_s=st.none() | seconds,
     save_bytes=st.none() | sizes,
@@ -44,7 +44,7 @@ candidates = st.lists(
 def test_take_what_fits_or_what_is_the_only_chance(  # noqa: PLR0917 - hypothesis gives them by position
     left_s: float,
     reserve_s: float,
-    measured: Measured,
+    measured: Measurements,
     has_trainer: bool,
     sealed: list[Candidate],
     is_committing: bool,
@@ -77,7 +77,7 @@ def test_an_outage_gives_no_absurd_numbers() -> None:
     plan = decide(
         left_s=60.0,
         reserve_s=3.0,
-        measured=Measured(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
+        measured=Measurements(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
         has_trainer=True,
         candidates=[Candidate(id=CheckpointId(1, "n"), bytes_left=10**7)],
         is_committing=False,
@@ -198,10 +198,10 @@ def test_nothing_moved_says_nothing_at_first() -> None:
 
 
 @given(measures)
-def test_more_bandwidth_never_takes_longer(measured: Measured) -> None:
+def test_more_bandwidth_never_takes_longer(measured: Measurements) -> None:
     """The formula is monotonic, and what is not measured counts as nothing."""
     assert take_s(measured) >= (measured.save_s or 0)
-    assert take_s(Measured()) == 0
+    assert take_s(Measurements()) == 0
 
 
 @given(st.integers(0, 2**70), st.none() | st.floats(0, 1e300))

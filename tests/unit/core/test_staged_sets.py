@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 from swansongd.core.events import FlushFailed, FlushProgress, Log, Prune
-from swansongd.core.staged_sets import NEWEST, UNSENT_MAX
+from swansongd.core.staged_sets import NEWEST
 from swansongd.model import CommitRef, Staged
 from swansongd.observe.report import status_report
 
 from testkit.story import MIB, Story, a_set
+
+UNSENT_MAX = NEWEST + 4
+"""Also the newest healthy set, the set in flight, one that is partly stored, and the answer to a request."""
 
 
 def dropped_steps(story: Story) -> set[int]:
