@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of S3 and of GCS that others wrote, as processes on loopback.
+"""S3 and GCS servers of other projects, as processes on loopback.
 
-Their bucket is :data:`BUCKET`.  The S3 servers know the key pair of :data:`ACCOUNT`; the GCS server asks for
-no credentials.
+Their bucket is :data:`BUCKET`.  The S3 servers accept the key pair of :data:`ACCOUNT`; the GCS server
+requires no credentials.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from testkit.waiting import until
 BUCKET = "checkpoints"
 ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 STORES = REPOSITORY / "build" / "stores"
-"""Where ``make test-stores`` installs what is not in requirements/dev.in."""
+"""Directory in which ``make test-stores`` installs servers that are not in requirements/dev.in."""
 
 
 class ForeignServer:
     """A running server.
 
-    ``url`` is where it listens, ``log`` the file with its output, ``others`` what ends with it.
+    ``url`` is its address, ``log`` the file with its output, ``others`` the processes that end with it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ForeignServer:
         """Wait until the server is ready.
 
         Raises:
-            AssertionError: the server ended, or is not ready in time.
+            AssertionError: the server ended, or was not ready in time.
         """
 
         def ready() -> bool:
@@ -143,7 +143,7 @@ def seaweedfs(folder: Path, pem: Path | None = None) -> ForeignServer:
             folder / "log",
             f"{'https' if pem else 'http'}://127.0.0.1:{numbers['-s3.port']}",
         )  # fmt: skip
-        # A bucket can be made before there is a volume for objects.
+        # A bucket can be created before there is a volume for objects.
         server.wait(lambda: _s3_put(f"{server.url}/{BUCKET}") == 200)
         server.wait(lambda: _s3_put(f"{server.url}/{BUCKET}/ready") == 200)
     return server
@@ -157,7 +157,7 @@ def s3rver(folder: Path, pem: Path | None = None) -> ForeignServer:
     keys = folder / "keys.js"
     keys.write_text(f"require({account}).DUMMY_ACCOUNT.createKeyPair('test', 'test')\n")
     server = ForeignServer(
-        # Its continuation tokens are encrypted with DES, which OpenSSL 3 has only on request.
+        # Its continuation tokens use DES, which OpenSSL 3 enables only with this option.
         [_program("node", "Node.js"), "--openssl-legacy-provider", "--require", str(keys),
          str(package / "bin" / "s3rver.js"), "--directory", str(folder / "data"),
          "--address", "127.0.0.1", "--port", "0", "--no-vhost-buckets",
@@ -220,7 +220,7 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         while " 1 up" not in run("ceph", "osd", "stat"):
             if (
                 osd.has_ended
-            ):  # it asked before it knew the monitor, which refused that: "wrong fsid"
+            ):  # the OSD connected before the monitor knew it, and was refused with "wrong fsid"
                 osd = started.enter_context(start("ceph-osd", "-i", "0"))
         run("radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
             "--access-key=test", "--secret=test")  # fmt: skip
@@ -293,7 +293,7 @@ SERVE: dict[str, Callable[[Path, Path | None], ForeignServer]] = {
     "s3rver": s3rver,
     "ceph": ceph,
 }
-"""Each starts a server of S3 in an empty directory, over TLS if it gets a key with certificate."""
+"""Each starts an S3 server in an empty directory, over TLS if it gets a key with certificate."""
 
 
 def _program(name: str, source: str) -> str:
@@ -331,7 +331,7 @@ def _s3_put(url: str) -> int:
 
 
 def _status(request: urllib.request.Request) -> int:
-    """HTTP status of the answer; 0 where there is none."""
+    """HTTP status of the response; 0 without a response."""
     try:
         context = ssl._create_unverified_context() if request.type == "https" else None
         with urllib.request.urlopen(request, timeout=10, context=context) as answer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault matrix and the tests say the same of what is covered."""
+"""The fault matrix and the marks of the tests agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def marked(source: str) -> Iterator[str]:
 
 @cache
 def covered() -> dict[str, set[str]]:
-    """Row to the files that cover it."""
+    """Row -> files that cover it."""
     found: dict[str, set[str]] = {}
     for path in TESTS.rglob("*.py"):
         for row in marked(path.read_text()):
@@ -31,8 +31,8 @@ def covered() -> dict[str, set[str]]:
     return found
 
 
-def test_every_row_says_what_where_and_who() -> None:
-    """A line of words, the layers, and nothing that nobody reads."""
+def test_every_row_has_a_fault_and_layers() -> None:
+    """A description, the layers, and no key that nothing reads."""
     for row, facts in MATRIX.items():
         assert facts["fault"], row
         assert facts["layers"], row
@@ -46,15 +46,15 @@ def test_no_test_names_a_row_that_does_not_exist() -> None:
 
 def test_every_row_is_covered_or_open() -> None:
     missing = [row for row in MATRIX if row not in covered() and "open" not in MATRIX[row]]
-    assert not missing, "cover them, or say with open = ... which issue will"
+    assert not missing, "add a test, or set open to the issue that will cover the row"
 
 
-def test_no_covered_row_is_called_open() -> None:
+def test_no_covered_row_is_open() -> None:
     stale = {row: files for row, files in covered().items() if "open" in MATRIX.get(row, {})}
-    assert not stale, "take the word open away"
+    assert not stale, "remove the key open"
 
 
-def test_marks_are_found_wherever_they_stand() -> None:
-    """On a function, and on a parameter set."""
+def test_marks_are_found_anywhere_in_a_file() -> None:
+    """On a function and on a parameter set."""
     source = 'x = [pytest.param(1, marks=pytest.mark.fault("A1", "B2"))]'
     assert list(marked(source)) == ["A1", "B2"]
