@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage as a function from request to answer; emulators/gcs_server.py serves it."""
+"""Google Cloud Storage as a function from request to response; emulators/gcs_server.py serves it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRECONDITIONS = (_CONDITION,)
 
 
 class GcsError(Exception):
-    """A request that the store answers with an error."""
+    """A request that the store refuses."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
@@ -60,7 +60,7 @@ class GcsUpload:
     bucket: str
     name: str
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
-    """By number: content and ETag."""
+    """Content and ETag by number."""
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
@@ -73,7 +73,7 @@ def md5(data: bytes) -> str:
 
 
 class Gcs:
-    """The store.  One lock: every request takes effect at one instant."""
+    """The store.  With one lock, every request is atomic."""
 
     def __init__(self, buckets: list[str]) -> None:
         self._lock = threading.RLock()
@@ -90,7 +90,7 @@ class Gcs:
         self._asks_rights_first = False
 
     def order(self, name: str, call: Call) -> bool:
-        """The orders of this store: see emulators/gcs_server.py."""
+        """Control commands of this store: see emulators/gcs_server.py."""
         with self._lock:
             match name:
                 case "clear":
@@ -178,7 +178,7 @@ class Gcs:
             raise GcsError(501, "NotImplemented")
         upload_id = call.parameter("uploadId")
         if (upload_id or call.parameter("uploads") is not None) and _CONDITION in call.headers:
-            # The real one supports no conditions on multipart uploads.
+            # GCS supports no conditions on multipart uploads.
             raise GcsError(501, "NotImplemented")
         number = call.parameter("partNumber")
         match call.method:
@@ -230,7 +230,7 @@ class Gcs:
         )
 
     def _list_parts(self, call: Call, upload: GcsUpload) -> StoreResponse:
-        """Without checksums: the real one tells none here."""
+        """List the parts without checksums, as GCS does."""
         after = int(call.parameter("part-number-marker") or 0)
         numbers = sorted(number for number in upload.parts if number > after)
         limit = min(int(call.parameter("max-parts") or _PAGE), self._page)
@@ -386,7 +386,7 @@ def _content(call: Call, stored: GcsObject) -> StoreResponse:
 
 
 def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
-    """The fields that the query asks for, of the outermost object."""
+    """The fields of the outermost object that the query selects."""
     fields = call.parameter("fields")
     if fields is None:
         return body

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipart uploads of the strict S3: what parts and completions must be."""
+"""Multipart uploads of the strict S3: the rules for parts and completions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class S3Upload:
     bucket: str
     key: str
     algorithm: str
-    """Empty when the upload was begun without."""
+    """Empty for an upload without an algorithm."""
     checksum_type: str
     parts: dict[int, S3Part] = field(default_factory=dict)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -57,21 +57,21 @@ class S3Upload:
             raise S3Error(400, "InvalidArgument", f"part number {number}")
         stated = payload.checksum.algorithm if payload.checksum else ""
         if self.algorithm and stated != self.algorithm:
-            raise S3Error(400, "InvalidRequest", f"the part wants a {self.algorithm}, not {stated}")
+            raise S3Error(400, "InvalidRequest", f"the part needs a {self.algorithm}, not {stated}")
         part = S3Part(payload.data, f'"{hashlib.md5(payload.data).hexdigest()}"', payload.checksum)
         self.parts[number] = part
         return part
 
     def whole(self, document: bytes, headers: Mapping[str, str]) -> S3Object:
-        """The object, if the completion is right in every respect."""
+        """The object; raises S3Error if the completion breaks a rule."""
         chosen = [self._named(item) for item in _listed(document)]
         if any(len(part.data) < PART_SIZE_BYTES_MIN for part in chosen[:-1]):
             raise S3Error(400, "EntityTooSmall")
         data = b"".join(part.data for part in chosen)
         if headers.get("x-amz-mp-object-size", str(len(data))) != str(len(data)):
-            raise S3Error(400, "InvalidRequest", "the size is not that of the parts")
+            raise S3Error(400, "InvalidRequest", "the size differs from that of the parts")
         if headers.get("x-amz-checksum-type", self.checksum_type) != self.checksum_type:
-            raise S3Error(400, "InvalidRequest", "not the checksum type that it was begun with")
+            raise S3Error(400, "InvalidRequest", "not the checksum type of the upload")
         md5s = b"".join(bytes.fromhex(part.etag.strip('"')) for part in chosen)
         etag = f'"{hashlib.md5(md5s).hexdigest()}-{len(chosen)}"'
         checksum = self._checksum(chosen, data)
@@ -96,12 +96,12 @@ class S3Upload:
             if stated is not None and Checksum(algorithm, stated) != part.checksum:
                 raise S3Error(400, "InvalidPart", "not the checksum of the part")
             if stated is None and algorithm == self.algorithm and self.checksum_type == "COMPOSITE":
-                raise S3Error(400, "InvalidRequest", "a part is named without its checksum")
+                raise S3Error(400, "InvalidRequest", "a part has no checksum")
         return part
 
 
 def begun(bucket: str, key: str, headers: Mapping[str, str]) -> S3Upload:
-    """A new upload, as its headers want it."""
+    """A new upload, with the options of its headers."""
     algorithm = headers.get("x-amz-checksum-algorithm", "").upper()
     if algorithm and algorithm not in ALGORITHMS:
         raise S3Error(501, "NotImplemented", algorithm)

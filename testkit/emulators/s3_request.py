@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What S3 demands of a request before it looks at what is asked: signature, time, payload, checksums.
+"""Checks of the strict S3 on every request: signature, time, payload hash and checksums.
 
-Written from the description of the protocol, with nothing of the daemon's own: two that agree by mistake
-would prove nothing.
+Written from the documentation of the protocol, without code of the daemon: shared code would share mistakes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _AUTHORIZATION = re.compile(
 
 
 class S3Error(Exception):
-    """A request that the store answers with an error."""
+    """A request that the store refuses."""
 
     def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
         super().__init__(code)
@@ -59,7 +58,7 @@ ALGORITHMS: Mapping[str, Callable[[bytes], bytes]] = {
 class Checksum:
     algorithm: str
     value: str
-    """Base64; with ``-N`` behind it when it is one of N parts' checksums."""
+    """Base64; a checksum of the checksums of N parts ends with ``-N``."""
 
     @property
     def header(self) -> str:
@@ -67,7 +66,7 @@ class Checksum:
 
     @property
     def tag(self) -> str:
-        """The name in XML documents."""
+        """Its name in XML documents."""
         return f"Checksum{self.algorithm}"
 
 
@@ -86,7 +85,7 @@ def composite_of(algorithm: str, parts: list[Checksum]) -> Checksum:
 
 
 def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
-    """The one checksum that the headers state, not compared with anything yet."""
+    """The checksum in the headers, not verified yet."""
     found = []
     for name, value in headers.items():
         algorithm = name.removeprefix("x-amz-checksum-").upper()
@@ -110,11 +109,11 @@ def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
 class Payload:
     data: bytes
     checksum: Checksum | None
-    """What came with it, verified."""
+    """The verified checksum of the request."""
 
 
 def payload_of(call: Call) -> Payload:
-    """The content, decoded and compared with every checksum that came with it."""
+    """Decode the content, and verify every checksum of the request."""
     declared = call.headers.get("x-amz-content-sha256")
     if declared is None:
         raise S3Error(400, "InvalidRequest", "x-amz-content-sha256 is missing")
@@ -129,12 +128,12 @@ def payload_of(call: Call) -> Payload:
     md5 = call.headers.get("content-md5")
     if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
         raise S3Error(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
-    if call.method != "PUT":  # at a completion the header is about the object
+    if call.method != "PUT":  # the header of a completion is for the object
         return Payload(data, None)
     stated = named_checksum({**call.headers, **trailers})
     if stated is not None:
         if len(base64.b64decode(stated.value)) != len(ALGORITHMS[stated.algorithm](b"")):
-            raise S3Error(400, "InvalidRequest", f"{stated.header} is no such checksum")
+            raise S3Error(400, "InvalidRequest", f"{stated.header} is not such a checksum")
         if stated != checksum_of(stated.algorithm, data):
             raise S3Error(400, "BadDigest", stated.header)
     return Payload(data, stated)
@@ -144,7 +143,7 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
     """Content and trailing headers of an aws-chunked body."""
     headers = call.headers
     if "aws-chunked" not in headers.get("content-encoding", ""):
-        raise S3Error(400, "InvalidRequest", "content-encoding does not say aws-chunked")
+        raise S3Error(400, "InvalidRequest", "content-encoding is not aws-chunked")
     length = headers.get("x-amz-decoded-content-length")
     if length is None:
         raise S3Error(411, "MissingContentLength")
@@ -154,13 +153,15 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
         end = call.body.find(b"\r\n", at)
         size = call.body[at:end] if end >= 0 else b""
         if not re.fullmatch(rb"[0-9a-fA-F]+", size):
-            raise S3Error(400, "IncompleteBody", "a chunk does not begin with its size")
+            raise S3Error(400, "IncompleteBody", "a chunk does not start with its size")
         count = int(size, 16)
         at = end + 2
         if not count:
             break
         if pieces and len(pieces[-1]) < _CHUNK_BYTES_MIN:
-            raise S3Error(403, "InvalidChunkSizeError", "only the last chunk may be so short")
+            raise S3Error(
+                403, "InvalidChunkSizeError", "only the last chunk may be shorter than 8 KiB"
+            )
         piece = bytes(rest[at : at + count])
         at += count
         if len(piece) < count or call.body[at : at + 2] != b"\r\n":
@@ -169,7 +170,7 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
         at += 2
     data = b"".join(pieces)
     if str(len(data)) != length:
-        raise S3Error(400, "IncompleteBody", f"{len(data)} bytes came instead of {length}")
+        raise S3Error(400, "IncompleteBody", f"{len(data)} bytes instead of {length}")
     text = call.body[at:].decode("latin-1")
     if not text.endswith("\r\n"):
         raise S3Error(400, "MalformedTrailerError", "no blank line at the end")
@@ -188,7 +189,7 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
 
 @dataclass
 class S3Account:
-    """Who may ask, and how the clock of the store goes."""
+    """Valid access keys, and the clock of the store."""
 
     access_key: str = "test"
     secret_key: str = "test"
@@ -196,13 +197,13 @@ class S3Account:
     is_expired: bool = False
     clock_ahead_s: float = 0.0
     former: frozenset[str] = frozenset()
-    """Access keys that were valid before these."""
+    """Expired access keys."""
 
     def verify(self, call: Call) -> str:
-        """The region that the request is signed for; raises Refused."""
+        """The region in the signature; raises S3Error."""
         text = call.headers.get("authorization")
         if text is None:
-            raise S3Error(403, "AccessDenied", "nobody signed this")
+            raise S3Error(403, "AccessDenied", "the request is not signed")
         match = _AUTHORIZATION.fullmatch(text)
         if match is None:
             raise S3Error(400, "AuthorizationHeaderMalformed", text[:40])
@@ -263,5 +264,5 @@ class S3Account:
 
 
 def _pairs(query: str) -> list[tuple[str, str]]:
-    # A plus is a plus here, not a blank.
+    # A plus sign is literal here, not a space.
     return parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)

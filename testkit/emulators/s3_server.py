@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 in memory: moto, made stricter: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
+"""S3 in memory, by moto with more checks: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
 
-What moto leaves out and real S3 does is done in front of it: a request takes effect at one instant, the
-CRC32C that comes with a body is verified, and the completion of an upload that was begun with
-checksums must name them, and the size if it names one must be right.  Signatures are not checked.
-Control: see :mod:`testkit.emulators.store_control`.
+This adds checks of S3 that moto lacks.  Every request is atomic, and the CRC32C of a body is verified.  The
+completion of an upload with checksums must contain them, and a stated size must be right.  Signatures are not
+verified.  Control: see :mod:`testkit.emulators.store_control`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Upload:
 
 
 class S3:
-    """Moto behind a lock, as one function from call to answer."""
+    """Moto with a lock, as a function from request to response."""
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import (
@@ -107,8 +106,8 @@ class S3:
         return False
 
     def _checked(self, call: Call, upload_id: str | None) -> StoreResponse | None:
-        """The refusal of what moto would let pass, or trip over."""
-        is_part = call.method == "PUT"  # at a completion the header is about the object
+        """Refuse a request that moto would accept wrongly or fail on."""
+        is_part = call.method == "PUT"  # the header of a completion is for the object
         wanted = call.headers.get("x-amz-checksum-crc32c") if is_part else None
         value = google_crc32c.value(call.body).to_bytes(4, "big")
         if wanted is not None and wanted != base64.b64encode(value).decode():
@@ -135,7 +134,7 @@ class S3:
         environment: dict[str, Any] = {
             "REQUEST_METHOD": call.method,
             "SCRIPT_NAME": "",
-            "PATH_INFO": unquote_to_bytes(call.path).decode("latin-1"),  # as WSGI wants it
+            "PATH_INFO": unquote_to_bytes(call.path).decode("latin-1"),  # the name in WSGI
             "RAW_URI": call.target,
             "REQUEST_URI": call.target,
             "QUERY_STRING": call.query,
@@ -192,7 +191,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--bucket", action="append", default=[])
     options = parser.parse_args()
-    os.environ.update(_ENVIRONMENT)  # before moto is imported: it reads them once
+    os.environ.update(_ENVIRONMENT)  # before the import of moto, which reads them once
 
     from werkzeug.serving import WSGIRequestHandler, make_server
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A strict S3 in memory: ``python -m testkit.emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
 
-It verifies what real S3 verifies and other emulators let pass: signatures, clocks, payload hashes,
-checksums in headers and trailers, preconditions, the rules of parts.  What it does not know it refuses
-with 501 instead of guessing.  Control: see :mod:`testkit.emulators.store_control`, and of its own::
+It verifies what S3 verifies and other emulators do not: signatures, clocks, payload hashes, checksums in
+headers and trailers, preconditions, and the rules for parts.  It refuses all other requests with 501.
+Control: see :mod:`testkit.emulators.store_control`, and::
 
     credentials?access_key=test&secret_key=test&session_token=
-                                the only ones that are valid; those before them have expired, or do not
+                                accept only these credentials; earlier ones have expired, or do not
                                 exist any more if they had no token
-    expire                      these have expired, too
-    clock?ahead_s=3600          how far the store's clock is ahead
-    region?name=eu-west-1       where all buckets are: signatures for another region are redirected
+    expire                      expire the present credentials, too
+    clock?ahead_s=3600          advance the store's clock
+    region?name=eu-west-1       region of all buckets: requests signed for another one are redirected
     trailers?refused=400&code=XAmzContentSHA256Mismatch
-                                bodies with a trailer are refused, as some stores do
-    trailers?stored=1           they are accepted, and stored with their framing, by a store that knows no
-                                checksums, as other stores do
+                                refuse bodies with a trailer, as some stores do
+    trailers?stored=1           accept them, and store them with their framing, as other stores do
+                                that know no checksums
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from testkit.emulators.store_server import add_arguments, serve
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _DOMAIN = "localhost"
-"""A name below it is the bucket's: virtual-host addressing."""
+"""Parent domain of bucket names, for virtual-host addressing."""
 _STAMP = "%Y-%m-%dT%H:%M:%S.000Z"
 _PAGE = 1000
 _KNOWN_QUERIES = {
@@ -60,7 +60,7 @@ _KNOWN_QUERIES = {
 
 
 class S3:
-    """The store.  One lock: every request takes effect at one instant."""
+    """The store.  With one lock, every request is atomic."""
 
     def __init__(self, buckets: Iterable[str]) -> None:
         self._lock = threading.RLock()
@@ -125,7 +125,7 @@ class S3:
 
     def respond(self, call: Call) -> StoreResponse:
         try:
-            # Hashing megabytes needs no lock: only what takes effect does.
+            # Hashing needs no lock, only the change of state does.
             region = self.account.verify(call)
             if "x-amz-trailer" in call.headers and self._trailer_refusal is not None:
                 raise S3Error(*self._trailer_refusal)
@@ -248,7 +248,7 @@ class S3:
                 "ChecksumType": stored.checksum_type,
             }
         response = _document("CompleteMultipartUploadResult", facts.items())
-        # The real one sends its headers at once, and blanks while it puts the parts together.
+        # S3 sends the head immediately, and spaces while it assembles the parts.
         return StoreResponse(
             200, response.body, {**response.headers, "Transfer-Encoding": "chunked"}
         )
@@ -264,7 +264,7 @@ class S3:
             return
         absent, match = call.headers.get("if-none-match"), call.headers.get("if-match")
         if absent not in (None, "*"):
-            raise S3Error(501, "NotImplemented", "If-None-Match takes * only")
+            raise S3Error(501, "NotImplemented", "If-None-Match must be *")
         if absent and current is not None:
             raise S3Error(412, "PreconditionFailed")
         if match is not None:
@@ -322,7 +322,7 @@ class S3:
             for upload in self._uploads.values()
             if upload.bucket == bucket and upload.key.startswith(prefix)
         )
-        # A key alone as the marker passes over all uploads of that key.
+        # A marker with a key alone skips all uploads of that key.
         left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
         limit = self._limit(call, "max-uploads")
         is_encoded = call.parameter("encoding-type") == "url"
@@ -368,14 +368,14 @@ class S3:
             items.append(
                 [("PartNumber", str(number)), ("ETag", part.etag), ("Size", str(len(part.data)))]
             )
-            # Told only of uploads that were begun with an algorithm.
+            # Only for uploads with an algorithm.
             if part.checksum and upload.algorithm:
                 items[-1].append((part.checksum.tag, part.checksum.value))
         return _document("ListPartsResult", facts, "Part", items)
 
 
 def _without_checksums(call: Call) -> Call:
-    """The request as a store reads it that knows neither checksums nor aws-chunked bodies."""
+    """The request as read by a store without checksums and aws-chunked bodies."""
     headers = {
         name: value
         for name, value in call.headers.items()
@@ -389,7 +389,7 @@ def _without_checksums(call: Call) -> Call:
 
 
 def _address(call: Call) -> tuple[str, str]:
-    """Bucket and key, by the name of the host or by the path."""
+    """Bucket and key, from the host name or the path."""
     host = call.headers.get("host", "").partition(":")[0]
     path = unquote(call.path).removeprefix("/")
     if host.endswith(f".{_DOMAIN}"):

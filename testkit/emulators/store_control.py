@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store emulators share: faults on order, and a record of what was asked.
+"""Control of the store emulators: faults on order, and a record of requests.
 
-Control, all by POST with a query but the last, below ``/_control/``::
+Commands below ``/_control/``, by POST with a query, except for the last one::
 
     outage?seconds=3&retry_after_s=1
-                                every request is answered with 503 SlowDown
+                                every request fails with 503 SlowDown
     answer?status=409&code=OperationAborted&method=PUT&match=/commits/&times=1&carry_out=1
                                 the next requests whose target contains ``match`` get this error;
-                                with ``carry_out`` only after they have taken effect (a lost reply).
-                                ``times`` is 1 when left out; ``status=200`` is an error all the same
+                                with ``carry_out`` after they took effect (a lost reply).  ``times``
+                                defaults to 1; ``status=200`` is an error in a 200 response;
                                 ``retry_after_s`` adds that header
     say?body=TEXT&method=POST&match=uploadId&times=1
-                                the next requests are answered with TEXT, and not carried out; ``status``
-                                is 200 when left out
-    corrupt?object=NAME         one bit of the stored object flips
-    preconditions?honour=0      create-if-absent is ignored, as some stores do
-    forget                      all multipart uploads are forgotten
-    page?size=2                 listings come in pages of at most so many
+                                the next requests get the body TEXT and have no effect; ``status``
+                                defaults to 200
+    corrupt?object=NAME         flip one bit of the stored object
+    preconditions?honour=0      ignore create-if-absent, as some stores do
+    forget                      delete all multipart uploads
+    page?size=2                 limit the size of pages of listings
     listing?reversed=1&duplicates=1&loop=1
-                                listings of objects are sorted by their keys read backwards; each page
-                                names keys that were named before; the pages go round in a circle
+                                sort listings by reversed keys; repeat keys of earlier pages; let the
+                                last page lead back to the first one
     spoil?how=empty&method=GET&match=list-type&times=1
-                                the next answers to such requests are spoilt after the request was
-                                carried out; ``how`` is one of SPOILS, or ``without`` with ``field=NAME``:
-                                that XML element, JSON key and header is left out everywhere
-    clear                       all this ends, and the record is empty again
+                                damage the next responses to such requests, after they took effect;
+                                ``how`` is one of SPOILS, or ``without`` with ``field=NAME``: omit that
+                                XML element, JSON key and header
+    clear                       end all faults, and empty the record
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
 
-and, where :mod:`testkit.emulators.store_server` serves::
+and, with :mod:`testkit.emulators.store_server`::
 
     break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
-                                ``reset`` hangs up with a TCP reset, ``stall`` goes on to the next
+                                ``reset`` closes with a TCP reset, ``stall`` lasts until the next
                                 ``clear``; ``at`` is one of POINTS
     flip?match=partNumber&times=1
-                                one bit of the body changes before the store has seen it
+                                flip one bit of the body before the store reads it
     pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000
-                                bodies come in, and answers go out, no faster; 0 is no limit
+                                limit the rate of bodies and responses; 0 is no limit
 
-A store may have orders of its own.
+A store can have further commands.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ POINTS = (
     "before_headers", "in_headers", "body_start", "mid_body", "last_byte", "before_answer",
     "in_answer",
 )  # fmt: skip
-"""Where a connection can break: the request has taken effect only at the last two."""
+"""Points at which a connection can break; at the last two the request has taken effect."""
 
 SPOILS = ("empty", "cut", "half", "half a body", "foreign")
-"""No body; no body and no length, the connection just ends; half of the document, well framed; half of the
-body, and the connection ends; the page of another listing.  All under the status that the answer had."""
+"""No body; no body and no length; half of the document with its length; half of the body without a length; an
+HTML page.  The status is that of the undamaged response."""
 
 
 @dataclass(frozen=True)
 class Call:
     method: str
     path: str
-    """As sent, still quoted."""
+    """As sent, percent-encoded."""
     query: str
     headers: Mapping[str, str]
-    """By lower-case name."""
+    """By name in lower case."""
     body: bytes
     scheme: str = "http"
 
@@ -88,12 +88,12 @@ class StoreResponse:
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     ends: bool = False
-    """No length is told; the connection ends behind the body."""
+    """The response has no length; the end of the connection ends the body."""
 
 
 @dataclass(frozen=True)
 class ListingMode:
-    """How listings of objects come, beyond what a client may expect of AWS."""
+    """Properties of listings that clients of AWS do not expect."""
 
     is_reversed: bool = False
     has_duplicates: bool = False
@@ -101,7 +101,7 @@ class ListingMode:
 
     @classmethod
     def ordered(cls, call: Call) -> Self:
-        """As the order wants it."""
+        """The mode of a command."""
         return cls(
             is_reversed=call.parameter("reversed") == "1",
             has_duplicates=call.parameter("duplicates") == "1",
@@ -109,7 +109,7 @@ class ListingMode:
         )
 
     def page(self, names: list[str], after: str | None, limit: int) -> tuple[list[str], str | None]:
-        """The names of a page, and the last of them if there are more: the next page begins ``after`` it."""
+        """The names of a page ``after`` a name, and the last name if there are more pages."""
 
         def place(name: str) -> str:
             return name[::-1] if self.is_reversed else name
@@ -126,7 +126,7 @@ class ListingMode:
 
 
 def spoilt(response: StoreResponse, how: str, field: str) -> StoreResponse:
-    """What is left of an answer, see SPOILS."""
+    """A damaged response, see SPOILS."""
     half = response.body[: len(response.body) // 2]
     framing = ("content-length", "transfer-encoding")
     endless = {name: v for name, v in response.headers.items() if name.lower() not in framing}
@@ -153,13 +153,13 @@ def spoilt(response: StoreResponse, how: str, field: str) -> StoreResponse:
 
 
 def error_response(status: int, code: str, message: str = "") -> StoreResponse:
-    """An error in the XML that S3 and GCS have in common."""
+    """An error in the XML of S3 and GCS."""
     body = f"<Error><Code>{escape(code)}</Code><Message>{escape(message or code)}</Message></Error>"
     return StoreResponse(status, body.encode(), {"Content-Type": "application/xml"})
 
 
 def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
-    """Flip one bit of the stored object of that name, a dataclass; says whether there is one."""
+    """Flip one bit of the stored object of that name, a dataclass; returns whether it exists."""
     for objects in buckets.values():
         if name in objects:
             old = objects[name]
@@ -171,7 +171,7 @@ def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
 @dataclass(frozen=True)
 class _Fault:
     kind: str
-    """``response``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
+    """``answer``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
     method: str
     match: str
     times: int
@@ -183,13 +183,13 @@ class _Fault:
 
 
 class StoreControl:
-    """Stands before an emulated store.
+    """Injects faults in front of an emulated store.
 
     Args:
-        respond: the store in good health.
-        corrupt: flips one bit of the object of that name; says whether there is one.
+        respond: the store without faults.
+        corrupt: flips one bit of the object of that name; returns whether it exists.
         ignoring: headers and query parameters that make a create conditional, in lower case.
-        order: carries out the orders that only this store knows; says whether it knew it.
+        order: executes a command of this store; returns whether it is known.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class StoreControl:
         self._store_order = order
         self._lock = threading.Lock()
         self.over = threading.Event()
-        """Set when the faults of now are ended."""
+        """Set when the present faults end."""
         self._clear()
 
     def _clear(self) -> None:
@@ -243,7 +243,7 @@ class StoreControl:
         return fault.response
 
     def next_break(self, method: str, target: str) -> tuple[str, str] | None:
-        """Kind and point of the fault that this connection is to suffer now."""
+        """Kind and point of the fault for this request."""
         if target.startswith("/_control/"):
             return None
         with self._lock:
@@ -251,7 +251,7 @@ class StoreControl:
         return (fault.kind, fault.at) if fault else None
 
     def next_flip(self, method: str, target: str) -> bool:
-        """Whether a bit of this request's body is to change."""
+        """Whether to flip a bit of this request's body."""
         with self._lock:
             return self._take(method, target, "flip") is not None
 
@@ -286,7 +286,7 @@ class StoreControl:
                 self._outage_retry_after_s = call.parameter("retry_after_s") or ""
             elif name == "preconditions":
                 self._honour = call.parameter("honour") != "0"
-                self._store_order(name, call)  # where headers are signed none can be left out here
+                self._store_order(name, call)  # signed headers cannot be removed here
             elif name == "answer":
                 self._faults.append(self._fault(call, "answer"))
             elif name == "say":
@@ -298,7 +298,7 @@ class StoreControl:
             elif name == "spoil":
                 fault = self._fault(call, "spoil")
                 if fault.how not in (*SPOILS, "without"):
-                    return StoreResponse(400, b"no such way to spoil an answer")
+                    return StoreResponse(400, b"no such way to damage a response")
                 self._faults.append(fault)
             elif name == "break":
                 fault = self._fault(call, call.parameter("kind", "reset") or "")

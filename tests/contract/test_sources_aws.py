@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source aws.spot against the emulated metadata service, in its good and bad hours."""
+"""The source aws.spot against the emulated metadata service, healthy and failing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsOptions, AwsSpotSource, Imds
 from swansongd.sources.base import Clocks
-from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, patiently
+from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, retry_timeouts
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control
@@ -58,14 +58,14 @@ def spot(
 
 
 def polls(url: str, more: int) -> None:
-    """Wait until the source has asked that much more often."""
+    """Wait until the source has sent this many further requests."""
     goal = asked(url, GET_SPOT) + more
     until(lambda: asked(url, GET_SPOT) >= goal, what="more polls")
 
 
 @pytest.mark.fault("N05")
 def test_404_is_the_normal_state(imds: str) -> None:
-    """Poll after poll without a notice posts one status, ok, and uses one token and connection."""
+    """Polls without a notice post one status, ok, and use one token and one connection."""
     tokens = asked(imds, PUT_TOKEN)
     connections = asked(imds, "connections")
     with SourceRun(spot(imds)) as run:
@@ -78,7 +78,7 @@ def test_404_is_the_normal_state(imds: str) -> None:
 
 @pytest.mark.fault("N09")
 def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
-    """One notice, however often it is polled; its deadline is the stated time on our clock."""
+    """All polls raise one notice; its deadline is the stated time on the local clock."""
     with SourceRun(spot(imds)) as run:
         polls(imds, 1)
         stated = control(imds, "notice", action="terminate", in_s=90)["time"]
@@ -95,8 +95,8 @@ def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
         assert again.identity == notice.identity
 
 
-def test_withdrawn_and_given_again(imds: str) -> None:
-    """404 after a notice withdraws it, once; a later notice is a new one."""
+def test_a_notice_is_withdrawn_and_raised_again(imds: str) -> None:
+    """404 after a notice withdraws it once; a later notice is a new one."""
     with SourceRun(spot(imds)) as run:
         control(imds, "notice", action="stop", in_s=60)
         until(lambda: run.notices, what="the notice")
@@ -111,7 +111,7 @@ def test_withdrawn_and_given_again(imds: str) -> None:
 
 @pytest.mark.fault("N13")
 def test_hibernate_leaves_no_time(imds: str) -> None:
-    """The deadline of a hibernation is the moment of the notice, whatever time it states."""
+    """The deadline of a hibernation is the time of the notice, with any stated time."""
     with SourceRun(spot(imds)) as run:
         control(imds, "notice", action="hibernate", in_s=120)
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -121,7 +121,7 @@ def test_hibernate_leaves_no_time(imds: str) -> None:
 
 @pytest.mark.fault("N03")
 def test_401_is_fixed_within_the_poll(imds: str) -> None:
-    """A refused token is replaced and the question asked anew at once; health never suffers."""
+    """A rejected token is replaced and the request retried in the same poll; health stays ok."""
     with SourceRun(spot(imds)) as run:
         polls(imds, 2)
         refused = asked(imds, GET_SPOT, "401")
@@ -136,7 +136,7 @@ def test_401_is_fixed_within_the_poll(imds: str) -> None:
 
 @pytest.mark.fault("N03")
 def test_endless_401_is_unknown(imds: str) -> None:
-    """If a new token is refused as well, nothing is known, and asking goes on."""
+    """If a new token is rejected as well, the state is unknown, and the source continues to poll."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind="status", value=401)
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -155,7 +155,7 @@ class Clock:
 
 
 def test_token_is_renewed_before_it_ends(imds: str) -> None:
-    """Shortly before its end the token is replaced between polls; a failure leaves the old one."""
+    """A token that expires soon is replaced between polls; after a failure the old one stays in use."""
     clock = Clock()
     path = "/latest/meta-data/instance-id"
     tokens, refused = asked(imds, PUT_TOKEN), asked(imds, f"GET {path}", "401")
@@ -178,9 +178,9 @@ def test_token_is_renewed_before_it_ends(imds: str) -> None:
 
 @pytest.mark.fault("N04")
 def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
-    """PUT silent, GET answered: the reason names the cure, and no answer without a token is believed.
+    """PUT times out and GET works: the reason names the fix, and a response without a token is not used.
 
-    The emulator would answer without a token, with a notice even (IMDSv1).
+    The emulator would respond without a token (IMDSv1), even with a notice.
     """
     control(imds, "fault", path="*", kind="refuse-put")
     control(imds, "notice", action="terminate", in_s=60)
@@ -198,7 +198,7 @@ def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
 
 
 def test_a_slow_token_is_not_taken_for_the_hop_limit(imds: str) -> None:
-    """A PUT that needs twice the limit gets more time: the source is healthy, and no cure is named."""
+    """A PUT that needs twice the timeout gets more time: the source is healthy, and no fix is named."""
     control(imds, "fault", path=TOKEN_PATH, kind="delay", value=0.4)
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
@@ -206,7 +206,7 @@ def test_a_slow_token_is_not_taken_for_the_hop_limit(imds: str) -> None:
 
 
 def test_a_slow_service_is_not_blind(imds: str) -> None:
-    """Every answer needs twice the limit: the limit adapts, notices arrive, and health stays ok."""
+    """Each response needs twice the timeout: the timeout adapts, notices arrive, and health stays ok."""
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         polls(imds, 2)
         control(imds, "fault", path=SPOT_PATH, kind="delay", value=0.4)
@@ -219,8 +219,8 @@ def test_a_slow_service_is_not_blind(imds: str) -> None:
         assert len(run.statuses) == before
 
 
-def test_the_limit_of_an_exchange_is_bounded(imds: str) -> None:
-    """It doubles from timeout to timeout, up to its maximum, and falls again while answers come fast."""
+def test_the_timeout_of_an_exchange_is_bounded(imds: str) -> None:
+    """It doubles after each timeout, up to its maximum, and falls while responses are fast."""
     limits = []
     with MetadataClient(imds, timeout_s=0.05, timeout_max_s=0.3) as client:
         control(imds, "fault", kind="hang")
@@ -235,23 +235,23 @@ def test_the_limit_of_an_exchange_is_bounded(imds: str) -> None:
         assert client._limit_s < 0.3
 
 
-def test_patience_is_that_of_the_source(imds: str) -> None:
-    """What a source adapts to is an answer for doctor; what it does not is none."""
+def test_doctor_waits_as_long_as_the_source(imds: str) -> None:
+    """A server that the source adapts to passes doctor's check; a slower one does not."""
     path = "/latest/meta-data/instance-id"
     with MetadataClient(imds, timeout_s=0.1, timeout_max_s=2.0) as client:
         control(imds, "fault", path=path, kind="delay", value=0.3)
-        assert patiently(lambda: client.request("GET", path)).status in (200, 401)
+        assert retry_timeouts(lambda: client.request("GET", path)).status in (200, 401)
         control(imds, "fault", path=path, kind="hang")
     with (
         MetadataClient(imds, timeout_s=0.1, timeout_max_s=0.2) as client,
         pytest.raises(MetadataUnavailable, match=r"0\.2 s"),
     ):
-        patiently(lambda: client.request("GET", path))
+        retry_timeouts(lambda: client.request("GET", path))
 
 
 @pytest.mark.fault("N11")
-def test_without_date_a_clock_that_is_ahead_ends_nothing(imds: str) -> None:
-    """The time seems to have passed: it gets the assumed time, and setting the clock changes nothing."""
+def test_without_date_a_clock_that_is_ahead_does_not_end_the_notice(imds: str) -> None:
+    """The time seems to have passed, so the assumed one counts; setting the clock changes nothing."""
     ahead_s = [600.0]
     control(imds, "fault", path=SPOT_PATH, kind="bare")
     control(imds, "notice", action="terminate", in_s=110)
@@ -266,8 +266,8 @@ def test_without_date_a_clock_that_is_ahead_ends_nothing(imds: str) -> None:
 
 
 @pytest.mark.fault("N04")
-def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
-    """If nothing answers, the reason does not send anybody to fix the hop limit."""
+def test_an_unreachable_service_is_not_taken_for_the_hop_limit(imds: str) -> None:
+    """If no request gets a response, the reason does not name the hop limit."""
     control(imds, "fault", kind="hang")
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -277,7 +277,7 @@ def test_silence_is_not_taken_for_the_hop_limit(imds: str) -> None:
 
 @pytest.mark.parametrize("status", [400, 403, 404, 500])
 def test_refused_token_is_unknown(imds: str, status: int) -> None:
-    """No token, no answer: version 1 is not tried, and 404 here does not mean that all is well."""
+    """Without a token the state is unknown: IMDSv1 is not tried, and 404 does not mean "no notice"."""
     gets = asked(imds, GET_SPOT)
     control(imds, "fault", path=TOKEN_PATH, kind="status", value=status)
     with SourceRun(spot(imds)) as run:
@@ -289,7 +289,7 @@ def test_refused_token_is_unknown(imds: str, status: int) -> None:
 @pytest.mark.fault("N06")
 @pytest.mark.parametrize("status", [403, 429, 503])
 def test_refusals_are_unknown_and_never_withdraw(imds: str, status: int) -> None:
-    """An outage turns the source degraded, then blind, and withdraws nothing; a clean 404 does."""
+    """An outage makes the source degraded, then blind, and withdraws nothing; a real 404 does."""
     with SourceRun(spot(imds, blind_after_s=0.3)) as run:
         control(imds, "notice", action="terminate", in_s=60)
         until(lambda: run.notices, what="the notice")
@@ -308,10 +308,10 @@ def test_refusals_are_unknown_and_never_withdraw(imds: str, status: int) -> None
 
 @pytest.mark.fault("N07")
 @pytest.mark.parametrize("kind", ["stall", "slow", "hang"])
-def test_stalled_answer_delays_no_notice(imds: str, kind: str) -> None:
-    """An answer that never ends is cut off at the limit; the next poll brings the notice.
+def test_a_stalled_response_delays_no_notice(imds: str, kind: str) -> None:
+    """A response that never ends is cut off at the timeout; the next poll brings the notice.
 
-    Byte by byte, each in time, it would last for a minute.
+    It sends one byte at a time, each within the timeout, and would last for a minute.
     """
     with SourceRun(spot(imds, timeout_s=0.5)) as run:
         polls(imds, 1)
@@ -323,8 +323,8 @@ def test_stalled_answer_delays_no_notice(imds: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reset", "truncate"])
-def test_broken_answer_is_unknown(imds: str, kind: str) -> None:
-    """Half an answer is none, neither a mangled notice nor a withdrawal."""
+def test_an_incomplete_response_is_unknown(imds: str, kind: str) -> None:
+    """Half a response is neither a notice nor a withdrawal."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind=kind, count=1)
         until(lambda: run.is_now(Health.DEGRADED) or len(run.statuses) > 1, what="degraded")
@@ -335,8 +335,8 @@ def test_broken_answer_is_unknown(imds: str, kind: str) -> None:
 
 
 @pytest.mark.fault("N08")
-def test_mangled_notice_keeps_its_first_deadline(imds: str) -> None:
-    """What cannot be read is a notice all the same, raised once, so that its deadline cannot recede."""
+def test_an_invalid_notice_keeps_its_first_deadline(imds: str) -> None:
+    """An invalid body is a notice, raised once, so that its deadline does not move later."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind="body", value='{"action": "term')
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -350,7 +350,7 @@ def test_mangled_notice_keeps_its_first_deadline(imds: str) -> None:
 @pytest.mark.fault("N11")
 @pytest.mark.parametrize("skew_s", [1200, -1200])
 def test_wrong_local_clock(imds: str, skew_s: int) -> None:
-    """Twenty minutes off, the deadline is still right, and the health says how far off the clock is."""
+    """With a clock twenty minutes off the deadline is right, and the health names the difference."""
     with SourceRun(spot(imds, wall=lambda: time.time() + skew_s)) as run:
         stated = control(imds, "notice", action="terminate", in_s=90)["time"]
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -359,14 +359,16 @@ def test_wrong_local_clock(imds: str, skew_s: int) -> None:
         until(lambda: run.is_now(Health.OK), what="health")
         polls(imds, 3)
         (status,) = run.statuses
-        shown_s = re.search(r"(\d+) s (ahead of|behind) the metadata service's", status.reason)
+        shown_s = re.search(
+            r"(\d+) s (ahead of|behind) the clock of the metadata service", status.reason
+        )
         assert shown_s
         assert abs(int(shown_s[1]) - 1200) <= 2
         assert ("ahead of" if skew_s > 0 else "behind") in status.reason
 
 
 def test_without_date_the_local_clock_decides(imds: str) -> None:
-    """An answer without Date is judged by the local clock."""
+    """A response without Date is judged by the local clock."""
     local = datetime(2020, 1, 1, tzinfo=UTC).timestamp()
     control(imds, "fault", path=SPOT_PATH, kind="bare")
     control(imds, "notice", action="terminate", time="2020-01-01T00:01:00Z")
@@ -378,7 +380,7 @@ def test_without_date_the_local_clock_decides(imds: str) -> None:
 @pytest.mark.fault("S17")
 @pytest.mark.parametrize("path", [SPOT_PATH, TOKEN_PATH])
 def test_redirects_are_not_followed(imds: str, path: str) -> None:
-    """Neither for a token nor for an answer does the source go elsewhere; a redirect is unknown."""
+    """The source follows a redirect neither for a token nor for a value; the state is unknown."""
     with EmulatorProcess("testkit.emulators.aws_imds") as elsewhere:
         control(imds, "fault", path=path, kind="redirect", value=elsewhere.url + SPOT_PATH)
         with SourceRun(spot(imds)) as run:
@@ -388,8 +390,8 @@ def test_redirects_are_not_followed(imds: str, path: str) -> None:
 
 
 @pytest.mark.fault("S18")
-def test_huge_answer_is_unknown(imds: str) -> None:
-    """A body over the cap is no answer; one just below it is."""
+def test_a_huge_response_is_unknown(imds: str) -> None:
+    """A body above the limit is an error; one just below it is read."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind="body", value="x" * 65537)
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -401,19 +403,19 @@ def test_huge_answer_is_unknown(imds: str) -> None:
 
 @pytest.mark.fault("S18")
 @pytest.mark.parametrize("token", ["", "a\nb: c", "x" * 2000, "é"])
-def test_strange_token_is_refused(imds: str, token: str) -> None:
-    """What could not go into a header safely is not used as a token."""
+def test_an_invalid_token_is_refused(imds: str, token: str) -> None:
+    """A token that is not safe in a header is not used."""
     control(imds, "fault", path=TOKEN_PATH, kind="body", value=token)
     with (
         MetadataClient(imds, timeout_s=5) as client,
-        pytest.raises(MetadataUnavailable, match="is none"),
+        pytest.raises(MetadataUnavailable, match="invalid token"),
     ):
         Imds(client, monotonic=time.monotonic).get(SPOT_PATH)
 
 
 @pytest.mark.fault("S15", "S16")
-def test_environment_leads_nobody_astray(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
+def test_the_environment_has_no_effect(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxy and redirection variables are ignored: the decoy that they name gets no request."""
     with EmulatorProcess("testkit.emulators.aws_imds") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy",
                      "AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"):  # fmt: skip
@@ -428,8 +430,8 @@ def test_environment_leads_nobody_astray(imds: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.fault("N01", "N02")
-def test_service_that_comes_late(imds: str) -> None:
-    """With nobody there the source waits, degraded, and is well as soon as the service is."""
+def test_a_service_that_starts_late(imds: str) -> None:
+    """While the service is down the source is degraded; it recovers with the service."""
     with EmulatorProcess("testkit.emulators.aws_imds") as first:
         port = first.url.rpartition(":")[2]
     with SourceRun(spot(first.url, blind_after_s=0.3)) as run:
@@ -441,8 +443,8 @@ def test_service_that_comes_late(imds: str) -> None:
     assert seen == [Health.DEGRADED, Health.BLIND, Health.OK]
 
 
-def test_stops_in_the_middle_of_a_request(imds: str) -> None:
-    """A silent server does not hold up the end: the connection is shut from outside."""
+def test_stops_during_a_request(imds: str) -> None:
+    """A server that does not respond does not delay the end: another thread shuts the connection down."""
     control(imds, "fault", kind="hang")
     hung = asked(imds, PUT_TOKEN, "hang")
     with SourceRun(spot(imds, timeout_s=60)) as run:
@@ -450,8 +452,8 @@ def test_stops_in_the_middle_of_a_request(imds: str) -> None:
     assert run.events == []
 
 
-def test_abort_refuses_what_comes_after(imds: str) -> None:
-    """A client told to stop between two requests begins no further one."""
+def test_abort_refuses_further_requests(imds: str) -> None:
+    """A client that was stopped between two requests sends no further one."""
     with MetadataClient(imds, timeout_s=60) as client:
         Imds(client, monotonic=time.monotonic).get(SPOT_PATH)
         client.abort()

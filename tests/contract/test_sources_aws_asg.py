@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lifecycle hook of an Auto Scaling group, against a strict stand-in for its API."""
+"""The lifecycle hook of an Auto Scaling group, against a strict emulator of its API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def api() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def credentials(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other credentials than those of the VM's role, from the emulated metadata service."""
+    """Only the credentials of the VM's role, from the emulated metadata service."""
     control(imds, "clear")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE",
                  "AWS_EC2_METADATA_DISABLED"):  # fmt: skip
@@ -78,7 +78,7 @@ def actions(api: str) -> list[str]:
 
 
 def test_heartbeats_then_completion(imds: str, api: str) -> None:
-    """As long as it is told so the hook is kept waiting, then let go once, for this VM and region."""
+    """Heartbeats during the evacuation, then one completion, for this VM and region."""
     with hook(imds, api) as lifecycle:
 
         def beaten() -> bool:
@@ -106,8 +106,8 @@ def test_heartbeats_then_completion(imds: str, api: str) -> None:
     }
 
 
-def test_heartbeats_are_rationed(imds: str, api: str) -> None:
-    """However often it is told, the service hears once per interval; the completion does not wait."""
+def test_heartbeats_keep_their_interval(imds: str, api: str) -> None:
+    """Any number of calls sends one heartbeat per interval; the completion is not delayed."""
     with hook(imds, api, interval_s=3600) as lifecycle:
 
         def told() -> bool:
@@ -126,10 +126,10 @@ def test_heartbeats_are_rationed(imds: str, api: str) -> None:
     ("status", "code"),
     [(503, "ServiceUnavailable"), (400, "Throttling"), (403, "ExpiredToken"), (500, "X")],
 )
-def test_completion_is_tried_until_it_is_answered(
+def test_completion_is_retried_until_it_succeeds(
     imds: str, api: str, status: int, code: str
 ) -> None:
-    """An outage, throttling and expired credentials are outlasted, and each trouble is told of once."""
+    """After an outage, throttling and expired credentials; each failure is logged once."""
     control(api, "fail", status=status, code=code, count=2)
     control(api, "fail", status=503, code="Other")
     with capture_logs() as lines, hook(imds, api) as lifecycle:
@@ -143,8 +143,8 @@ def test_completion_is_tried_until_it_is_answered(
     assert set(actions(api)) == {COMPLETE}
 
 
-def test_refusal_is_final(imds: str, api: str) -> None:
-    """A hook that waits for nothing, or for another group, refuses; that is not tried again."""
+def test_a_rejection_is_final(imds: str, api: str) -> None:
+    """A call without a pending action, or for another group, is rejected and not retried."""
     with hook(imds, api, group="others") as lifecycle:
         lifecycle.complete()
         until(lambda: actions(api) == [COMPLETE], what="the refusal")
@@ -157,8 +157,8 @@ def test_refusal_is_final(imds: str, api: str) -> None:
     assert actions(api).count(COMPLETE) == 1
 
 
-def test_nobody_waits_for_a_service_that_hangs(imds: str, api: str) -> None:
-    """The caller never blocks; the attempt ends by its time limit and the next one succeeds."""
+def test_a_service_that_hangs_blocks_no_caller(imds: str, api: str) -> None:
+    """The attempt ends at its timeout, and the next one succeeds."""
     control(api, "fail", status=0, count=1)
     with hook(imds, api, timeout_s=0.5) as lifecycle:
         began_s = time.monotonic()
@@ -169,8 +169,8 @@ def test_nobody_waits_for_a_service_that_hangs(imds: str, api: str) -> None:
 
 
 @pytest.mark.fault("N01")
-def test_metadata_that_comes_late(imds: str, api: str) -> None:
-    """Without metadata nothing can be called; as soon as it is there, what was asked for is done."""
+def test_metadata_that_is_late(imds: str, api: str) -> None:
+    """Without metadata no call is possible; pending calls are made as soon as it is there."""
     control(imds, "fault", path=TOKEN_PATH, kind="status", value=503, count=4)
     with hook(imds, api) as lifecycle:
         lifecycle.complete()
@@ -178,7 +178,7 @@ def test_metadata_that_comes_late(imds: str, api: str) -> None:
 
 
 def test_ready_before_it_is_needed(imds: str, api: str) -> None:
-    """Once started, the hook works though the metadata service dies, credentials included."""
+    """Once started, the hook works without the metadata service, including credentials."""
     with EmulatorProcess("testkit.emulators.aws_imds") as vm, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", vm.url)
         with hook(vm.url, api) as lifecycle:
@@ -189,16 +189,16 @@ def test_ready_before_it_is_needed(imds: str, api: str) -> None:
 
 
 @pytest.mark.fault("N01")
-def test_readiness_is_tried_again(imds: str, api: str) -> None:
-    """If the metadata service was not there at the start, the hook gets ready without being asked."""
+def test_preparation_is_retried(imds: str, api: str) -> None:
+    """If the metadata service is down at the start, the hook retries without a further call."""
     control(imds, "fault", path=TOKEN_PATH, kind="status", value=503, count=2)
     with hook(imds, api) as lifecycle:
         until(lambda: lifecycle._client is not None, what="readiness")
     assert actions(api) == []
 
 
-def test_strange_identity_is_no_identity(imds: str, api: str) -> None:
-    """A document that names no instance is not acted upon, and asked for again."""
+def test_an_invalid_identity_document_is_refused(imds: str, api: str) -> None:
+    """A document without an instance id is not used, and requested again."""
     control(imds, "fault", path=IDENTITY_PATH, kind="body", value="[]", count=3)
     with hook(imds, api) as lifecycle:
         lifecycle.complete()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources aws.rebalance, aws.asg and aws.scheduled, and how the sources of one VM get along."""
+"""The sources aws.rebalance, aws.asg and aws.scheduled, and all sources of one VM together."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def source(
         clocks=Clocks(monotonic=lambda: time.monotonic() - sum(slept_s or ())),
         timeout_s=timeout_s,
         blind_after_s=blind_after_s,
-        look_again_s=0.2,
+        recheck_s=0.2,
     )
     return kind(options, session)
 
@@ -95,8 +95,8 @@ def asg(url: str, state: str | None) -> None:
 
 @pytest.mark.fault("N05")
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_there_is_the_normal_state(imds: str, kind: type[AwsSource]) -> None:
-    """Poll after poll with nothing announced posts one status, ok; an empty list and 404 are the same."""
+def test_an_idle_value_is_the_normal_state(imds: str, kind: type[AwsSource]) -> None:
+    """Polls without an announcement post one status, ok; an empty list and 404 mean the same."""
     with SourceRun(source(kind, imds)) as run:
         polls(imds, PATHS[kind])
         control(imds, "fault", path=PATHS[kind], kind="status", value=404)
@@ -111,7 +111,7 @@ def test_nothing_there_is_the_normal_state(imds: str, kind: type[AwsSource]) -> 
 def test_refusals_are_unknown_and_never_withdraw(
     imds: str, kind: type[AwsSource], status: int
 ) -> None:
-    """An outage turns the source degraded, then blind, and withdraws nothing; a good answer does."""
+    """An outage makes the source degraded, then blind, and withdraws nothing; a valid response does."""
     with SourceRun(source(kind, imds, blind_after_s=0.3)) as run:
         control(imds, "rebalance")
         control(imds, "schedule", code="instance-stop", in_s=3600)
@@ -132,8 +132,8 @@ def test_refusals_are_unknown_and_never_withdraw(
 @pytest.mark.fault("N07")
 @pytest.mark.parametrize("fault", ["stall", "hang", "reset", "truncate"])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_broken_answers_are_unknown(imds: str, kind: type[AwsSource], fault: str) -> None:
-    """What does not arrive whole and in time degrades the source, which goes on and recovers."""
+def test_incomplete_responses_are_unknown(imds: str, kind: type[AwsSource], fault: str) -> None:
+    """A response that is not complete and in time degrades the source, which continues and recovers."""
     control(imds, "fault", path=PATHS[kind], kind=fault)
     with SourceRun(source(kind, imds, timeout_s=0.3)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -145,7 +145,7 @@ def test_broken_answers_are_unknown(imds: str, kind: type[AwsSource], fault: str
 @pytest.mark.fault("N07")
 @pytest.mark.parametrize("hung", [*KINDS[1:], None])
 def test_no_other_path_delays_the_spot_notice(imds: str, hung: type[AwsSource] | None) -> None:
-    """While another path hangs for longer than the test lasts, spot polls go on and the notice comes."""
+    """While another path hangs for longer than the test, spot polls continue and the notice arrives."""
     path = PATHS[hung] if hung else LIFE_CYCLE_PATH
     control(imds, "fault", path=path, kind="hang")
     session = ImdsSession()
@@ -163,7 +163,7 @@ def test_no_other_path_delays_the_spot_notice(imds: str, hung: type[AwsSource] |
 
 @pytest.mark.fault("N03")
 def test_one_token_for_all(imds: str) -> None:
-    """Once one source has a token the others use it; refused, it is replaced by few, and all are well."""
+    """All sources use the token of the first; once rejected, few of them replace it, and all recover."""
     session = ImdsSession()
     puts = f"PUT {TOKEN_PATH}"
     before = asked(imds, puts)
@@ -185,7 +185,7 @@ def test_one_token_for_all(imds: str) -> None:
 
 
 def test_token_is_renewed_beside_the_spot_polls(imds: str) -> None:
-    """A due renewal that hangs holds up aws.rebalance, and aws.spot not at all."""
+    """A renewal that hangs delays aws.rebalance, and never aws.spot."""
     session = ImdsSession()
     puts = f"PUT {TOKEN_PATH}"
     with (
@@ -196,14 +196,14 @@ def test_token_is_renewed_beside_the_spot_polls(imds: str) -> None:
         control(imds, "fault", kind="refuse-put")
         hung = asked(imds, puts, "hang")
         assert session.token
-        session.keep(session.token, time.monotonic())
+        session.store_token(session.token, time.monotonic())
         until(lambda: asked(imds, puts, "hang") > hung, what="the renewal to hang")
         polls(imds, SPOT_PATH, 10)
     assert [status.health for status in spot.statuses] == [Health.OK]
 
 
-def test_after_a_sleep_the_deadline_is_nearer(imds: str) -> None:
-    """If the VM slept, during which its monotonic clock stands, the same notice comes again, earlier."""
+def test_after_a_suspension_the_deadline_is_nearer(imds: str) -> None:
+    """The monotonic clock stands still during a suspension: the same notice is posted again, earlier."""
     slept_s: list[float] = []
     with SourceRun(source(AwsSpotSource, imds, slept_s=slept_s)) as run:
         control(imds, "notice", action="terminate", in_s=110)
@@ -223,7 +223,7 @@ def test_after_a_sleep_the_deadline_is_nearer(imds: str) -> None:
 
 @pytest.mark.fault("N09", "N14")
 def test_recommendation_is_an_advisory(imds: str) -> None:
-    """It is raised once as an advisory, withdrawn when it goes, and raised when it comes again."""
+    """It is raised once as an advisory, withdrawn when it vanishes, and raised again when it returns."""
     with SourceRun(source(AwsRebalanceSource, imds)) as run:
         control(imds, "rebalance")
         (notice,) = until(lambda: run.notices, what="the advisory")
@@ -240,7 +240,7 @@ def test_recommendation_is_an_advisory(imds: str) -> None:
 
 
 def test_on_demand_vm_has_no_spot_notices(imds: str) -> None:
-    """There aws.spot and aws.rebalance are unsupported, the latter asks less; a notice still counts."""
+    """aws.spot and aws.rebalance are unsupported, the latter polls less often; a notice still counts."""
     control(imds, "set", path="instance-life-cycle", value="on-demand")
     session = ImdsSession()
     with (
@@ -266,8 +266,8 @@ def test_on_demand_vm_has_no_spot_notices(imds: str) -> None:
         until(lambda: spot.is_now(Health.OK) and rebalance.is_now(Health.OK), what="support")
 
 
-def test_life_cycle_of_a_spot_vm_is_asked_for_once(imds: str) -> None:
-    """That a VM is a spot VM does not change; as long as it is not known, it may be one."""
+def test_life_cycle_of_a_spot_vm_is_read_once(imds: str) -> None:
+    """The life cycle of a spot VM never changes; until it is known, the VM may be one."""
     control(imds, "fault", path=LIFE_CYCLE_PATH, kind="status", value=503, count=3)
     before = asked(imds, f"GET {LIFE_CYCLE_PATH}")
     with SourceRun(source(AwsRebalanceSource, imds)) as run:
@@ -281,7 +281,7 @@ def test_life_cycle_of_a_spot_vm_is_asked_for_once(imds: str) -> None:
 
 @pytest.mark.parametrize("state", ["InService", "Standby", "Detached", "Warmed:Running"])
 def test_states_in_which_the_vm_stays(imds: str, state: str) -> None:
-    """None of them is a notice."""
+    """None of these states is a notice."""
     asg(imds, state)
     with SourceRun(source(AwsAsgSource, imds)) as run:
         polls(imds, ASG_PATH)
@@ -300,7 +300,7 @@ def test_states_in_which_the_vm_stays(imds: str, state: str) -> None:
     ],
 )
 def test_states_that_end_the_vm(imds: str, state: str, kind: str) -> None:
-    """Each raises one notice with the assumed grace; the same after a restart of the daemon."""
+    """Each raises one notice with the assumed grace period; the same one after a restart of the daemon."""
     with SourceRun(source(AwsAsgSource, imds)) as run:
         asg(imds, "InService")
         polls(imds, ASG_PATH)
@@ -324,7 +324,7 @@ def test_back_in_service_withdraws(imds: str, back: str | None) -> None:
         until(lambda: run.notices, what="the notice")
         asg(imds, back)
         (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
-        assert (back or "nothing") in withdrawn.reason
+        assert (back or "not set") in withdrawn.reason
         asg(imds, "Terminated")
         until(lambda: len(run.notices) == 2, what="the second notice")
 
@@ -332,7 +332,7 @@ def test_back_in_service_withdraws(imds: str, back: str | None) -> None:
 @pytest.mark.fault("N08")
 @pytest.mark.parametrize("state", ["", "terminated?", "\x1b[31m", "x" * 5000])
 def test_unknown_state_is_unknown(imds: str, state: str) -> None:
-    """It is neither a notice nor the end of one; the source says that it does not understand."""
+    """It neither raises nor withdraws a notice; the reason names the state."""
     with SourceRun(source(AwsAsgSource, imds)) as run:
         asg(imds, "Terminated")
         until(lambda: run.notices, what="the notice")
@@ -351,7 +351,7 @@ def test_unknown_state_is_unknown(imds: str, state: str) -> None:
 
 @pytest.mark.fault("N09")
 def test_event_is_a_notice_with_its_date(imds: str) -> None:
-    """Its deadline is its date on our clock, by the date of the answer; idle, history is not asked for."""
+    """Its deadline is its date, by the server's Date; an idle source does not request the history."""
     asked_before = asked(imds, f"GET {HISTORY_PATH}")
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         polls(imds, SCHEDULED_PATH)
@@ -367,7 +367,7 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
 @pytest.mark.fault("N11")
 @pytest.mark.parametrize("skew_s", [1200, -1200])
 def test_wrong_local_clock(imds: str, skew_s: int) -> None:
-    """Twenty minutes off, the deadline of an event is still right."""
+    """With a clock twenty minutes off the deadline of an event is right."""
     wrong = AwsScheduledSource(
         AwsOptions(
             metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
@@ -382,7 +382,7 @@ def test_wrong_local_clock(imds: str, skew_s: int) -> None:
 
 @pytest.mark.parametrize("state", ["canceled", "completed"])
 def test_finished_event_withdraws(imds: str, state: str) -> None:
-    """An event that moved to the history is withdrawn, and the reason says how it ended."""
+    """An event that moved to the history is withdrawn, and the reason states how it ended."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
         until(lambda: run.notices, what="the notice")
@@ -394,7 +394,7 @@ def test_finished_event_withdraws(imds: str, state: str) -> None:
 
 
 def test_vanished_event_withdraws(imds: str) -> None:
-    """An event that is nowhere any more is withdrawn, even while the history cannot be asked."""
+    """An event that is in neither list is withdrawn, even if the history cannot be read."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "fault", path=HISTORY_PATH, kind="status", value=503)
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
@@ -405,7 +405,7 @@ def test_vanished_event_withdraws(imds: str) -> None:
 
 
 def test_earliest_of_several_counts(imds: str) -> None:
-    """An earlier event takes the place of a later one; when it is canceled the later one counts again."""
+    """An earlier event replaces a later one; when it is canceled, the later one counts again."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="system-reboot", in_s=9000, event_id="late")
         until(lambda: len(run.notices) == 1, what="the first notice")
@@ -424,8 +424,8 @@ def test_earliest_of_several_counts(imds: str) -> None:
     assert run.notices[3].deadline_mono_s > run.notices[2].deadline_mono_s + 5000
 
 
-def test_decoys_are_no_notices(imds: str) -> None:
-    """What is over, by its state, its description or the history, is none though it is listed."""
+def test_events_that_are_over_raise_no_notice(imds: str) -> None:
+    """An event is over by its state, its description or the history, even if it is still listed."""
     soon = event_date(datetime.now(UTC) + timedelta(hours=1))
     base = {"NotBefore": soon, "Code": "instance-stop", "State": "active"}
     over = [
@@ -451,8 +451,8 @@ def test_decoys_are_no_notices(imds: str) -> None:
 
 @pytest.mark.fault("N08")
 @pytest.mark.parametrize("body", ["", "{}", "[7]", '[{"EventId"', "null"])
-def test_garbled_list_is_unknown(imds: str, body: str) -> None:
-    """A list that cannot be read degrades the source, and neither raises nor withdraws anything."""
+def test_an_invalid_list_is_unknown(imds: str, body: str) -> None:
+    """It degrades the source, and neither raises nor withdraws a notice."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="instance-stop", in_s=3600)
         until(lambda: run.notices, what="the notice")
@@ -490,7 +490,7 @@ def test_garbled_list_is_unknown(imds: str, body: str) -> None:
     ],
 )
 def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]]) -> None:
-    """All sources of a VM, opened as by the daemon, learn what each preset shows, and nothing else."""
+    """All sources of a VM, opened as by the daemon, raise the notices of each preset, and no others."""
     with (
         EmulatorProcess(
             "testkit.emulators.aws_imds", "--scenario", scenario, "--speed", str(speed)
@@ -518,7 +518,7 @@ def test_scenarios(scenario: str, speed: float, expected: list[tuple[str, str]])
 
 
 def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:
-    """What is configured for the hook counts for aws.asg, in place of what is assumed otherwise."""
+    """The configured grace period of the hook replaces the assumed one for aws.asg."""
     opened = open_sources(
         SourcesConfig(cloud="aws", metadata_url=imds, poll_interval_s=0.05, asg_grace_s=300.0),
         DeadlineConfig(),

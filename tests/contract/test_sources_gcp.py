@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source gcp.preempted against the emulated metadata server, in its good and bad hours."""
+"""The source gcp.preempted against the emulated metadata server, healthy and failing."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def preempted(
 
 
 def polls(url: str, more: int) -> None:
-    """Wait until the source has asked that much more often."""
+    """Wait until the source has sent this many further requests."""
     goal = asked(url, GET) + more
     until(lambda: asked(url, GET) >= goal, what="more requests")
 
 
-def test_change_is_told_while_hanging(server: str) -> None:
-    """The first answer is at once, the second hangs and brings the notice when the value changes."""
+def test_a_change_ends_the_held_request(server: str) -> None:
+    """The first request returns immediately; the second is held and returns when the value changes."""
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
@@ -79,8 +79,8 @@ def test_change_is_told_while_hanging(server: str) -> None:
 
 
 @pytest.mark.fault("N09")
-def test_already_true_is_seen_and_keeps_its_identity(server: str) -> None:
-    """A start after the flip sees it at once, with the same identity in one boot, another in the next."""
+def test_an_old_change_is_seen_and_keeps_its_identity(server: str) -> None:
+    """A daemon that starts after the change sees it; the identity is the same in one boot only."""
     control(server, "set", key=KEY, value="TRUE")
     identities = []
     for boot_id in ("boot-1", "boot-1", "boot-2"):
@@ -91,7 +91,7 @@ def test_already_true_is_seen_and_keeps_its_identity(server: str) -> None:
 
 
 def test_boot_of_this_machine_is_the_default(server: str) -> None:
-    """Without a given one the identity names the boot that the kernel names."""
+    """Without a configured boot id the identity contains the kernel's."""
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server, boot_id=None)) as run:
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -99,7 +99,7 @@ def test_boot_of_this_machine_is_the_default(server: str) -> None:
 
 
 def test_withdrawn_when_false_again(server: str) -> None:
-    """Back to FALSE withdraws the notice; TRUE again raises it again."""
+    """FALSE withdraws the notice; TRUE raises it again."""
     with SourceRun(preempted(server)) as run:
         control(server, "set", key=KEY, value="TRUE")
         until(lambda: run.notices, what="the notice")
@@ -111,7 +111,7 @@ def test_withdrawn_when_false_again(server: str) -> None:
 
 
 def test_wakeups_without_a_change_are_normal(server: str) -> None:
-    """Timeouts and spurious wake-ups change nothing, before the notice and after it."""
+    """Timeouts and spurious responses change nothing, before the notice and after it."""
     with SourceRun(preempted(server, hang_s=1)) as run:
         polls(server, 3)
         control(server, "touch", key=KEY)
@@ -126,7 +126,7 @@ def test_wakeups_without_a_change_are_normal(server: str) -> None:
 
 
 def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None:
-    """Answers that come at once and bring nothing new are asked for at a pace."""
+    """Immediate responses without a change are requested at an interval."""
     control(server, "fault", path=PATH, kind="body", value="FALSE")
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
@@ -148,10 +148,10 @@ def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None
         ("stall", None, "0.5 s"),
     ],
 )
-def test_bad_hours_are_unknown_and_pass(server: str, kind: str, value: object, word: str) -> None:
-    """Whatever goes wrong, the source is degraded, asks on from the beginning, and sees the notice.
+def test_failures_are_unknown_and_pass(server: str, kind: str, value: object, word: str) -> None:
+    """After each failure the source is degraded, starts again, and finds the notice.
 
-    The value changes while the source cannot see it, so only a question without an ETag finds it.
+    The value changes during the failure, so only a request without an ETag finds it.
     """
     with SourceRun(preempted(server, hang_s=1, timeout_s=0.5)) as run:
         control(server, "fault", path=PATH, kind=kind, value=value)
@@ -164,8 +164,8 @@ def test_bad_hours_are_unknown_and_pass(server: str, kind: str, value: object, w
 
 
 @pytest.mark.fault("N16")
-def test_hanging_connection_that_dies_is_replaced(server: str) -> None:
-    """A hanging GET that never returns is given up at the limit, and the next asks for the value."""
+def test_a_held_request_that_never_returns_is_replaced(server: str) -> None:
+    """It ends at the timeout, and the next request reads the current value."""
     with SourceRun(preempted(server, hang_s=30, timeout_s=0.5, blind_after_s=60)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         until(lambda: run.is_now(Health.DEGRADED), what="the limit")
@@ -174,7 +174,7 @@ def test_hanging_connection_that_dies_is_replaced(server: str) -> None:
 
 @pytest.mark.fault("N01", "N02")
 def test_server_that_dies_after_the_notice_withdraws_nothing(server: str) -> None:
-    """After the flip the server may fall silent: blind, but the notice stands."""
+    """If the server stops responding, the source is blind, and the notice stays in force."""
     with SourceRun(preempted(server, hang_s=1, timeout_s=0.3, blind_after_s=0.5)) as run:
         control(server, "set", key=KEY, value="TRUE")
         until(lambda: run.notices, what="the notice")
@@ -184,8 +184,8 @@ def test_server_that_dies_after_the_notice_withdraws_nothing(server: str) -> Non
 
 
 @pytest.mark.fault("S18")
-def test_answer_without_flavor_is_not_the_metadata_server(server: str) -> None:
-    """A stranger's TRUE is no notice, and a stranger's FALSE withdraws none."""
+def test_a_response_without_flavor_is_not_the_metadata_server(server: str) -> None:
+    """TRUE from another server raises no notice, and FALSE from another server withdraws none."""
     control(server, "fault", path=PATH, kind="bare")
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server)) as run:
@@ -199,7 +199,7 @@ def test_answer_without_flavor_is_not_the_metadata_server(server: str) -> None:
 @pytest.mark.fault("S18")
 @pytest.mark.parametrize("value", ["", "MAYBE", "x" * 1000, "x" * 70000])
 def test_other_values_are_unknown(server: str, value: str) -> None:
-    """Neither TRUE nor FALSE, or too long: unknown."""
+    """A value that is neither TRUE nor FALSE, or too long."""
     control(server, "fault", path=PATH, kind="body", value=value)
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -209,7 +209,7 @@ def test_other_values_are_unknown(server: str, value: str) -> None:
 
 @pytest.mark.fault("S17")
 def test_redirects_are_not_followed(server: str) -> None:
-    """A redirect is unknown, and nobody is asked where it points to."""
+    """The state is unknown, and the target of the redirect gets no request."""
     with EmulatorProcess("testkit.emulators.gcp_metadata") as elsewhere:
         control(server, "fault", path=PATH, kind="redirect", value=elsewhere.url + PATH)
         with SourceRun(preempted(server)) as run:
@@ -219,8 +219,8 @@ def test_redirects_are_not_followed(server: str) -> None:
 
 
 @pytest.mark.fault("S15", "S16")
-def test_environment_leads_nobody_astray(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxy and redirection variables have no effect: the decoy that they name sees nothing."""
+def test_the_environment_has_no_effect(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxy and redirection variables are ignored: the decoy that they name gets no request."""
     with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, decoy.url)
@@ -233,8 +233,8 @@ def test_environment_leads_nobody_astray(server: str, monkeypatch: pytest.Monkey
         assert asked(decoy.url, GET) == 0
 
 
-def test_stops_while_hanging(server: str) -> None:
-    """A hanging GET does not hold up the end, and its break is not taken for a failure."""
+def test_stops_during_a_held_request(server: str) -> None:
+    """A held request does not delay the end, and its abort is not a failure."""
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
@@ -262,7 +262,7 @@ def test_configured_notice(
 
 
 def test_long_notice_is_learned(server: str) -> None:
-    """A VM that runs on after the flip has 120 s: the same notice comes again, later and derived."""
+    """A VM that still runs has 120 s: the same notice is posted again, with a later derived deadline."""
     before = asked(server, GET)
     with SourceRun(preempted(server, learn_after_s=0.3)) as run:
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
@@ -276,7 +276,7 @@ def test_long_notice_is_learned(server: str) -> None:
 
 
 def test_nothing_is_learned_of_a_withdrawn_notice(server: str) -> None:
-    """The later deadline is not posted when the notice is gone by then."""
+    """The later deadline is not posted if the notice was withdrawn before."""
     with SourceRun(preempted(server, learn_after_s=0.5)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         control(server, "set", key=KEY, value="TRUE")
@@ -293,7 +293,7 @@ def test_nothing_is_learned_of_a_withdrawn_notice(server: str) -> None:
 def test_long_notice_is_not_counted_on_after_a_late_start(
     server: str, notice_s: float | None
 ) -> None:
-    """Who starts after the flip does not know how much of the 120 s is left, and assumes little."""
+    """After the change the rest of the 120 s is unknown, so the short grace period is assumed."""
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.1, hang_s=1)) as run:
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -303,8 +303,8 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
         assert len(run.notices) == 1
 
 
-def test_flip_during_an_outage_is_as_old_as_the_last_false(server: str) -> None:
-    """Of the 120 s the time since the last FALSE is taken off."""
+def test_a_change_during_an_outage_is_as_old_as_the_last_false(server: str) -> None:
+    """The time since the last FALSE is subtracted from the 120 s."""
     with SourceRun(preempted(server, notice_s=120.0, hang_s=1, timeout_s=2)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         control(server, "fault", path=PATH, kind="status", value=503)
@@ -317,8 +317,8 @@ def test_flip_during_an_outage_is_as_old_as_the_last_false(server: str) -> None:
         assert notice.deadline_mono_s <= began_mono_s + 115
 
 
-def test_key_that_was_never_there(server: str) -> None:
-    """404 from the beginning: unsupported, and not asked for again and again."""
+def test_a_key_that_was_never_there(server: str) -> None:
+    """404 from the start: unsupported, and requested rarely."""
     control(server, "set", key=KEY, value=None)
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
@@ -326,8 +326,8 @@ def test_key_that_was_never_there(server: str) -> None:
         assert asked(server, GET) == before + 1
 
 
-def test_key_that_vanishes_is_unknown(server: str) -> None:
-    """404 after an answer is no all-clear: degraded, and what was announced stands."""
+def test_a_key_that_vanishes_is_unknown(server: str) -> None:
+    """404 after a value withdraws nothing: the source is degraded, and the notice stays in force."""
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server)) as run:
         until(lambda: run.notices, what="the notice")

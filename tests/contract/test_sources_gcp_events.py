@@ -51,7 +51,7 @@ def server(process: EmulatorProcess) -> str:
 
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that cannot be waited for are asked for in quick succession."""
+    """Shorten the interval of keys whose requests the server does not hold."""
     for kind in KINDS:
         monkeypatch.setattr(kind, "pace_s", 0.05)
 
@@ -88,7 +88,7 @@ def utc(in_s: float) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_raised_once_and_withdrawn(server: str, kind: type) -> None:
-    """Idle is ok; the value raises the notice once, however often it is seen; idle withdraws it."""
+    """An idle value is ok; an event raises the notice once, in all polls; an idle value withdraws it."""
     key, value = EVENTS[kind]
     with opened(kind, server, hang_s=1) as run:
         until(lambda: run.is_now(Health.OK), what="health")
@@ -107,8 +107,8 @@ def test_raised_once_and_withdrawn(server: str, kind: type) -> None:
 
 @pytest.mark.fault("N09")
 @pytest.mark.parametrize("kind", KINDS)
-def test_identity_outlives_a_restart(server: str, kind: type) -> None:
-    """Who starts when it is there already sees it at once, under the same identity."""
+def test_identity_survives_a_restart(server: str, kind: type) -> None:
+    """A daemon that starts during the event sees it with the same identity."""
     key, value = EVENTS[kind]
     control(server, "set", key=key, value=value)
     identities = set()
@@ -124,10 +124,10 @@ def test_identity_outlives_a_restart(server: str, kind: type) -> None:
     [("status", 503, "503"), ("reset", None, "reset"), ("stall", None, "0.5 s")],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_hours_are_unknown_and_pass(
+def test_failures_are_unknown_and_pass(
     server: str, kind: type, fault: str, value: object, word: str
 ) -> None:
-    """No failure raises or withdraws anything; the source says so, and recovers by itself."""
+    """No failure raises or withdraws a notice; the health shows it, and recovers."""
     key, event = EVENTS[kind]
     control(server, "set", key=key, value=event)
     with opened(kind, server, hang_s=1, timeout_s=0.5) as run:
@@ -144,8 +144,8 @@ def test_bad_hours_are_unknown_and_pass(
 @pytest.mark.fault("N08", "S18")
 @pytest.mark.parametrize("body", ["BANANA", "[1, 2]", '{"type": "SCHED', "[" * 60000, "x" * 70000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nonsense_is_unknown(server: str, kind: type, body: str) -> None:
-    """What cannot be understood is neither a notice nor an all-clear, and its reason is short."""
+def test_an_unknown_value_is_unknown(server: str, kind: type, body: str) -> None:
+    """It neither raises nor withdraws a notice, and its reason is short."""
     control(server, "fault", path=BASE + EVENTS[kind][0], kind="body", value=body)
     with opened(kind, server) as run:
         until(lambda: run.is_now(Health.DEGRADED), what="degraded")
@@ -155,8 +155,8 @@ def test_nonsense_is_unknown(server: str, kind: type, body: str) -> None:
 
 @pytest.mark.fault("S18")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stranger_is_not_believed(server: str, kind: type) -> None:
-    """Without the flavor header there is neither a notice nor, with 404, an all-clear."""
+def test_a_response_of_another_server_is_not_used(server: str, kind: type) -> None:
+    """Without the flavor header a response neither raises nor, with 404, withdraws a notice."""
     key, value = EVENTS[kind]
     control(server, "set", key=key, value=value)
     with opened(kind, server, hang_s=1) as run:
@@ -172,8 +172,10 @@ def test_a_stranger_is_not_believed(server: str, kind: type) -> None:
 
 @pytest.mark.fault("S15", "S16", "S17")
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_leads_astray(server: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the environment nor a redirect brings a question to the decoy."""
+def test_no_request_goes_elsewhere(
+    server: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the environment nor a redirect sends a request to the decoy."""
     key, value = EVENTS[kind]
     with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -198,7 +200,7 @@ def test_nothing_leads_astray(server: str, kind: type, monkeypatch: pytest.Monke
 @pytest.mark.fault("N18")
 @pytest.mark.parametrize("value", [TERMINATE, "SHUTDOWN_ON_HOST_MAINTENANCE"])
 def test_host_maintenance_leaves_an_hour(server: str, value: str) -> None:
-    """Scheduled, not imminent: an hour from the moment that the key changes."""
+    """It is scheduled, not imminent: an hour from the change of the key."""
     key = f"GET {BASE}{MAINTENANCE}"
     before = asked(server, key)
     with opened(GcpMaintenanceSource, server) as run:
@@ -211,8 +213,8 @@ def test_host_maintenance_leaves_an_hour(server: str, value: str) -> None:
 
 
 @pytest.mark.fault("N18")
-def test_live_migration_is_no_notice(server: str) -> None:
-    """The VM goes on: nothing is raised, and an announced end that becomes one is withdrawn."""
+def test_live_migration_raises_no_notice(server: str) -> None:
+    """The VM keeps running; an announced end that becomes a migration is withdrawn."""
     with opened(GcpMaintenanceSource, server) as run:
         control(server, "set", key=MAINTENANCE, value="MIGRATE_ON_HOST_MAINTENANCE")
         until(lambda: run.is_now(Health.OK), what="health")
@@ -223,8 +225,8 @@ def test_live_migration_is_no_notice(server: str) -> None:
     assert len(run.notices) == 1
 
 
-def test_watching_buys_every_notice(server: str) -> None:
-    """The server only warns who has read the key since the event before: the watch always has."""
+def test_a_watched_key_gets_every_notice(server: str) -> None:
+    """The server warns only VMs that have read the key since the last event; the source always has."""
     with opened(GcpMaintenanceSource, server) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         for count in (1, 2):
@@ -238,8 +240,8 @@ def test_watching_buys_every_notice(server: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["NONE", '"NONE"', "{}", '{"error": "no notifications yet"}'])
-def test_idle_shapes(server: str, value: str) -> None:
-    """Each idle shape is ok, and withdraws what was announced."""
+def test_idle_values(server: str, value: str) -> None:
+    """Each idle value is ok, and withdraws an earlier notice."""
     with opened(GcpUpcomingSource, server) as run:
         control(server, "upcoming", in_s=7200)
         notice_of(run)
@@ -248,8 +250,8 @@ def test_idle_shapes(server: str, value: str) -> None:
         until(lambda: run.is_now(Health.OK), what="health")
 
 
-def test_idle_shape_under_503(server: str) -> None:
-    """An error object under 503 is idle where nothing is known, and no all-clear where something is."""
+def test_idle_value_with_status_503(server: str) -> None:
+    """An error object with 503 is idle without a notice, and does not withdraw one."""
     answer = {"path": BASE + UPCOMING, "kind": "status", "value": 503}
     control(server, "fault", **answer, body='{"error": "no notifications have been received yet"}')
     with opened(GcpUpcomingSource, server, hang_s=1) as run:
@@ -274,7 +276,7 @@ def test_idle_shape_under_503(server: str) -> None:
     ],
 )
 def test_window_in_every_spelling(server: str, fields: tuple[str, ...], wall_off_s: float) -> None:
-    """The deadline is the begin of the window by the server's clock, however the local one is wrong."""
+    """The deadline is the start of the window by the server's clock, with any local clock."""
     body = dict(zip(fields, ("SCHEDULED", "PENDING", utc(7200)), strict=True))
     control(server, "set", key=UPCOMING, value=json.dumps(body))
     with opened(GcpUpcomingSource, server, wall_off_s=wall_off_s) as run:
@@ -294,10 +296,10 @@ def test_window_in_every_spelling(server: str, fields: tuple[str, ...], wall_off
         (10**400, 3600, DeadlineQuality.ASSUMED),
     ],
 )
-def test_window_that_cannot_be_meant(
+def test_a_window_with_an_invalid_start(
     server: str, begin: object, most_s: float, quality: DeadlineQuality
 ) -> None:
-    """A begin that has passed is now, one that is not understood is assumed: a notice all the same."""
+    """A start in the past means now, an invalid one is assumed; both raise a notice."""
     body = json.dumps({"type": "UNSCHEDULED", "windowStartTime": begin})
     control(server, "set", key=UPCOMING, value=body)
     with opened(GcpUpcomingSource, server) as run:
@@ -307,7 +309,7 @@ def test_window_that_cannot_be_meant(
 
 
 def test_moved_window_is_the_same_notice(server: str) -> None:
-    """A window that is moved is posted again, with its later deadline and the same identity."""
+    """A moved window is posted again, with its later deadline and the same identity."""
     with opened(GcpUpcomingSource, server) as run:
         control(server, "upcoming", in_s=7200)
         notice_of(run)
@@ -318,8 +320,8 @@ def test_moved_window_is_the_same_notice(server: str) -> None:
         assert run.withdrawals == []
 
 
-def test_no_such_key_is_unsupported(server: str) -> None:
-    """A VM without the key says so; it is no failure."""
+def test_a_missing_key_is_unsupported(server: str) -> None:
+    """A VM without the key is unsupported, and not degraded."""
     control(server, "set", key=UPCOMING, value=None)
     with opened(GcpUpcomingSource, server) as run:
         until(lambda: run.is_now(Health.UNSUPPORTED), what="unsupported")
@@ -348,10 +350,10 @@ def test_no_stop_is_pending(server: str, value: str | None) -> None:
         ("ages", "rfc3339", 25, DeadlineQuality.ASSUMED),
     ],
 )
-def test_stop_on_order(
+def test_a_requested_stop(
     server: str, length: str | None, requested: str | None, most_s: float, quality: DeadlineQuality
 ) -> None:
-    """The deadline is the order and the length of the stop where both are told, else assumed."""
+    """The deadline is the time of the request plus the duration if both are known, else assumed."""
     when = {"rfc3339": utc(0), "epoch": str(int(time.time())), None: None}[requested]
     control(server, "set", key=STOP + "max-duration", value=length)
     control(server, "set", key=STOP + "request-timestamp", value=when)
@@ -364,8 +366,8 @@ def test_stop_on_order(
 
 
 @pytest.mark.fault("N07")
-def test_details_that_hang_do_not_hold_up_the_notice(server: str) -> None:
-    """The notice comes within a second or so, with the assumed deadline."""
+def test_details_that_hang_do_not_delay_the_notice(server: str) -> None:
+    """The notice arrives within about a second, with the assumed deadline."""
     control(server, "fault", path=BASE + STOP + "max-duration", kind="hang")
     with opened(GcpStopSource, server, grace_s=25.0) as run:
         control(server, "stop", in_s=600)

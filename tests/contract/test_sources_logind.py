@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shutdowns as logind tells of them, over a real bus."""
+"""Shutdowns announced by logind, over a real bus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testkit.waiting import until
 
 
 class FakeHost:
-    """A host with a logind that does as it is told."""
+    """A host with an emulated logind."""
 
     def __init__(self, emulator: EmulatorProcess) -> None:
         self._url = emulator.url
@@ -33,7 +33,7 @@ class FakeHost:
         return control(self._url, name, **body)
 
     def shows(self, **facts: object) -> None:
-        """Wait until its state holds these facts."""
+        """Wait until the state of the host contains these facts."""
         until(lambda: facts.items() <= self.order("state").items(), what=str(facts))
 
     def source(self, **options: Any) -> LogindSource:
@@ -57,10 +57,10 @@ def fake_host() -> Iterator[FakeHost]:
 
 
 def test_a_healthy_logind_is_ok_and_the_lock_is_held(fake_host: FakeHost) -> None:
-    """One delay lock is taken, the limit that really holds is told, and the end gives the lock back."""
+    """One delay lock is taken, the status shows the longest delay, and the end releases the lock."""
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.OK))
-        assert run.statuses[-1].reason == "shutdowns wait 24 s at most"
+        assert run.statuses[-1].reason == "logind delays a shutdown by at most 24 s"
         fake_host.shows(locks=1)
     fake_host.shows(locks=0, taken=1)
     assert run.notices == []
@@ -71,7 +71,7 @@ def test_a_healthy_logind_is_ok_and_the_lock_is_held(fake_host: FakeHost) -> Non
 def test_a_shutdown_is_a_notice_and_waits_for_the_release(
     fake_host: FakeHost, metadata: bool
 ) -> None:
-    """One notice for both signals, due before logind loses patience; release() lets the host go on."""
+    """One notice for both signals, due before logind's delay ends; release() lets the shutdown continue."""
     watched = fake_host.source()
     with SourceRun(watched) as run:
         until(lambda: run.is_now(Health.OK))
@@ -98,7 +98,7 @@ def test_a_shutdown_is_a_notice_and_waits_for_the_release(
 
 
 @pytest.mark.fault("N15")
-def test_a_cancelled_shutdown_is_withdrawn_and_the_lock_taken_anew(fake_host: FakeHost) -> None:
+def test_a_cancelled_shutdown_is_withdrawn_and_a_new_lock_taken(fake_host: FakeHost) -> None:
     """The next shutdown waits again, and is another notice."""
     watched = fake_host.source()
     with SourceRun(watched) as run:
@@ -119,8 +119,8 @@ def test_a_cancelled_shutdown_is_withdrawn_and_the_lock_taken_anew(fake_host: Fa
         fake_host.shows(locks=1, shutdown="waiting")
 
 
-def test_a_daemon_that_starts_during_a_shutdown_learns_of_it(fake_host: FakeHost) -> None:
-    """The property tells what the signal told before; no lock is given any more, so time is short."""
+def test_a_daemon_that_starts_during_a_shutdown_sees_it(fake_host: FakeHost) -> None:
+    """The property shows the shutdown; logind grants no lock any more, so the time is short."""
     fake_host.order("shutdown")
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.notices)
@@ -131,7 +131,7 @@ def test_a_daemon_that_starts_during_a_shutdown_learns_of_it(fake_host: FakeHost
 
 
 class Store:
-    """What systemd's file descriptor store holds of the lock."""
+    """The lock in systemd's file descriptor store."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -144,8 +144,8 @@ class Store:
 
 
 @pytest.mark.fault("H01")
-def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -> None:
-    """A copy of the lock is stored while a shutdown waits; the next daemon has its whole delay."""
+def test_a_lock_that_was_stored_over_a_restart_still_counts(fake_host: FakeHost) -> None:
+    """A copy of the lock is stored during a shutdown; the next daemon has the whole delay."""
     store = Store()
     with SourceRun(fake_host.source(store_lock=store.store)) as run:
         until(lambda: run.is_now(Health.OK))
@@ -164,7 +164,7 @@ def test_a_lock_that_was_kept_over_a_restart_still_counts(fake_host: FakeHost) -
 
 
 def test_the_lock_is_not_stored_before_a_shutdown(fake_host: FakeHost) -> None:
-    """When the daemon ends before a shutdown, or after a cancelled one, nothing delays the next one."""
+    """If the daemon ends before a shutdown, or after a cancelled one, nothing delays the next one."""
     store = Store()
     with SourceRun(fake_host.source(store_lock=store.store)) as run:
         until(lambda: run.is_now(Health.OK))
@@ -180,7 +180,7 @@ def test_the_lock_is_not_stored_before_a_shutdown(fake_host: FakeHost) -> None:
 
 
 def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
-    """The second daemon of a shutdown keeps the lock in its process; the next shutdown finds it stored."""
+    """The second daemon of a shutdown has the only copy; at the next shutdown the lock is stored again."""
     connection = logind.Logind(fake_host.bus)
     inherited_fd = connection.take_delay_lock()
     connection.close()
@@ -198,13 +198,13 @@ def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
     fake_host.shows(locks=0, shutdown="gone")
 
 
-def test_a_limit_that_is_too_short_is_said_with_the_remedy(fake_host: FakeHost) -> None:
-    """Degraded, naming the file and the command; the shutdown is still heard of, with that limit."""
+def test_a_short_delay_is_degraded_with_the_fix(fake_host: FakeHost) -> None:
+    """The reason names the file and the command; a shutdown still raises a notice, with that delay."""
     fake_host.order("delay", max_s=5)
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.DEGRADED))
         reason = run.statuses[-1].reason
-        assert "wait 5 s at most, less than the 20 s" in reason
+        assert "by at most 5 s, less than the 20 s" in reason
         assert "zz-swansong.conf" in reason
         assert "systemctl restart systemd-logind" in reason
         fake_host.order("shutdown")
@@ -212,13 +212,17 @@ def test_a_limit_that_is_too_short_is_said_with_the_remedy(fake_host: FakeHost) 
         assert run.notices[0].deadline_mono_s <= time.monotonic() + 4
 
 
-def test_a_logind_that_is_restarted_is_asked_again(fake_host: FakeHost) -> None:
-    """The remedy takes effect without a restart of the daemon, and the lock is never lost meanwhile."""
+def test_a_restarted_logind_is_read_again(fake_host: FakeHost) -> None:
+    """The fix takes effect without a restart of the daemon, and the lock is held throughout."""
     fake_host.order("delay", max_s=5)
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.DEGRADED))
         fake_host.order("stop")
-        until(lambda: "system bus" in run.statuses[-1].reason or "anew" in run.statuses[-1].reason)
+        until(
+            lambda: (
+                "system bus" in run.statuses[-1].reason or "restarted" in run.statuses[-1].reason
+            )
+        )
         assert not run.is_now(Health.UNSUPPORTED)
         fake_host.shows(locks=1)
         fake_host.order("delay", max_s=30)
@@ -227,8 +231,8 @@ def test_a_logind_that_is_restarted_is_asked_again(fake_host: FakeHost) -> None:
         fake_host.shows(locks=1, taken=2)
 
 
-def test_without_the_right_to_a_lock_shutdowns_are_heard_of(fake_host: FakeHost) -> None:
-    """Degraded with the remedy; a notice with the time that units get; the lock comes with the right."""
+def test_without_permission_for_a_lock_shutdowns_raise_notices(fake_host: FakeHost) -> None:
+    """Degraded with the fix; the notice has the time that units get; with permission the lock is taken."""
     fake_host.order("deny", denied=True)
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.DEGRADED))
@@ -245,8 +249,8 @@ def test_without_the_right_to_a_lock_shutdowns_are_heard_of(fake_host: FakeHost)
         fake_host.shows(locks=1)
 
 
-def test_a_bus_that_goes_and_comes_is_weather(fake_host: FakeHost) -> None:
-    """Degraded while it is gone, the lock still held; all is as before when it is back."""
+def test_the_source_recovers_with_the_bus(fake_host: FakeHost) -> None:
+    """Without the bus the source is degraded and holds its lock; later it is ok again."""
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.OK))
         fake_host.order("stop_bus")
@@ -259,8 +263,8 @@ def test_a_bus_that_goes_and_comes_is_weather(fake_host: FakeHost) -> None:
     assert run.withdrawals == []
 
 
-def test_a_shutdown_goes_on_over_the_loss_of_the_bus(fake_host: FakeHost) -> None:
-    """The same shutdown, seen again by the property, is no second notice."""
+def test_a_shutdown_survives_the_loss_of_the_bus(fake_host: FakeHost) -> None:
+    """The property shows the same shutdown again: it is not a second notice."""
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.OK))
         fake_host.order("shutdown")
@@ -274,15 +278,17 @@ def test_a_shutdown_goes_on_over_the_loss_of_the_bus(fake_host: FakeHost) -> Non
 
 
 @pytest.mark.parametrize("has_bus", [True, False])
-def test_a_host_without_logind_has_no_such_source(
+def test_a_host_without_logind_is_unsupported(
     fake_host: FakeHost, tmp_path: Path, has_bus: bool
 ) -> None:
-    """Unsupported, in words, and no crash; where it comes later it is found."""
+    """No crash; a logind that appears later is found."""
     fake_host.order("stop")
     bus = fake_host.bus if has_bus else f"unix:path={tmp_path}/none"
     with SourceRun(fake_host.source(bus=bus)) as run:
         until(lambda: run.is_now(Health.UNSUPPORTED))
-        assert "no sys" in run.statuses[-1].reason
+        assert ("systemd-logind is not on" if has_bus else "system bus is missing") in run.statuses[
+            -1
+        ].reason
         if has_bus:
             fake_host.order("start")
             until(lambda: run.is_now(Health.OK))
@@ -290,8 +296,8 @@ def test_a_host_without_logind_has_no_such_source(
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_bus_that_never_answers_is_unknown(tmp_path: Path, greets: bool) -> None:
-    """What accepts, and perhaps lets us in, and then stays silent is degraded, then blind; no hang."""
+def test_a_bus_that_never_responds_is_unknown(tmp_path: Path, greets: bool) -> None:
+    """A bus that accepts the connection and then does not respond: degraded, then blind, and no hang."""
     now = [0.0]
     peers = []
     with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
@@ -316,7 +322,7 @@ def test_a_bus_that_never_answers_is_unknown(tmp_path: Path, greets: bool) -> No
             until(lambda: run.is_now(Health.DEGRADED))
             now[0] = 31.0
             until(lambda: run.is_now(Health.BLIND))
-            assert "does not answer" in run.statuses[-1].reason
+            assert "does not respond" in run.statuses[-1].reason
         with pytest.raises(LogindError):
             logind.read_inhibit_delay_max_s(bus)
         listener.shutdown(socket.SHUT_RDWR)
@@ -325,8 +331,8 @@ def test_a_bus_that_never_answers_is_unknown(tmp_path: Path, greets: bool) -> No
         peer.close()
 
 
-def test_a_bus_that_speaks_something_else_is_no_crash(tmp_path: Path) -> None:
-    """Rubbish in place of D-Bus is degraded."""
+def test_a_bus_with_another_protocol_is_degraded(tmp_path: Path) -> None:
+    """Garbage in place of D-Bus does not crash the source."""
     with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
 
         def serve() -> None:
@@ -345,8 +351,8 @@ def test_a_bus_that_speaks_something_else_is_no_crash(tmp_path: Path) -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_only_logind_is_believed(fake_host: FakeHost) -> None:
-    """A shutdown signal that another user of the bus sends us directly is no notice."""
+def test_signals_of_other_senders_are_ignored(fake_host: FakeHost) -> None:
+    """A shutdown signal that another user of the bus sends directly raises no notice."""
     with SourceRun(fake_host.source()) as run:
         until(lambda: run.is_now(Health.OK))
         for user in users_of(fake_host.bus):
@@ -356,8 +362,8 @@ def test_only_logind_is_believed(fake_host: FakeHost) -> None:
     assert [notice.detail for notice in run.notices] == ["kexec"]
 
 
-def test_the_limit_can_be_read_by_itself(fake_host: FakeHost) -> None:
-    """For the doctor: the effective limit in seconds, and whether a shutdown is under way."""
+def test_the_delay_can_be_read_without_a_source(fake_host: FakeHost) -> None:
+    """For doctor: the effective delay in seconds, and whether a shutdown is in progress."""
     fake_host.order("delay", max_s=7.5)
     assert logind.read_inhibit_delay_max_s(fake_host.bus) == 7.5
     assert logind.is_preparing_for_shutdown(fake_host.bus) is False
@@ -366,7 +372,7 @@ def test_the_limit_can_be_read_by_itself(fake_host: FakeHost) -> None:
 
 
 def test_the_lock_is_not_inherited(fake_host: FakeHost) -> None:
-    """A child that outlives the daemon does not hold the shutdown up."""
+    """A child process that survives the daemon does not delay the shutdown."""
     with logind.Logind(fake_host.bus) as connection:
         lock_fd = connection.take_delay_lock()
     assert os.get_inheritable(lock_fd) is False
@@ -378,7 +384,7 @@ def test_the_lock_is_not_inherited(fake_host: FakeHost) -> None:
 
 
 def stand_in(tmp_path: Path, says: str) -> dict[str, Any]:
-    """A host where systemd is in charge and ``systemctl is-system-running`` says this."""
+    """A host with systemd, whose ``systemctl is-system-running`` prints this state."""
     systemctl = tmp_path / "systemctl"
     systemctl.write_text(f'#!/bin/sh\n[ "$1" = is-system-running ] && echo {says}\n')
     systemctl.chmod(0o755)
@@ -387,34 +393,34 @@ def stand_in(tmp_path: Path, says: str) -> dict[str, Any]:
 
 @pytest.mark.fault("H02")
 @pytest.mark.parametrize("says", ["running", "degraded", "starting", "maintenance"])
-def test_sigterm_on_a_host_that_runs_is_the_operators(
+def test_sigterm_on_a_running_host_is_not_a_notice(
     fake_host: FakeHost, tmp_path: Path, says: str
 ) -> None:
-    """Neither logind nor systemd knows of a shutdown."""
+    """Neither logind nor systemd reports a shutdown."""
     assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is False
 
 
 @pytest.mark.fault("H03")
-def test_sigterm_during_a_shutdown_of_logind_is_the_hosts(
+def test_sigterm_during_a_shutdown_by_logind_is_a_notice(
     fake_host: FakeHost, tmp_path: Path
 ) -> None:
-    """logind knows first: systemd may still say that it runs."""
+    """logind reports it first, when systemd still reports "running"."""
     fake_host.order("shutdown")
     assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, "running")) is True
 
 
 @pytest.mark.fault("H03")
 @pytest.mark.parametrize("says", ["stopping", "offline", ""])
-def test_sigterm_during_a_shutdown_past_logind_is_the_hosts(
+def test_sigterm_during_a_shutdown_without_logind_is_a_notice(
     fake_host: FakeHost, tmp_path: Path, says: str
 ) -> None:
-    """systemd is asked where logind knows of none, and its silence is taken for a shutdown."""
+    """If logind reports none, systemd decides; no response counts as a shutdown."""
     assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is True
 
 
 @pytest.mark.fault("H02", "H03")
 def test_sigterm_without_logind_is_judged_by_systemd(tmp_path: Path) -> None:
-    """No bus: systemd's word alone; where not even that is there, it is a shutdown."""
+    """Without a bus systemd alone decides; without systemd it is a shutdown."""
     bus = f"unix:path={tmp_path}/none"
     assert host.is_host_stopping(bus, **stand_in(tmp_path, "running")) is False
     assert host.is_host_stopping(bus, **stand_in(tmp_path, "stopping")) is True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the file store promises beyond the contract: nothing half-written, nothing outside its root."""
+"""The file store beyond the contract: no partial objects, and nothing outside its root."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def temporary_files(root: Path) -> list[str]:
     "key", ["", "/etc/x", "../x", "a/../b", "a/./b", "a//b", "a/", "..", ".swansong-tmp/x", "a\0b"]
 )
 def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> None:
-    """What could name a file elsewhere, or one of ours, is refused by every call."""
+    """Every call refuses a key that would name a file elsewhere, or an internal one."""
     for call in (
         lambda: files.put(key, b"x"),
         lambda: files.put(key, b"x", if_absent=True),
@@ -56,7 +56,7 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
 
 @pytest.mark.parametrize("upload_id", ["../victim", "/etc/passwd", "", ".", "x" * 32])
 def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_id: str) -> None:
-    """An id that we did not give is unknown, whatever it would point to."""
+    """An id that the store did not issue is unknown."""
     victim = root / "victim"
     victim.write_bytes(b"precious")
     upload = Upload("key", upload_id, 4, 4)
@@ -70,7 +70,7 @@ def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_
     assert victim.read_bytes() == b"precious"
 
 
-def test_links_are_no_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
+def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
     """A symbolic link in the directory is neither listed nor followed."""
     (tmp_path / "secret").write_bytes(b"secret")
     (root / "link").symlink_to(tmp_path / "secret")
@@ -98,7 +98,7 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
 
 
 def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> None:
-    """Directories exist for the keys in them only; the root stays."""
+    """A directory exists only for keys below it; the root remains."""
     files.put("a/b/c/one", b"1")
     files.put("a/two", b"2")
     files.delete("a/b/c/one")
@@ -109,7 +109,7 @@ def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> N
 
 
 def test_a_key_below_an_object(files: FileStore) -> None:
-    """A file system cannot have both: Permanent, and never "somebody else has that name"."""
+    """A file system cannot have both: Permanent, and never Exists."""
     files.put("a", b"1")
     for key in ("a/b", "a/b/c"):
         for if_absent in (False, True):
@@ -119,8 +119,8 @@ def test_a_key_below_an_object(files: FileStore) -> None:
     assert files.get("a") == b"1"
 
 
-def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
-    """Writers and deleters of neighbours, at once: no call fails, no object is lost."""
+def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
+    """Writers and deleters of neighbours: no call fails, no object is lost."""
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -167,7 +167,7 @@ else:
 
 
 def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
-    """The upload of a process that was killed while it wrote, and the receipts that it had."""
+    """The upload of a process that was killed during a write, and its receipts."""
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, url, what],
         stdin=subprocess.PIPE,
@@ -185,7 +185,7 @@ def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
 
 @pytest.mark.fault("O01")
 def test_an_upload_outlives_its_writer(files: FileStore) -> None:
-    """The writer is killed: nothing is visible, its parts are known, and the upload can be finished."""
+    """The writer is killed: no object is visible, the parts are listed, and the upload can be completed."""
     upload, receipts = killed_writer(files.url, "part")
     assert list(files.list("")) == []
     assert files.head("data/shard") is None
@@ -201,7 +201,7 @@ def test_an_upload_outlives_its_writer(files: FileStore) -> None:
 
 
 def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
-    """What the writer had begun to replace when it died is not believed any more, the rest is."""
+    """A part that the killed writer had begun to replace counts as missing."""
     upload, receipts = killed_writer(files.url, "again")
     assert files.parts(upload) == receipts[:1]
     third = files.put_part(upload, 3, CountedBody(b"ghi"))
@@ -211,8 +211,8 @@ def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
 
 
 @pytest.mark.fault("O19")
-def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -> None:
-    """Uploads and the put that a killed process was at are listed with their age; aborting frees all."""
+def test_files_of_a_killed_writer_are_listed_and_removed(files: FileStore, root: Path) -> None:
+    """Uploads and an unfinished put are listed with their age, and can be aborted."""
     upload, _ = killed_writer(files.url, "shard")
     found = list(files.uploads("data/"))
     assert {upload.upload_id} < {left.upload_id for left in found}
@@ -234,7 +234,7 @@ def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -
 
 
 def test_uploads_of_other_prefixes(files: FileStore) -> None:
-    """An upload is listed under the prefixes of its key only."""
+    """An upload is listed only for prefixes of its key."""
     files.begin("one/shard", 1, 1)
     two = files.begin("two/shard", 1, 1)
     assert [(u.key, u.upload_id) for u in files.uploads("two/")] == [(two.key, two.upload_id)]
@@ -253,7 +253,7 @@ def test_an_upload_belongs_to_its_key(files: FileStore) -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
 def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
-    """No window is larger than the contract says, and every byte comes through, both ways."""
+    """No window is larger than the limit, and every byte is transferred, in both directions."""
     content = os.urandom(size_bytes)
     windows: list[int] = []
 
@@ -275,8 +275,8 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
 
 
 @pytest.mark.fault("S5")
-def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Path) -> None:
-    """Not even an OSError is taken for one of the store, and nothing becomes visible or stays behind."""
+def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: Path) -> None:
+    """Also an OSError; no object becomes visible, and no file remains."""
 
     class Torn(CountedBody):
         def read_into(self, window: memoryview) -> None:
@@ -299,8 +299,8 @@ def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Pat
         files.get_range("key", 0, 3, Full())
 
 
-def test_a_part_that_never_came(files: FileStore) -> None:
-    """Receipts that are not the store's do not make an object."""
+def test_forged_receipts_are_refused(files: FileStore) -> None:
+    """Receipts of another store do not complete an upload."""
     upload = files.begin("shard", 6, 3)
     first = files.put_part(upload, 1, CountedBody(b"abc"))
     with pytest.raises(Permanent, match="part 2"):
@@ -309,8 +309,8 @@ def test_a_part_that_never_came(files: FileStore) -> None:
 
 
 @pytest.mark.fault("O07")
-def test_check_says_what_is_wrong(tmp_path: Path) -> None:
-    """A file in the place of the directory, or above it, is Permanent with the way out."""
+def test_check_reports_a_wrong_directory(tmp_path: Path) -> None:
+    """A file in place of the directory, or above it, is Permanent with a hint."""
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(Permanent) as caught:
@@ -321,7 +321,7 @@ def test_check_says_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.fault("O07")
 def test_a_full_file_system(tmp_path: Path) -> None:
-    """ENOSPC is Permanent and says so; what was there before is whole, nothing half is visible."""
+    """ENOSPC is Permanent; earlier objects are intact, and no partial one is visible."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     small = tmp_path / "small"

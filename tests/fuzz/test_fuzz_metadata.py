@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a metadata server answers: a notice within bounds, or MetadataUnavailable, and nothing else."""
+"""Any response of a metadata server gives a notice within bounds, or MetadataUnavailable."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.model import Notice
-from swansongd.sources.asg import _Unavailable, read_identity
+from swansongd.sources.asg import _Unavailable, parse_identity
 from swansongd.sources.aws import (
     AwsOptions,
     AwsSource,
     AwsSpotSource,
+    ClockReading,
     Imds,
     ImdsSession,
-    Moment,
-    read_instance_action,
+    parse_instance_action,
 )
 from swansongd.sources.aws_events import (
     AwsAsgSource,
     AwsRebalanceSource,
     AwsScheduledSource,
-    read_rebalance,
+    parse_rebalance,
 )
 from swansongd.sources.base import Clocks
-from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource, KeyWatch, Sight
+from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource, KeyWatch, WatchResult
 from swansongd.sources.gcp_events import (
     GcpMaintenanceSource,
     GcpStopSource,
@@ -36,10 +36,10 @@ from swansongd.sources.gcp_events import (
     _instant,
     _seconds,
 )
-from swansongd.sources.metadata import Answer, MetadataUnavailable, shortened
+from swansongd.sources.metadata import MetadataResponse, MetadataUnavailable, shortened
 
 GRACE_S = 25.0
-ASKED = Moment(1000.0, 1_700_000_000.0)
+ASKED = ClockReading(1000.0, 1_700_000_000.0)
 
 RFC_2822 = r"[A-Z][a-z]{2}, \d{1,3} [A-Z][a-z]{2} \d{1,5} [\d:]{1,9} [A-Z+-]{0,4}\d{0,6}"
 times = st.one_of(
@@ -68,7 +68,7 @@ values = st.recursive(
 
 
 def objects(*names: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with some of these fields, of whatever types."""
+    """Objects with some of these fields, of any type."""
     return st.fixed_dictionaries({}, optional=dict.fromkeys(names, st.one_of(scalars, values)))
 
 
@@ -106,12 +106,15 @@ headers = st.dictionaries(
     names, st.one_of(times, st.just("Google"), st.text(max_size=200)), max_size=5
 )
 answers = st.builds(
-    Answer, st.one_of(st.sampled_from([200, 404, 401, 503]), st.integers(100, 599)), headers, bodies
+    MetadataResponse,
+    st.one_of(st.sampled_from([200, 404, 401, 503]), st.integers(100, 599)),
+    headers,
+    bodies,
 )
 
 
 def learnt(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; None where that is unknown, for a reason that fits into a log."""
+    """The result of ``call``; None if it is unknown, for a reason that fits into a log."""
     try:
         return call()
     except MetadataUnavailable as error:
@@ -122,7 +125,7 @@ def learnt(call: Callable[[], Any]) -> Any:
 
 
 def expect_bounded(notice: Notice) -> None:
-    """What goes into state, status and log is short, printable and finite."""
+    """Values for state, status and log are short, printable and finite."""
     assert math.isfinite(notice.deadline_mono_s)
     assert notice.deadline_mono_s >= ASKED.mono_s
     for text, limit in ((notice.identity, 300), (notice.detail, 300), (notice.kind, 40)):
@@ -132,28 +135,28 @@ def expect_bounded(notice: Notice) -> None:
 
 
 class FakeImds:
-    """Answers each question with the next of a few answers, over and over."""
+    """Answers each request with the next of a few responses, cyclically."""
 
-    def __init__(self, given_answers: list[Answer]) -> None:
+    def __init__(self, given_answers: list[MetadataResponse]) -> None:
         self._answers = given_answers
         self._asked = 0
 
-    def request(self, method: str, path: str, **_: object) -> Answer:
+    def request(self, method: str, path: str, **_: object) -> MetadataResponse:
         self._asked += 1
         return self._answers[self._asked % len(self._answers)]
 
 
 @given(bodies)
-def test_a_spot_notice_is_a_notice_however_mangled(body: bytes) -> None:
-    """At most two minutes, or the assumed grace period, from now on."""
-    notice = read_instance_action(body, ASKED, GRACE_S)
+def test_a_mangled_spot_notice_is_still_a_notice(body: bytes) -> None:
+    """At most two minutes from now, or the assumed grace period."""
+    notice = parse_instance_action(body, ASKED, GRACE_S)
     expect_bounded(notice)
     assert notice.deadline_mono_s <= ASKED.mono_s + 120
 
 
 @given(bodies)
-def test_a_recommendation_is_an_advisory_however_mangled(body: bytes) -> None:
-    expect_bounded(read_rebalance(body, ASKED))
+def test_a_mangled_recommendation_is_still_an_advisory_notice(body: bytes) -> None:
+    expect_bounded(parse_rebalance(body, ASKED))
 
 
 CLOCKS = Clocks(monotonic=lambda: 1000.0, wall=lambda: 1.7e9)
@@ -161,31 +164,31 @@ AWS = [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]
 
 
 @given(st.sampled_from(AWS), st.lists(answers, min_size=1, max_size=5))
-def test_every_look_at_aws_is_a_look_or_unknown(
-    kind: type[AwsSource], given_answers: list[Answer]
+def test_every_poll_of_aws_has_a_result_or_is_unknown(
+    kind: type[AwsSource], given_answers: list[MetadataResponse]
 ) -> None:
-    """Tokens, redirects, refusals, bodies of all kinds, several times in a row."""
+    """Tokens, redirects, refusals and bodies of all kinds, several times in a row."""
     source = kind(AwsOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS))
     client: Any = FakeImds(given_answers)
     session = ImdsSession()
-    session.keep("token", math.inf)
+    session.store_token("token", math.inf)
     imds = Imds(client, monotonic=lambda: 1000.0, session=session)
     for _ in range(3):
-        seen = learnt(lambda: source._look(imds, ASKED))
+        seen = learnt(lambda: source._poll(imds, ASKED))
         if seen is not None:
-            assert len(seen.gone) < 100
+            assert len(seen.withdrawn_because) < 100
             if seen.notice is not None:
                 expect_bounded(seen.notice)
 
 
 @given(st.lists(answers, min_size=1, max_size=3))
-def test_a_token_fits_into_a_header(given_answers: list[Answer]) -> None:
-    """What is sent back is one printable line; all else is no token."""
+def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> None:
+    """An accepted token is one printable line."""
     sent: list[str] = []
     client: Any = FakeImds(given_answers)
-    asked: Callable[..., Answer] = client.request
+    asked: Callable[..., MetadataResponse] = client.request
 
-    def request(method: str, path: str, **options: Any) -> Answer:
+    def request(method: str, path: str, **options: Any) -> MetadataResponse:
         sent.extend((options.get("headers") or {}).values())
         return asked(method, path)
 
@@ -201,10 +204,10 @@ def test_a_token_fits_into_a_header(given_answers: list[Answer]) -> None:
 
 @given(headers)
 def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
-    """The local clock counts where the server's cannot be read."""
-    fixed = ASKED.fixed(Answer(200, fields, b""))
-    assert fixed.mono_s == ASKED.mono_s
-    assert math.isfinite(fixed.wall_s)
+    """The local clock is used if the server's date cannot be parsed."""
+    corrected = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
+    assert corrected.mono_s == ASKED.mono_s
+    assert math.isfinite(corrected.wall_s)
 
 
 GCP: list[Callable[[], GcpSource]] = [
@@ -214,7 +217,7 @@ GCP: list[Callable[[], GcpSource]] = [
 
 
 class NoDetails:
-    """Stands in for the requests that a stop asks beside."""
+    """Replaces the additional requests of a stop."""
 
     def __init__(self, texts: tuple[str, str]) -> None:
         self._texts = texts
@@ -224,27 +227,27 @@ class NoDetails:
 
 
 @given(st.sampled_from(GCP), st.lists(answers, min_size=1, max_size=3), st.tuples(times, times))
-def test_every_sight_of_gcp_is_a_notice_or_unknown(
-    make: Callable[[], GcpSource], given_answers: list[Answer], details: tuple[str, str]
+def test_every_poll_of_gcp_is_a_notice_or_unknown(
+    make: Callable[[], GcpSource], given_answers: list[MetadataResponse], details: tuple[str, str]
 ) -> None:
-    """Each key, each value, fresh or not."""
+    """Each key, each value, after a change or not."""
     source: Any = make()
     source._details = NoDetails(details)
     for number, answer in enumerate(given_answers):
-        sight = Sight(answer, is_fresh=bool(number % 2))
-        notice = learnt(lambda s=sight: None if source.is_idle(s) else source.read(s))
+        result = WatchResult(answer, is_change=bool(number % 2))
+        notice = learnt(lambda s=result: None if source.is_idle(s) else source.read(s))
         if notice is not None:
             expect_bounded(notice)
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
-def test_what_is_asked_of_gcp_next_is_short(given_answers: list[Answer]) -> None:
-    """The ETag of the last answer goes into the next request: short, or none."""
+def test_the_next_request_to_gcp_is_short(given_answers: list[MetadataResponse]) -> None:
+    """It contains the ETag of the last response, if that is short."""
     asked: list[dict[str, str]] = []
     client: Any = FakeImds(given_answers)
-    answering: Callable[..., Answer] = client.request
+    answering: Callable[..., MetadataResponse] = client.request
 
-    def request(method: str, path: str, **options: Any) -> Answer:
+    def request(method: str, path: str, **options: Any) -> MetadataResponse:
         asked.append(options["params"])
         return answering(method, path)
 
@@ -259,10 +262,10 @@ def test_what_is_asked_of_gcp_next_is_short(given_answers: list[Answer]) -> None
 
 @given(bodies)
 def test_an_identity_document_names_the_vm_or_nothing(body: bytes) -> None:
-    """The lifecycle hook gets an instance and a region, or tries again later."""
+    """The lifecycle hook gets an instance and a region, or retries later."""
 
     try:
-        instance, region = read_identity(body)
+        instance, region = parse_identity(body)
     except _Unavailable:
         return
     assert 0 < len(instance) <= 64
@@ -271,7 +274,7 @@ def test_an_identity_document_names_the_vm_or_nothing(body: bytes) -> None:
 
 
 @given(st.text(), st.integers(1, 300))
-def test_what_reaches_the_log_is_one_line(text: str, limit: int) -> None:
+def test_logged_text_is_one_line(text: str, limit: int) -> None:
     line = shortened(text, limit)
     assert len(line) <= limit
     assert line.isprintable()

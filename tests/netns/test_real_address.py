@@ -101,9 +101,9 @@ def test_a_vm_boots_without_metadata(network: Any, clouds: Any, new_vm: Any, wit
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        pytest.param("drop", "gives no complete answer", marks=pytest.mark.fault("N02")),
+        pytest.param("drop", "no complete response", marks=pytest.mark.fault("N02")),
         pytest.param("reset", "connection re", marks=pytest.mark.fault("N02")),
-        pytest.param("stall", "gives no complete answer", marks=pytest.mark.fault("N07")),
+        pytest.param("stall", "no complete response", marks=pytest.mark.fault("N07")),
         pytest.param("overload", "HTTP 503", marks=pytest.mark.fault("N06")),
     ],
 )

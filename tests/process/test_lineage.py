@@ -62,7 +62,7 @@ def test_the_verdict_names_no_discarded_commit(
     chosen = tmp_path / "chosen"
     assert vm.swansong("restore", "--step", "60", "--to", str(chosen)).returncode == 0
 
-    second = train(vm, "--for-ever", SWANSONG_RESTORE=str(chosen))
+    second = train(vm, "--forever", SWANSONG_RESTORE=str(chosen))
     assert second.lines.wait(event="resumed")["step"] == 60
     assert daemon.lines.wait(event="lineage_left")["newest_step"] == 220
     replaced = daemon.lines.wait(event="committed", generation=2)  # immediately, without a notice
@@ -92,7 +92,7 @@ def test_with_the_store_unreachable_no_set_of_the_old_lineage_is_safe(
     with outage(bucket):
         assert train(vm, "--from", "50", "--steps", "120", "--save-at", "100,120").wait() == 0
         daemon.lines.wait(event="sealed_set_found", step=120)
-        trainer = train(vm, "--from", "70", "--for-ever")
+        trainer = train(vm, "--from", "70", "--forever")
         daemon.lines.wait(event="lineage_left")
         aws.notice(in_s=8)
         assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
@@ -204,7 +204,7 @@ def test_after_a_restart_the_old_lineage_is_still_abandoned(bucket: Bucket, new_
         for name in ("checkpoint-9000", "checkpoint-9500"):
             adopted(vm.run_directory / name)
         daemon.lines.wait(event="sealed_set_found", step=9500)
-        trainer = train(vm, "--from", "70", "--for-ever")
+        trainer = train(vm, "--from", "70", "--forever")
         daemon.lines.wait(event="lineage_left")
         until(lambda: b'"9500.' in record_of(vm), what="the record of the abandoned sets")
         daemon.kill()
@@ -243,17 +243,17 @@ def test_a_second_process_of_the_same_rank_is_refused(
     """
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
-    first = train(vm, "--for-ever")
+    first = train(vm, "--forever")
     first.lines.wait(event="resumed")
     for _ in range(2):
-        other = train(vm, "--for-ever")
+        other = train(vm, "--forever")
         assert "rank 0 of 1 is connected already" in other.lines.wait(event="error")["reason"]
     status = vm.status()
     assert status["trainers_refused"]["count"] >= 2
     assert "RANK" in status["trainers_refused"]["last"]
     assert len(status["trainers"]) == 1
     first.kill()
-    assert train(vm, "--for-ever").lines.wait(event="resumed")["step"] == 0
+    assert train(vm, "--forever").lines.wait(event="resumed")["step"] == 0
     assert daemon.popen.poll() is None
 
 

@@ -18,10 +18,10 @@ from swansongd.core.transition import Transition
 PATIENCE_S = 300.0
 """A request without an answer is withdrawn after this time: ranks may block on each other."""
 OWED_EVERY_S = 30.0
-"""A checkpoint that must take the place of a discarded commit is requested again at this interval."""
+"""A checkpoint that must replace a discarded commit is requested again at this interval."""
 UNCOMMITTED_MAX = 2
-"""While this many sets wait for a slow store, no more are requested: the newest ones would only be dropped.
-During an outage they are: a trainer that crashes then resumes from the newest local set."""
+"""While this many sets wait for a slow store, no more are requested: sets would only be dropped.  During an
+outage requests continue: a trainer that crashes then resumes from the newest local set."""
 
 
 def interval_s(state: State) -> float:
@@ -38,7 +38,7 @@ def interval_s(state: State) -> float:
 
 
 def reconcile(transition: Transition) -> None:
-    """Request a checkpoint that is due; follow a request that is out to its end."""
+    """Request a checkpoint that is due, or follow the request to its end."""
     request = transition.state.periodic
     if request is not None:
         _follow(transition, request)
@@ -63,7 +63,7 @@ def _follow(transition: Transition, request: CheckpointRequest) -> None:
 def _is_due(transition: Transition) -> bool:
     state = transition.state
     ranks = {trainer.rank for trainer in state.connected}
-    # Over several VMs the one with rank 0 asks, and the ranks' own agreement takes the others along.
+    # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
     is_ready = (
         not _is_pressed(transition)
         and state.generation is not None
@@ -85,7 +85,7 @@ def _is_due(transition: Transition) -> bool:
 
 
 def _is_pressed(transition: Transition) -> bool:
-    """Whether an evacuation needs trainer and link.  One that has its verdict and a far deadline does not."""
+    """Whether an evacuation needs trainer and link; not if it has a verdict and a far deadline."""
     evacuation = transition.state.evacuation
     return evacuation is not None and (
         evacuation.is_precaution

@@ -50,8 +50,8 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
     if request.target is not None:  # a rank that reconnected: the target is decided
         transition.do(SendTarget(request_id, request.target, (connection,)))
     elif trainer.rank in request.ranks:
-        if trainer.rank not in request.accepted:
-            _mark(transition, request, "accepted", rank=trainer.rank, step=step)
+        if trainer.rank not in request.accepted and not request.is_periodic:
+            transition.mark("accepted", rank=trainer.rank, step=step)
         transition.update_request(
             replace(request, accepted={**request.accepted, trainer.rank: step})
         )
@@ -61,8 +61,7 @@ def record_agreed(transition: Transition, request_id: str, step: int) -> None:
     """The ranks of all VMs have agreed to save at ``step``."""
     request = transition.waiting_request(request_id)
     if request is not None and request.target is None and transition.state.spans_vms:
-        transition.update_request(replace(request, target=step))
-        _mark(transition, request, "target", step=step)
+        _set_target(transition, request, step)
 
 
 def record_failed(transition: Transition, request_id: str, reason: str) -> None:
@@ -77,7 +76,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
     if request.target is not None:
         return
     if transition.state.spans_vms:
-        # Other VMs hear of the request later: they get twice the time.
+        # The request reaches other VMs later: they get twice the time.
         limit_s = 2 * (request.agree_by_mono_s - request.asked_mono_s)
         if transition.now >= request.asked_mono_s + limit_s:
             fail(transition, request, "the ranks of all VMs have not agreed on a step in time")
@@ -89,8 +88,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
     if len(request.accepted) >= expected:
         # Ranks stand still between accepting and the target, so max + 1 is ahead of all of them.
         target = max(request.accepted.values()) + 1
-        transition.update_request(replace(request, target=target))
-        _mark(transition, request, "target", step=target)
+        _set_target(transition, request, target)
         connections = tuple(
             t.connection for t in transition.state.connected if t.rank in request.ranks
         )
@@ -104,6 +102,12 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
             f"ranks {missing} did not answer in time"
             + (f", and {absent} of {expected} never connected" if absent else ""),
         )
+
+
+def _set_target(transition: Transition, request: CheckpointRequest, step: int) -> None:
+    transition.update_request(replace(request, target=step))
+    if not request.is_periodic:  # the timeline shows evacuations only
+        transition.mark("target", step=step)
 
 
 def fail(transition: Transition, request: CheckpointRequest, reason: str) -> None:
@@ -125,9 +129,3 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
 def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     """Release the ranks that wait for the target of this request."""
     transition.do(WithdrawRequest(request.request_id, reason))
-
-
-def _mark(transition: Transition, request: CheckpointRequest, phase: str, **facts: object) -> None:
-    """A line of the timeline, which shows the requests of evacuations only."""
-    if not request.is_periodic:
-        transition.mark(phase, **facts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transition of the decision loop: the state as it becomes, and the orders that follow from it."""
+"""One transition of the decision loop: the new state and the actions so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_FENCED = FencedError.exit_code
 
 
 class Transition:
-    """The state as it becomes, and the orders so far.  A change of the state assigns a new value."""
+    """The new state and the actions so far.  Each change assigns another frozen value to ``state``."""
 
     def __init__(self, state: State, now: float) -> None:
         self.state = state
@@ -43,7 +43,7 @@ class Transition:
         return tuple(request for request in both if request is not None and request.is_waiting)
 
     def waiting_request(self, request_id: str) -> CheckpointRequest | None:
-        """The one of these with this id."""
+        """The waiting request with this id."""
         return next((r for r in self.waiting_requests if r.request_id == request_id), None)
 
     def update_request(self, request: CheckpointRequest) -> None:

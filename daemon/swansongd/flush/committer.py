@@ -282,7 +282,7 @@ class Committer:
             return
         try:
             history = catalog.history(
-                self._store, self._keys, generation, gives_up=self._is_expedited.is_set
+                self._store, self._keys, generation, is_cancelled=self._is_expedited.is_set
             )
         except SwansongError as error:
             _log.warning("history_not_read", error=error.line())

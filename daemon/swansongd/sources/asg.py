@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lifecycle hook of an Auto Scaling group: kept waiting while we evacuate, let go when we are done.
+"""The lifecycle hook of an Auto Scaling group: heartbeats during an evacuation, completion after the verdict.
 
-The only module beside the S3 store that imports boto3, in its own thread and when that starts.
+Besides the S3 store, only this module imports boto3; it does so in its own thread.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from swansongd.sources.metadata import (
 IDENTITY_PATH = "/latest/dynamic/instance-identity/document"
 _INSTANCE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
-"""Goes into the address of the service."""
+"""Checked because the region becomes part of the endpoint's host name."""
 
 _log = structlog.get_logger(__name__)
 
 
-class _Refused(Exception):
-    """The service understood, and said no; asking again would not help."""
+class _Rejected(Exception):
+    """The service rejected the call; a retry would not help."""
 
 
 class _Unavailable(Exception):
-    """It may work when tried again."""
+    """The call failed, and a retry may succeed."""
 
 
 class LifecycleHook:
-    """Tells the group's lifecycle hook about an evacuation.  Its methods only leave word; none blocks.
+    """Extends and completes the group's lifecycle action.  No method blocks; a thread makes the calls.
 
-    Who this VM is, and where, is read from its identity document once the thread starts, and the client
-    is made ready then: metadata and credentials may be gone when they are needed.
+    The thread reads instance id and region from the identity document and creates the client when it starts:
+    metadata and credentials may be unreachable at the time of the evacuation.
 
     Args:
         hook, group: names of the lifecycle hook and of the Auto Scaling group.
         metadata_url: address of the metadata service.
-        endpoint: address of the Auto Scaling service; None for AWS's own in the region of the VM.
-        heartbeat_interval_s: the hook hears from us no more often than this.
-        timeout_s: limit of connecting, and of each wait for an answer.
+        endpoint: address of the Auto Scaling service; None for the regional endpoint of AWS.
+        heartbeat_interval_s: shortest interval of heartbeats.
+        timeout_s: limit for the connection, and for each read.
         monotonic: the clock.
     """
 
@@ -75,9 +75,9 @@ class LifecycleHook:
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._backoff = Backoff(min(1.0, heartbeat_interval_s), heartbeat_interval_s)
-        self._asked = threading.Condition()
-        self._beat_asked = False
-        self._completion_asked = False
+        self._changed = threading.Condition()
+        self._beat_pending = False
+        self._completion_pending = False
         self._stopped = False
         self._next_beat_mono_s = 0.0
         self._failed: tuple[str, str] | None = None
@@ -85,38 +85,38 @@ class LifecycleHook:
         self._instance_id = ""
 
     def start(self) -> None:
-        """Begin, in a daemon thread."""
+        """Start the daemon thread."""
         threading.Thread(target=self._work, name="asg-hook", daemon=True).start()
 
     def heartbeat(self) -> None:
-        """The evacuation goes on: the hook shall wait.  Call it as often as is convenient."""
-        with self._asked:
-            if not self._beat_asked and self._monotonic() >= self._next_beat_mono_s:
-                self._beat_asked = True
-                self._asked.notify()
+        """Extend the timeout of the hook while the evacuation continues.  Cheap: call it at any interval."""
+        with self._changed:
+            if not self._beat_pending and self._monotonic() >= self._next_beat_mono_s:
+                self._beat_pending = True
+                self._changed.notify()
 
     def complete(self) -> None:
-        """The evacuation has its verdict: the group may go on.  Tried until the service has answered."""
-        with self._asked:
-            self._completion_asked = True
-            self._asked.notify()
+        """Complete the lifecycle action after the verdict.  Retried until the service responds."""
+        with self._changed:
+            self._completion_pending = True
+            self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread; a call under way is not waited for."""
-        with self._asked:
+        """End the thread, without waiting for a call in flight."""
+        with self._changed:
             self._stopped = True
-            self._asked.notify()
+            self._changed.notify()
 
     def _work(self) -> None:
         while True:
-            with self._asked:
-                self._asked.wait_for(
-                    lambda: self._stopped or self._beat_asked or self._completion_asked,
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopped or self._beat_pending or self._completion_pending,
                     timeout=None if self._client is not None else self._backoff.next_s(),
                 )
                 if self._stopped:
                     return
-                beats, completes = self._beat_asked, self._completion_asked
+                beats, completes = self._beat_pending, self._completion_pending
             if completes:
                 self._complete()
             elif beats:
@@ -126,8 +126,8 @@ class LifecycleHook:
 
     def _beat(self) -> None:
         done = self._attempt("heartbeat", lambda: self._call("record_lifecycle_action_heartbeat"))
-        with self._asked:
-            self._beat_asked = False
+        with self._changed:
+            self._beat_pending = False
             wait_s = self._heartbeat_interval_s if done else self._backoff.next_s()
             self._next_beat_mono_s = self._monotonic() + wait_s
 
@@ -136,24 +136,24 @@ class LifecycleHook:
             self._call("complete_lifecycle_action", LifecycleActionResult="CONTINUE")
 
         done = self._attempt("complete", call)
-        with self._asked:
+        with self._changed:
             if done:
-                # A heartbeat that was asked for before would now only be refused.
-                self._completion_asked = self._beat_asked = False
+                # A pending heartbeat would now be rejected.
+                self._completion_pending = self._beat_pending = False
                 self._next_beat_mono_s = 0.0
             else:
-                self._asked.wait_for(lambda: self._stopped, timeout=self._backoff.next_s())
+                self._changed.wait_for(lambda: self._stopped, timeout=self._backoff.next_s())
 
     def _attempt(self, what: str, call: Any) -> bool:
-        """Whether the matter is settled, be it by a refusal."""
+        """Make a call, and log the outcome; False if it should be retried."""
         try:
             call()
-        except _Refused as refusal:
-            _log.warning("lifecycle_hook_refused", what=what, reason=str(refusal))
+        except _Rejected as rejection:
+            _log.warning("lifecycle_hook_refused", what=what, reason=str(rejection))
         except Exception as error:
             expected = isinstance(error, (_Unavailable, MetadataUnavailable))
             reason = str(error) if expected else f"internal error: {error!r:.200}"
-            if (what, reason) != self._failed:  # else it is the same trouble, still
+            if (what, reason) != self._failed:  # log each reason once
                 self._failed = (what, reason)
                 _log.warning("lifecycle_hook_failed", what=what, reason=reason)
             return False
@@ -179,24 +179,24 @@ class LifecycleHook:
             if status >= 500 or status == 429 or code in ("Throttling", "ResourceContention"):
                 raise _Unavailable(words) from error
             if code.startswith("ExpiredToken"):
-                self._client = None  # the next one has new credentials
+                self._client = None  # the next client gets new credentials
                 raise _Unavailable(words) from error
-            raise _Refused(words) from error
+            raise _Rejected(words) from error
         except (BotoCoreError, OSError) as error:
             raise _Unavailable(shortened(str(error))) from error
 
     def _prepare(self) -> None:
-        """Find out who and where we are, and make the client with its credentials."""
+        """Read the identity document, and create the client with its credentials."""
         if self._client is not None:
             return
-        import boto3  # noqa: PLC0415 - a VM without such a hook need not load it
+        import boto3  # noqa: PLC0415 - only VMs with a lifecycle hook load it
         from botocore.config import Config  # noqa: PLC0415
 
         self._instance_id, region = self._identity()
         session = boto3.Session(region_name=region)
         if session.get_credentials() is None:
             raise _Unavailable(
-                "no credentials; give the VM an instance role for the lifecycle hook"
+                "no credentials found; attach an instance role that may call the lifecycle hook"
             )
         self._client = session.client(
             "autoscaling",
@@ -213,11 +213,11 @@ class LifecycleHook:
         with MetadataClient(
             self._metadata_url, timeout_s=self._timeout_s, fallback_url=fallback
         ) as client:
-            answer = Imds(client, monotonic=self._monotonic).look(IDENTITY_PATH)
-        return read_identity(answer.body)
+            answer = Imds(client, monotonic=self._monotonic).read(IDENTITY_PATH)
+        return parse_identity(answer.body)
 
 
-def read_identity(body: bytes) -> tuple[str, str]:
+def parse_identity(body: bytes) -> tuple[str, str]:
     """Instance id and region of an identity document."""
     try:
         document = json_object(body, "the identity document", MAX_BODY_BYTES)
@@ -226,5 +226,5 @@ def read_identity(body: bytes) -> tuple[str, str]:
     except BoundsError as error:
         raise _Unavailable(str(error)) from None
     if not (_INSTANCE.fullmatch(instance) and _REGION.fullmatch(region)):
-        raise _Unavailable("the identity document names no instance and region")
+        raise _Unavailable("the identity document lacks a valid instance id or region")
     return instance, region

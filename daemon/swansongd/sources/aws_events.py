@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other notices of Amazon EC2: ``aws.rebalance``, ``aws.asg`` and ``aws.scheduled``.
+"""The other sources of Amazon EC2: ``aws.rebalance``, ``aws.asg`` and ``aws.scheduled``.
 
-The paths have nothing in common but the service: a recommendation that may never come true, the state
-that an Auto Scaling group wants the VM in, and maintenance that is announced days ahead.
+They read a rebalance recommendation, which may have no consequence, the target lifecycle state of an Auto
+Scaling group, and scheduled events, which are announced days ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.aws import AwsSource, Imds, Look, Moment, not_spot, read_time
+from swansongd.sources.aws import AwsSource, ClockReading, Imds, PollResult, not_spot, parse_time
 from swansongd.sources.metadata import MetadataUnavailable, shortened
 
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
@@ -25,12 +25,12 @@ SCHEDULED_PATH = "/latest/meta-data/events/maintenance/scheduled"
 HISTORY_PATH = "/latest/meta-data/events/maintenance/history"
 
 REBALANCE_S = 3600.0
-"""How far off the end is taken to be after a recommendation, which says nothing of it."""
+"""Assumed time until the end after a recommendation, which states none."""
 
 _ASG_ENDS = {
     "Terminated": "scale-in",
     "Warmed:Terminated": "scale-in",
-    # Back into the warm pool: the VM is stopped, and its local disks are lost.
+    # Return to the warm pool: the VM is stopped, and its local disks are lost.
     "Warmed:Stopped": "stop",
     "Warmed:Hibernated": "hibernate",
 }
@@ -47,32 +47,32 @@ _EVENT_OVER = {"canceled": "canceled", "cancelled": "canceled", "completed": "co
 
 
 class AwsRebalanceSource(AwsSource):
-    """``aws.rebalance``: the VM is more likely than others to be taken, or so the service thinks.
+    """``aws.rebalance``: the VM has an elevated risk of interruption.
 
-    It also keeps house for all sources of the VM, so that ``aws.spot`` has nothing to do but ask: it
-    renews the token and finds out whether this is a spot VM at all.
+    This source also renews the token and reads the life cycle for all sources of the VM, so that nothing
+    delays the polls of ``aws.spot``.
     """
 
     name = "aws.rebalance"
 
-    def _look(self, imds: Imds, asked: Moment) -> Look:
-        answer = imds.look(REBALANCE_PATH)
+    def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
+        answer = imds.read(REBALANCE_PATH)
         imds.renew_if_due()
         self._read_life_cycle(imds)
-        notice = read_rebalance(answer.body, asked) if answer.status == 200 else None
-        return Look(answer, notice, missing=not_spot(self._session))
+        notice = parse_rebalance(answer.body, asked) if answer.status == 200 else None
+        return PollResult(answer, notice, unsupported=not_spot(self._session))
 
     def _read_life_cycle(self, imds: Imds) -> None:
-        if self._session.life_cycle == "spot":  # which it stays
+        if self._session.life_cycle == "spot":  # it never changes
             return
-        with contextlib.suppress(MetadataUnavailable):  # not known, so there may be spot notices
-            answer = imds.look(LIFE_CYCLE_PATH)
+        with contextlib.suppress(MetadataUnavailable):  # unknown: spot notices are possible
+            answer = imds.read(LIFE_CYCLE_PATH)
             found = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
             self._session.life_cycle = found
 
 
-def read_rebalance(body: bytes, asked: Moment) -> Notice:
-    """The advisory that the body of ``events/recommendations/rebalance`` holds, however mangled."""
+def parse_rebalance(body: bytes, asked: ClockReading) -> Notice:
+    """The advisory in the body of ``events/recommendations/rebalance``; any body is one."""
     return Notice(
         source=AwsRebalanceSource.name,
         kind="rebalance",
@@ -85,21 +85,22 @@ def read_rebalance(body: bytes, asked: Moment) -> Notice:
 
 
 class AwsAsgSource(AwsSource):
-    """``aws.asg``: the Auto Scaling group of this VM is about to end it.
+    """``aws.asg``: the Auto Scaling group of this VM is about to terminate or stop it.
 
-    The service shows the state that is aimed at, not how long a lifecycle hook holds the VM: that is
+    The service shows the target state, but not the timeout of the lifecycle hook: that is
     ``assumed_grace_s``.
     """
 
     name = ASG_SOURCE
 
-    def _look(self, imds: Imds, asked: Moment) -> Look:
-        answer = imds.look(ASG_PATH)
+    def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
+        answer = imds.read(ASG_PATH)
         state = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
         if answer.status == 404 or state in _ASG_STAYS:
-            return Look(answer, None, gone=f"the Auto Scaling group wants {state or 'nothing'}")
+            reason = f"the target lifecycle state is {state or 'not set'}"
+            return PollResult(answer, None, withdrawn_because=reason)
         if state not in _ASG_ENDS:
-            raise MetadataUnavailable(f"no such lifecycle state is known: {shortened(state, 40)!r}")
+            raise MetadataUnavailable(f"unknown target lifecycle state {shortened(state, 40)!r}")
         notice = Notice(
             source=self.name,
             kind=_ASG_ENDS[state],
@@ -109,39 +110,42 @@ class AwsAsgSource(AwsSource):
             deadline_quality=DeadlineQuality.ASSUMED,
             detail=f"target lifecycle state {state}",
         )
-        return Look(answer, notice)
+        return PollResult(answer, notice)
 
 
 class AwsScheduledSource(AwsSource):
-    """``aws.scheduled``: stop, retirement, reboot or maintenance with a date; the earliest counts."""
+    """``aws.scheduled``: the earliest scheduled stop, retirement, reboot or maintenance."""
 
     name = "aws.scheduled"
     _event_id = ""
 
-    def _look(self, imds: Imds, asked: Moment) -> Look:
-        answer = imds.look(SCHEDULED_PATH)
+    def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
+        answer = imds.read(SCHEDULED_PATH)
         events = _events(answer.body) if answer.status == 200 else []
         live = [event for event in events if not _over(event)]
         over: dict[str, str] = {}
         if live or self._live is not None:
             over = self._read_history(imds)
         notices = [
-            (read_event(event, asked.fixed(answer), self._options.assumed_grace_s), event)
+            (
+                parse_event(event, asked.by_server_clock(answer), self._options.assumed_grace_s),
+                event,
+            )
             for event in live
             if _text(event, "EventId") not in over
         ]
         if notices:
             notice, event = min(notices, key=lambda item: item[0].deadline_mono_s)
             self._event_id = _text(event, "EventId")
-            return Look(answer, notice)
+            return PollResult(answer, notice)
         over |= {_text(event, "EventId"): _over(event) for event in events}
         how = over.get(self._event_id, "no longer listed")
-        return Look(answer, None, gone=f"the event is {how}")
+        return PollResult(answer, None, withdrawn_because=f"the event is {how}")
 
     def _read_history(self, imds: Imds) -> dict[str, str]:
-        """What became of past events, by their id.  It only says why, so it may fail."""
+        """How past events ended, by their id; empty on failure, because it only explains a withdrawal."""
         with contextlib.suppress(MetadataUnavailable):
-            answer = imds.look(HISTORY_PATH)
+            answer = imds.read(HISTORY_PATH)
             if answer.status == 200:
                 events = _events(answer.body)
                 named = ((_text(event, "EventId"), _over(event)) for event in events)
@@ -149,16 +153,16 @@ class AwsScheduledSource(AwsSource):
         return {}
 
 
-def read_event(event: dict[str, Any], asked: Moment, assumed_grace_s: float) -> Notice:
-    """The notice that one scheduled event is, whatever is missing from it.
+def parse_event(event: dict[str, Any], asked: ClockReading, assumed_grace_s: float) -> Notice:
+    """The notice for one scheduled event; any field may be missing.
 
-    Its identity does not contain the date: AWS lets an event be put off.
+    The identity does not contain the date, because AWS may postpone an event.
 
     Args:
-        asked: when it was asked for, by the server's clock.
-        assumed_grace_s: grace period where its date cannot be read.
+        asked: the time of the request, by the server's clock.
+        assumed_grace_s: grace period if the date is invalid.
     """
-    begins = _read_date(_text(event, "NotBefore"))
+    begins = _parse_date(_text(event, "NotBefore"))
     if begins is None:
         grace_s, quality = assumed_grace_s, DeadlineQuality.ASSUMED
     else:
@@ -181,16 +185,16 @@ def _events(body: bytes) -> list[dict[str, Any]]:
     """The events of a list.
 
     Raises:
-        MetadataUnavailable: it is no list of objects; nothing can be said of the events then.
+        MetadataUnavailable: the body is not a list of objects, so the events are unknown.
     """
     events = _json(body)
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise MetadataUnavailable("the scheduled events are no list of objects")
+        raise MetadataUnavailable("the scheduled events are not a list of objects")
     return events
 
 
 def _over(event: dict[str, Any]) -> str:
-    """How the event ended; empty while it is pending, which anything unclear counts as."""
+    """How the event ended; empty while it is pending or its state is unclear."""
     tag = _text(event, "Description").partition("]")[0].removeprefix("[")
     for word in (_text(event, "State"), tag):
         if word.lower() in _EVENT_OVER:
@@ -198,13 +202,13 @@ def _over(event: dict[str, Any]) -> str:
     return ""
 
 
-def _read_date(text: str) -> datetime | None:
+def _parse_date(text: str) -> datetime | None:
     """``21 Jan 2019 09:00:43 GMT``, or ISO 8601."""
     try:
         stated = parsedate_to_datetime(text)
         return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
     except (ValueError, OverflowError):
-        return read_time(text)
+        return parse_time(text)
 
 
 def _json(body: bytes) -> Any:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source is: a thread of its own that watches one place for word of the VM's end.
+"""The interface of a source: a thread that watches one place for notices.
 
-A source holds no policy.  It posts :class:`~swansongd.core.events.NoticeRaised` (again and again for
-the same notice if that is simplest: identity makes it idempotent), ``NoticeWithdrawn`` when the place
-where it saw the notice says that it is gone, and ``SourceChanged`` when its health changes.  It never
-raises out of :meth:`Source.run`, never exits, and takes "could not ask" for *unknown*, not for "no".
+A source has no policy.  It posts three events:
+
+- :class:`~swansongd.core.events.NoticeRaised` for a notice; repeats are allowed, because the identity makes
+  it idempotent;
+- ``NoticeWithdrawn`` when the place where it found the notice no longer shows it;
+- ``SourceChanged`` when its health changes.
+
+:meth:`Source.run` never raises and returns only after ``stop``.  A failed request means *unknown*, and never
+that there is no notice.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from swansongd.core.events import Event
 from swansongd.model import DeadlineQuality, Notice
 
 Post = Callable[[Event], None]
-"""Hands an event to the decision loop.  May block, never raises."""
+"""Passes an event to the decision loop.  May block, never raises."""
 
 Clock = Callable[[], float]
-"""Seconds of ``time.monotonic`` or of ``time.time``, whichever the parameter is named for."""
+"""Seconds of ``time.monotonic`` or ``time.time``, according to the name of the parameter."""
 
 
 def _since_boot_s() -> float:
@@ -37,28 +42,28 @@ class Clocks:
     wall: Clock = time.time
     """Since 1970, UTC."""
     since_boot: Clock = _since_boot_s
-    """Counts the time for which the VM was suspended."""
+    """Since the boot, including suspension."""
 
 
 class Source(Protocol):
-    """One source of notices.  The service runs each in a daemon thread of its own."""
+    """One source of notices.  The service runs each in a separate daemon thread."""
 
     name: str
     """Glossary name, for example ``aws.spot``."""
 
     def run(self, post: Post, stop: threading.Event) -> None:
-        """Watch until ``stop`` is set.  Returns within a second of that, or is abandoned."""
+        """Watch until ``stop`` is set; return within a second after that, or the thread is abandoned."""
 
 
 MOVED_S = 2.0
-"""A deadline that moves by less is the same: servers name whole seconds, and clocks are slewed."""
+"""A deadline that moves by less counts as the same: servers state whole seconds, and clocks are slewed."""
 
 
-def is_news(before: Notice | None, notice: Notice, now_mono_s: float) -> bool:
-    """Whether the decision loop has to know of this sighting, after that of ``before``.
+def must_post(before: Notice | None, notice: Notice, now_mono_s: float) -> bool:
+    """Whether the decision loop needs this notice after ``before``.
 
-    An assumed deadline recedes with each poll, and so does one that has passed: the first sight stands.
-    After the VM slept a deadline is nearer than it seemed, and the source may put it off.
+    An assumed deadline moves later with each poll, and so does one that has passed: the first one counts.
+    After a suspension of the VM the deadline is nearer than before, and the source may postpone it.
     """
     if before is None or (before.identity, before.kind, before.severity) != (
         notice.identity,
@@ -67,7 +72,7 @@ def is_news(before: Notice | None, notice: Notice, now_mono_s: float) -> bool:
     ):
         return True
     later_s = notice.deadline_mono_s - before.deadline_mono_s
-    is_put_off = (
+    is_postponed = (
         notice.deadline_quality is DeadlineQuality.STATED and notice.deadline_mono_s > now_mono_s
     )
-    return later_s < -MOVED_S or (later_s > MOVED_S and is_put_off)
+    return later_s < -MOVED_S or (later_s > MOVED_S and is_postponed)

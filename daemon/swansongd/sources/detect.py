@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cloud this VM runs in, from what its firmware says of itself: no network, no waiting."""
+"""Detects the cloud of this VM from the names in its firmware (DMI), without network access."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DMI_DIRECTORY = "/sys/class/dmi/id"
 
 
 def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
-    """The cloud; ``none`` where the firmware names no cloud that we know, or cannot be read."""
-    # The older, Xen-based instance types say "Xen" as vendor and name Amazon in the firmware's version.
+    """The cloud; ``none`` if the firmware names no known cloud, or cannot be read."""
+    # The older, Xen-based instance types have the vendor "Xen"; their firmware version names Amazon.
     if _read(dmi_directory, "sys_vendor") == "Amazon EC2" or _read(
         dmi_directory, "bios_version"
     ).endswith(".amazon"):
@@ -24,7 +24,7 @@ def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
 
 
 def describe_firmware(dmi_directory: str = DMI_DIRECTORY) -> str:
-    """What the firmware says, in words."""
+    """The vendor and product names of the firmware, for a message."""
     names = [_read(dmi_directory, name)[:60] for name in ("sys_vendor", "product_name")]
     found = " ".join(name for name in names if name)
     return f"unknown firmware ({found})" if found else "the firmware names no vendor"

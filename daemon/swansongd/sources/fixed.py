@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends that are known beforehand: a configured instant, or a longest run time counted from the boot.
+"""``deadline``: ends that are known in advance, as an instant or as a longest run time since the boot.
 
-The end of a Capacity Block, a job's slot, ``max-run-duration`` of an instance.  The time left is taken
-anew at each look, so a wall clock that is set meanwhile moves the deadline with it.
+Examples are the end of a Capacity Block, a slot of a job queue, and ``max-run-duration`` of an instance.
+Each poll computes the time left, so a wall clock that is set later moves the deadline.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ NAME = "deadline"
 JUMP_S = 1.0
 """A deadline that moves by less is the same one: clocks are slewed."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _NEVER_BLIND_S = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of this VM's time.
-
-    ``identity`` is the same after a restart of the daemon, ``words`` say when, ``left_s`` how long
-    it is till then.
-    """
+    """One configured end of this VM."""
 
     identity: str
-    words: str
+    """The same after a restart of the daemon."""
+    description: str
     left_s: Callable[[], float]
+    """Returns the seconds left."""
 
 
 def end_at(instant: datetime, *, wall: Clock) -> End:
-    """The end at an instant.
+    """An end at an instant.
 
     Args:
-        instant: with its time zone.
+        instant: with a time zone.
         wall: ``time.time``.
     """
     stamp = instant.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -50,10 +48,10 @@ def end_at(instant: datetime, *, wall: Clock) -> End:
 
 
 def end_after(duration_s: float, *, boot_id: str, since_boot: Clock) -> End:
-    """The end a while after the boot.
+    """An end some time after the boot.
 
     Args:
-        since_boot: seconds since the boot, suspension included (CLOCK_BOOTTIME).
+        since_boot: seconds since the boot, including suspension (CLOCK_BOOTTIME).
     """
     return End(
         f"{NAME}:{boot_id}:{duration_s:g}",
@@ -63,11 +61,11 @@ def end_after(duration_s: float, *, boot_id: str, since_boot: Clock) -> End:
 
 
 class DeadlineSource:
-    """Announces the earliest of some known ends: far ahead as scheduled, near as imminent.
+    """Raises a notice for the earliest end: scheduled at first, imminent within the lead time.
 
     Args:
         ends: at least one.
-        lead_s: so long before the end the notice becomes imminent.
+        lead_s: time before the end at which the notice becomes imminent.
         monotonic: the clock.
     """
 
@@ -85,16 +83,16 @@ class DeadlineSource:
             NAME, blind_after_s=_NEVER_BLIND_S, monotonic=self._monotonic, post=post
         )
         while not stop.is_set():
-            self._look(post, health)
-            stop.wait(_LOOK_S)
+            self._poll(post, health)
+            stop.wait(_POLL_S)
 
-    def _look(self, post: Post, health: HealthTracker) -> None:
+    def _poll(self, post: Post, health: HealthTracker) -> None:
         left_s, end = min(((end.left_s(), end) for end in self._ends), key=lambda pair: pair[0])
         if left_s <= 0 and self._posted is None:
-            # The VM has outlived it already: a setting of an earlier VM, most likely.
-            health.degraded(f"{end.words}, lies in the past: no notice comes of it; correct it")
+            # Most likely a setting of an earlier VM.
+            health.degraded(f"{end.description}, is in the past and raises no notice; correct it")
             return
-        health.ok(end.words)
+        health.ok(end.description)
         notice = Notice(
             source=NAME,
             kind="capacity-end",
@@ -102,17 +100,17 @@ class DeadlineSource:
             severity=Severity.IMMINENT if left_s <= self._lead_s else Severity.SCHEDULED,
             deadline_mono_s=self._monotonic() + max(0.0, left_s),
             deadline_quality=DeadlineQuality.STATED,
-            detail=end.words,
+            detail=end.description,
         )
         before = self._posted
         if before is not None and before.identity == notice.identity:
             later_s = notice.deadline_mono_s - before.deadline_mono_s
-            # Past its end the VM lives on borrowed time: the deadline stays where it was.
+            # After its end the VM may be terminated at any time: the deadline stays.
             stays = left_s <= 0 or abs(later_s) < JUMP_S
             if stays and notice.severity == before.severity:
                 return
             if later_s >= JUMP_S:
-                # Deadlines only move earlier; a clock that was set back takes the notice back.
+                # Deadlines only move earlier, so a clock that was set back withdraws the notice first.
                 post(NoticeWithdrawn(NAME, "the clock was set back"))
         self._posted = notice
         post(NoticeRaised(notice))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Google Compute Engine is watched, and ``gcp.preempted``; gcp_events.py has the other sources.
+"""Google Compute Engine's metadata server: the base of its sources, and ``gcp.preempted``.
 
-The metadata server holds a request until the value differs from the one whose ETag the request names,
-so that word arrives within milliseconds.  ``last_etag=0`` names no value and is answered at once: each
-watch begins with it, or it would wait in vain for a change that has happened already.
+The server holds a request until the value differs from the one whose ETag the request names, so a change
+arrives within milliseconds.  With ``last_etag=0`` the server responds immediately.  Each watch begins with
+such a request; otherwise it would miss a change that has already happened.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import ClassVar
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clocks, Post, is_news
+from swansongd.sources.base import Clocks, Post, must_post
 from swansongd.sources.metadata import (
     DEFAULT_URL,
-    Answer,
     Backoff,
     MetadataClient,
+    MetadataResponse,
     MetadataUnavailable,
     fallback_url,
     shortened,
@@ -33,28 +33,28 @@ from swansongd.sources.metadata import (
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 LONG_NOTICE_S = 120.0
-"""The preemption notice that a Spot VM can be created with; the only other one is none at all."""
+"""The optional preemption notice of a Spot VM; without that option there is no notice at all."""
 LEARN_AFTER_S = 15.0
-"""A VM that runs on for so long after the flip has the long notice: otherwise the power key is pressed
-together with the flip."""
+"""A VM that still runs this long after ``preempted`` became TRUE has the long notice.  Without it, the power
+button is pressed at the same moment."""
 MARGIN_S = 5.0
-"""Kept from the long notice: the shutdown that follows it may come a little early."""
+"""Subtracted from the long notice: the shutdown that follows it may come slightly early."""
 
-_ASK_AGAIN_S = 60.0
+_RECHECK_S = 60.0
 _NO_ETAG = "0"
 _ETAG = re.compile(r"[!-~]{1,128}")
-"""Goes into the next request, so it is short and printable."""
+"""Checked because it becomes part of the next request."""
 _BASE = "/computeMetadata/v1/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What one answer showed of a key."""
+class WatchResult:
+    """One response about a watched key."""
 
-    answer: Answer
-    is_fresh: bool
-    """The server held the request until now: a value that differs has just changed."""
+    answer: MetadataResponse
+    is_change: bool
+    """The server held the request, so a different value has changed just now."""
 
     @property
     def text(self) -> str:
@@ -62,13 +62,13 @@ class Sight:
 
 
 class KeyWatch:
-    """The value of one metadata key: as it is, then each time that it changes.
+    """Watches one metadata key: first its current value, then each change.
 
     Args:
-        client: the connection; its time limit must exceed ``hang_s``.
+        client: the connection; its timeout must exceed ``hang_s``.
         key: for example ``instance/preempted``.
-        hang_s: the server is asked to answer after this many seconds even without a change.
-        parameters: more for the query.
+        hang_s: seconds after which the server responds even without a change.
+        parameters: further parameters of the query.
     """
 
     def __init__(
@@ -85,12 +85,13 @@ class KeyWatch:
         self._parameters = dict(parameters or {})
         self._etag = _NO_ETAG
 
-    def next(self) -> Sight:
-        """Wait for the next word.  The value may be the same as before: that is how waiting ends.
+    def next(self) -> WatchResult:
+        """Wait for the next response.  After ``hang_s`` it may have the same value as before.
+
+        After an error, and after any status but 200, the next call requests the current value.
 
         Raises:
-            MetadataUnavailable: no answer, or not from the metadata server.  The next call asks for
-                the value as it is, as it does after any status but 200.
+            MetadataUnavailable: no valid response, or one of another server.
         """
         etag, self._etag = self._etag, _NO_ETAG
         parameters = {
@@ -101,27 +102,29 @@ class KeyWatch:
         }
         answer = get(self._client, self._path, parameters)
         if answer.status == 200:
-            told = answer.headers.get("etag", "")
-            self._etag = told if _ETAG.fullmatch(told) else _NO_ETAG
-        return Sight(answer, is_fresh=etag != _NO_ETAG)
+            reported = answer.headers.get("etag", "")
+            self._etag = reported if _ETAG.fullmatch(reported) else _NO_ETAG
+        return WatchResult(answer, is_change=etag != _NO_ETAG)
 
 
-def get(client: MetadataClient, path: str, parameters: Mapping[str, str] | None = None) -> Answer:
-    """Ask once; any status is an answer, if only it comes from the metadata server.
+def get(
+    client: MetadataClient, path: str, parameters: Mapping[str, str] | None = None
+) -> MetadataResponse:
+    """GET a path; returns a response of any status.
 
     Raises:
-        MetadataUnavailable: no answer, or somebody else's.
+        MetadataUnavailable: no valid response, or one of another server.
     """
     answer = client.request("GET", path, headers=_FLAVOR, params=parameters)
     if answer.headers.get("metadata-flavor") != "Google":
         raise MetadataUnavailable(
-            f"who answers (HTTP {answer.status}) is not the metadata server: no Metadata-Flavor"
+            f"HTTP {answer.status} without Metadata-Flavor: the response is not from the metadata server"
         )
     return answer
 
 
 def read_boot_id(path: str = BOOT_ID_PATH) -> str:
-    """Identity of this boot of the VM; ``unknown`` where the kernel does not tell."""
+    """The kernel's id of this boot; ``unknown`` if it cannot be read."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read().strip() or "unknown"
@@ -131,38 +134,38 @@ def read_boot_id(path: str = BOOT_ID_PATH) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcpOptions:
-    """How the sources of GCP watch."""
+    """Options of all sources of GCP."""
 
     metadata_url: str = DEFAULT_URL
     grace_s: float
-    """Grace period of a notice that does not state its time."""
+    """Grace period of a notice that states no time."""
     boot_id: str = field(default_factory=read_boot_id)
     """Part of the identity of each notice."""
     hang_s: int = 10
-    """How long the server is asked to hold a request, in whole seconds."""
+    """Seconds for which the server may hold a request."""
     timeout_s: float = 12.0
-    """Limit of each HTTP exchange, more than ``hang_s``; it adapts to a slow server.  A connection that
-    broke without a sign can hide a notice for this long."""
+    """First timeout of an HTTP exchange, longer than ``hang_s``; it adapts to a slow server.  A connection
+    that is silently lost can delay a notice by this time."""
     retry_cap_s: float = 2.0
-    """The longest wait before the next request after a failure."""
+    """The longest delay before a retry."""
     blind_after_s: float = 30.0
-    """Without an answer for this long the source is blind."""
+    """Time without a valid response after which the source is blind."""
     clocks: Clocks = field(default_factory=Clocks)
     uniform: Callable[[float, float], float] = random.uniform
-    """The source of jitter."""
+    """Random source of the jitter."""
 
 
 class GcpSource(ABC):
-    """Watches one key of the metadata server in a thread.  Subclasses interpret its value.
+    """Watches one key of the metadata server.  Subclasses interpret its value.
 
-    A key that was never there (404) makes the source unsupported, and is asked for again every minute.
+    If the key was never there (404), the source is unsupported and requests the key once a minute.
     """
 
     name: str
     key: ClassVar[str]
     parameters: ClassVar[Mapping[str, str]] = {}
     pace_s: ClassVar[float] = 1.0
-    """Shortest interval of requests to a server that ends each hanging request without a change."""
+    """Shortest interval of requests to a server that does not hold them."""
 
     def __init__(self, options: GcpOptions) -> None:
         self._options = options
@@ -173,12 +176,12 @@ class GcpSource(ABC):
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
-        # A slow server needs more than the time for which it holds the request.
         options = self._options
         slack_s = options.timeout_s - options.hang_s
         client = MetadataClient(
             options.metadata_url,
             timeout_s=options.timeout_s,
+            # For a slow server: the time that it holds the request, and more time for the exchange.
             timeout_max_s=options.timeout_s + 4 * max(0.0, slack_s),
             fallback_url=fallback_url(options.metadata_url, "gcp"),
         )
@@ -188,37 +191,39 @@ class GcpSource(ABC):
         )
         is_known = False
 
-        def look() -> float:
+        def poll() -> float:
             nonlocal is_known
             asked_mono_s = self._monotonic()
-            sight = key.next()
-            if sight.answer.status == 404 and not is_known and not self.is_idle(sight):
-                health.unsupported("this VM has no such key")
-                return _ASK_AGAIN_S
-            if self.is_idle(sight):
+            result = key.next()
+            if result.answer.status == 404 and not is_known and not self.is_idle(result):
+                health.unsupported("the metadata server does not have this key")
+                return _RECHECK_S
+            if self.is_idle(result):
                 notice = None
-            elif sight.answer.status == 200:
-                notice = self.read(sight)
+            elif result.answer.status == 200:
+                notice = self.read(result)
             else:
-                raise MetadataUnavailable(f"the metadata server answers HTTP {sight.answer.status}")
+                raise MetadataUnavailable(
+                    f"the metadata server returned HTTP {result.answer.status}"
+                )
             is_known = True
-            changed = self._settle(notice, post, stop)
+            changed = self._post_change(notice, post, stop)
             health.ok()
             return 0.0 if changed else max(0.0, asked_mono_s + self.pace_s - self._monotonic())
 
         backoff = Backoff(min(0.2, options.retry_cap_s), options.retry_cap_s, options.uniform)
-        watch(look, client=client, health=health, backoff=backoff, stop=stop)
+        watch(poll, client=client, health=health, backoff=backoff, stop=stop)
 
     @abstractmethod
-    def is_idle(self, sight: Sight) -> bool:
-        """Whether this answer says that nothing is ahead."""
+    def is_idle(self, result: WatchResult) -> bool:
+        """Whether this response means that no event is planned."""
 
     @abstractmethod
-    def read(self, sight: Sight) -> Notice | None:
-        """The notice in an answer with status 200 that is not idle; None where it announces no end.
+    def read(self, result: WatchResult) -> Notice | None:
+        """The notice in a response with status 200 that is not idle; None if it announces no end.
 
         Raises:
-            MetadataUnavailable: it cannot be understood.
+            MetadataUnavailable: the value is unknown.
         """
 
     def raised(  # noqa: B027 - most sources have nothing to add
@@ -226,12 +231,12 @@ class GcpSource(ABC):
     ) -> None:
         """Called after ``notice`` was posted."""
 
-    def _settle(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
-        """Post what is new; whether anything was."""
+    def _post_change(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
+        """Post a new, changed or withdrawn notice; returns whether there was one."""
         before = self._live
         if notice is None and before is None:
             return False
-        if notice is not None and not is_news(before, notice, self._monotonic()):
+        if notice is not None and not must_post(before, notice, self._monotonic()):
             return False
         with self._lock:
             self._live = notice
@@ -245,20 +250,20 @@ class GcpSource(ABC):
 
 
 class GcpPreemptedSource(GcpSource):
-    """``gcp.preempted``: this Spot VM is being taken.
+    """``gcp.preempted``: this Spot VM is being preempted.
 
-    The key says that, not when: a Spot VM has 120 s or none, by how it was created, and nothing inside
-    it tells which.  Where the configuration does not say either it is learned: the short grace period
-    is assumed at first; a notice that is still live after :data:`LEARN_AFTER_S` is posted once more,
-    with the same identity, the later deadline and quality *derived*.  A shutdown by the host that has
-    begun by then is a notice of its own, more severe than this one.
+    The key states no time.  A Spot VM has a preemption notice of 120 s or none, an option of its creation
+    that is not visible inside the VM.  If the configuration does not state it either, the source learns it:
+    it first assumes the short grace period.  If the notice is still in force after :data:`LEARN_AFTER_S`, the
+    source posts it again, with the same identity, the later deadline and the quality *derived*.  If the
+    host has begun a shutdown by then, that is a separate and more severe notice.
 
-    Where the flip was not seen as it happened (a restart, an outage) it is taken to be as old as the
-    last FALSE; where there was none the long notice is not counted on.
+    After a restart or an outage the time of the change is unknown.  The source then uses the time of the last
+    FALSE; without one it does not count on the long notice.
 
     Args:
-        options: ``grace_s`` is the time from the first sight to the end, without the long notice.
-        notice_s: the preemption notice that the VM was created with, 0 or 120; None to learn it.
+        options: ``grace_s`` is the time from the first TRUE to the end, without the long notice.
+        notice_s: the preemption notice of this VM, 0 or 120; None to learn it.
         learn_after_s: see above.
     """
 
@@ -277,22 +282,22 @@ class GcpPreemptedSource(GcpSource):
         self._notice_s = notice_s
         self._learn_after_s = learn_after_s
         self._idle_mono_s: float | None = None
-        self._flipped_mono_s: float | None = None
+        self._preempted_mono_s: float | None = None
 
-    def is_idle(self, sight: Sight) -> bool:
-        idle = sight.answer.status == 200 and sight.text.upper() == "FALSE"
+    def is_idle(self, result: WatchResult) -> bool:
+        idle = result.answer.status == 200 and result.text.upper() == "FALSE"
         if idle:
             self._idle_mono_s = self._monotonic()
         return idle
 
-    def read(self, sight: Sight) -> Notice:
-        if sight.text.upper() != "TRUE":
+    def read(self, result: WatchResult) -> Notice:
+        if result.text.upper() != "TRUE":
             raise MetadataUnavailable(
-                f"preempted is neither TRUE nor FALSE: {shortened(sight.text, 60)}"
+                f"preempted is neither TRUE nor FALSE: {shortened(result.text, 60)}"
             )
         now_mono_s = self._monotonic()
         if self._live is None:
-            self._flipped_mono_s = now_mono_s if sight.is_fresh else self._idle_mono_s
+            self._preempted_mono_s = now_mono_s if result.is_change else self._idle_mono_s
         stated_mono_s = self._long_deadline_mono_s() if self._notice_s else None
         return Notice(
             source=self.name,
@@ -305,7 +310,7 @@ class GcpPreemptedSource(GcpSource):
             deadline_quality=(
                 DeadlineQuality.ASSUMED if stated_mono_s is None else DeadlineQuality.DERIVED
             ),
-            detail=f"preempted is {sight.text}",
+            detail=f"preempted is {result.text}",
         )
 
     def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
@@ -317,7 +322,7 @@ class GcpPreemptedSource(GcpSource):
     def _learn(self, notice: Notice, post: Post, stop: threading.Event) -> None:
         if stop.wait(self._learn_after_s):
             return
-        with self._lock:  # a withdrawal comes before this or after it, and stands
+        with self._lock:  # a concurrent withdrawal is ordered before or after this, and wins
             deadline_mono_s = self._long_deadline_mono_s()
             if self._live is not notice or deadline_mono_s is None:
                 return
@@ -325,13 +330,13 @@ class GcpPreemptedSource(GcpSource):
                 notice,
                 deadline_mono_s=max(deadline_mono_s, notice.deadline_mono_s),
                 deadline_quality=DeadlineQuality.DERIVED,
-                detail=f"{notice.detail}, and the VM runs on: it has the long notice",
+                detail=f"{notice.detail}, and the VM still runs: it has the long notice",
             )
             self._live = later
             post(NoticeRaised(later))
 
     def _long_deadline_mono_s(self) -> float | None:
-        """The end by the long notice; None where nobody knows when the flip was."""
-        if self._flipped_mono_s is None:
+        """The end by the long notice; None if the time of the preemption is unknown."""
+        if self._preempted_mono_s is None:
             return None
-        return self._flipped_mono_s + LONG_NOTICE_S - MARGIN_S
+        return self._preempted_mono_s + LONG_NOTICE_S - MARGIN_S

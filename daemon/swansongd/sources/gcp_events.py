@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Compute Engine announces besides preemption: maintenance of the host, and a stop on order."""
+"""The other sources of Compute Engine: maintenance of the host, and a requested stop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from swansongd.model import DeadlineQuality, Notice, Severity
-from swansongd.sources.aws import Moment
-from swansongd.sources.gcp import GcpSource, Sight, get
+from swansongd.sources.aws import ClockReading
+from swansongd.sources.gcp import GcpSource, WatchResult, get
 from swansongd.sources.metadata import (
     MetadataClient,
     MetadataUnavailable,
@@ -18,7 +18,7 @@ from swansongd.sources.metadata import (
 )
 
 GPU_MAINTENANCE_S = 3600.0
-"""How far ahead Compute Engine announces maintenance of a host with GPUs."""
+"""Time between the announcement and the maintenance of a host with GPUs."""
 
 _DETAILS_TIMEOUT_S = 1.0
 _SHUTDOWN_DETAILS = "/computeMetadata/v1/instance/shutdown-details/"
@@ -26,13 +26,13 @@ _ENDS = ("TERMINATE_ON_HOST_MAINTENANCE", "SHUTDOWN_ON_HOST_MAINTENANCE")
 
 
 class _TimedSource(GcpSource):
-    """A source whose notices state their time."""
+    """A source whose notices may state a time."""
 
     def _deadline(
-        self, sight: Sight, stated: datetime | None, plus_s: float = 0.0
+        self, result: WatchResult, stated: datetime | None, plus_s: float = 0.0
     ) -> tuple[float, DeadlineQuality]:
-        """``plus_s`` after a stated time, by the server's clock; now if that has passed."""
-        now = Moment(self._monotonic(), self._wall()).fixed(sight.answer)
+        """The deadline ``plus_s`` after a stated time, by the server's clock; now if it has passed."""
+        now = ClockReading(self._monotonic(), self._wall()).by_server_clock(result.answer)
         if stated is None:
             return now.mono_s + self._options.grace_s, DeadlineQuality.ASSUMED
         left_s = stated.timestamp() + plus_s - now.wall_s
@@ -41,26 +41,26 @@ class _TimedSource(GcpSource):
 
 
 class GcpMaintenanceSource(_TimedSource):
-    """``gcp.maintenance``: the host will be serviced, and the VM stopped for it.
+    """``gcp.maintenance``: maintenance of the host, for which the VM is stopped.
 
-    A live migration is none of our business: the VM goes on.  Watching is what buys the notice: a VM
-    that does not read the key is taken not to want any.  ``grace_s`` counts from the first sight.
+    A live migration raises no notice, because the VM keeps running.  Compute Engine gives the notice only to
+    VMs that watch the key.  ``grace_s`` counts from the first response with the event.
     """
 
     name = "gcp.maintenance"
     key = "instance/maintenance-event"
 
-    def is_idle(self, sight: Sight) -> bool:
+    def is_idle(self, result: WatchResult) -> bool:
         idle = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE")
-        return sight.answer.status == 200 and sight.text.upper() in idle
+        return result.answer.status == 200 and result.text.upper() in idle
 
-    def read(self, sight: Sight) -> Notice:
-        if sight.text.upper() not in _ENDS:
+    def read(self, result: WatchResult) -> Notice:
+        if result.text.upper() not in _ENDS:
             raise MetadataUnavailable(
-                f"maintenance-event is an unknown word: {shortened(sight.text, 60)}"
+                f"unknown value of maintenance-event: {shortened(result.text, 60)}"
             )
-        # Without the flip having been seen part of the hour may have gone by: only assumed then.
-        quality = DeadlineQuality.DERIVED if sight.is_fresh else DeadlineQuality.ASSUMED
+        # If the change was not observed, part of the hour may have passed: assumed, and not derived.
+        quality = DeadlineQuality.DERIVED if result.is_change else DeadlineQuality.ASSUMED
         return Notice(
             source=self.name,
             kind="host-maintenance",
@@ -68,14 +68,14 @@ class GcpMaintenanceSource(_TimedSource):
             severity=Severity.SCHEDULED,
             deadline_mono_s=self._monotonic() + self._options.grace_s,
             deadline_quality=quality,
-            detail=f"maintenance-event is {sight.text}",
+            detail=f"maintenance-event is {result.text}",
         )
 
 
 class GcpUpcomingSource(_TimedSource):
-    """``gcp.upcoming``: maintenance of the host in a window that begins hours or days ahead.
+    """``gcp.upcoming``: maintenance of the host in a window that begins in hours or days.
 
-    ``grace_s`` is for a window whose begin is not stated, or not understandably.
+    ``grace_s`` counts if the window has no valid start time.
     """
 
     name = "gcp.upcoming"
@@ -83,20 +83,20 @@ class GcpUpcomingSource(_TimedSource):
     parameters = {"alt": "json", "recursive": "true"}  # noqa: RUF012 - declared ClassVar above
     pace_s = 10.0
 
-    def is_idle(self, sight: Sight) -> bool:
-        body = _object(sight)
+    def is_idle(self, result: WatchResult) -> bool:
+        body = _object(result)
         if body == "NONE":
-            return sight.answer.status == 200
+            return result.answer.status == 200
         if not isinstance(body, dict):
             return False
-        # "No notifications yet" may come as an error.  It cannot take back what was announced before.
+        # "No notifications yet" may come with an error status.  It must not withdraw an earlier notice.
         refused = isinstance(body.get("error"), str)
-        if sight.answer.status == 503:
+        if result.answer.status == 503:
             return refused and self._live is None
-        return sight.answer.status == 200 and (refused or not body)
+        return result.answer.status == 200 and (refused or not body)
 
-    def read(self, sight: Sight) -> Notice:
-        body = _object(sight)
+    def read(self, result: WatchResult) -> Notice:
+        body = _object(result)
         fields = body if isinstance(body, dict) else {}
         kind, status = fields.get("type"), fields.get("maintenancestatus")
         begin = next(
@@ -104,10 +104,10 @@ class GcpUpcomingSource(_TimedSource):
         )
         if kind is None and status is None and begin is None:
             raise MetadataUnavailable(
-                f"upcoming-maintenance is not understood: {shortened(sight.text, 60)}"
+                f"upcoming-maintenance has no known field: {shortened(result.text, 60)}"
             )
         stated = _instant(begin)
-        deadline_mono_s, quality = self._deadline(sight, stated)
+        deadline_mono_s, quality = self._deadline(result, stated)
         return Notice(
             source=self.name,
             kind="host-maintenance",
@@ -115,39 +115,39 @@ class GcpUpcomingSource(_TimedSource):
             severity=Severity.SCHEDULED,
             deadline_mono_s=deadline_mono_s,
             deadline_quality=quality,
-            detail=shortened(sight.text),
+            detail=shortened(result.text),
         )
 
 
 class GcpStopSource(_TimedSource):
-    """``gcp.stop``: somebody stops or deletes the VM, and it was created with a graceful shutdown.
+    """``gcp.stop``: a stop or deletion of a VM that was created with graceful shutdown.
 
-    The key appears with the stop, so 404 is the idle value.  ``grace_s`` is for a stop whose length is
-    not told.
+    The key appears with the stop, so 404 is the idle value.  ``grace_s`` counts if the server does not return
+    the duration.
     """
 
     name = "gcp.stop"
     key = "instance/shutdown-details/stop-state"
     pace_s = 5.0
 
-    def is_idle(self, sight: Sight) -> bool:
-        if sight.answer.status == 404:
+    def is_idle(self, result: WatchResult) -> bool:
+        if result.answer.status == 404:
             return True
-        word = sight.text.upper()
-        return sight.answer.status == 200 and (
+        word = result.text.upper()
+        return result.answer.status == 200 and (
             word in ("", "NONE") or "UNSPECIFIED" in word or "UNKNOWN" in word
         )
 
-    def read(self, sight: Sight) -> Notice:
-        if sight.text.upper() != "PENDING_STOP":
-            raise MetadataUnavailable(f"stop-state is an unknown word: {shortened(sight.text, 60)}")
+    def read(self, result: WatchResult) -> Notice:
+        if result.text.upper() != "PENDING_STOP":
+            raise MetadataUnavailable(f"unknown value of stop-state: {shortened(result.text, 60)}")
         length_s, requested = (None, None) if self._live else self._details()
-        if length_s is not None and requested is None and sight.is_fresh:
+        if length_s is not None and requested is None and result.is_change:
             deadline_mono_s, quality = self._monotonic() + length_s, DeadlineQuality.DERIVED
         elif length_s is not None:
-            deadline_mono_s, quality = self._deadline(sight, requested, length_s)
+            deadline_mono_s, quality = self._deadline(result, requested, length_s)
         else:
-            deadline_mono_s, quality = self._deadline(sight, None)
+            deadline_mono_s, quality = self._deadline(result, None)
         return Notice(
             source=self.name,
             kind="stop",
@@ -155,11 +155,11 @@ class GcpStopSource(_TimedSource):
             severity=Severity.IMMINENT,
             deadline_mono_s=deadline_mono_s,
             deadline_quality=quality,
-            detail=f"stop-state is {sight.text}",
+            detail=f"stop-state is {result.text}",
         )
 
     def _details(self) -> tuple[float | None, datetime | None]:
-        """How long the stop may take, and when it was ordered; what cannot be had quickly is None."""
+        """The longest duration of the stop, and the time of its request; None where unavailable."""
         texts = []
         fallback = fallback_url(self._options.metadata_url, "gcp")
         with MetadataClient(
@@ -174,19 +174,19 @@ class GcpStopSource(_TimedSource):
         return _seconds(texts[0]), _instant(texts[1])
 
 
-def _object(sight: Sight) -> Any:
-    """The answer as JSON, names of fields in lower case without ``_`` and ``-``; or as a plain word."""
+def _object(result: WatchResult) -> Any:
+    """The value as JSON, with field names in lower case without ``_`` and ``-``; or as an upper-case word."""
     try:
-        body = json.loads(sight.text)
+        body = json.loads(result.text)
     except (ValueError, RecursionError):
-        return sight.text.upper()
+        return result.text.upper()
     if isinstance(body, dict):
         return {name.replace("_", "").replace("-", "").lower(): body[name] for name in body}
     return body.upper() if isinstance(body, str) else None
 
 
 def _instant(value: object) -> datetime | None:
-    """An instant in UTC, from RFC 3339 or from seconds since 1970; None where it is neither."""
+    """An instant in UTC, from RFC 3339 or from seconds since 1970; None if it is neither."""
     text = str(value).strip().strip('"')
     try:
         if text.isdecimal():
@@ -198,6 +198,6 @@ def _instant(value: object) -> datetime | None:
 
 
 def _seconds(text: str) -> float | None:
-    """A duration such as ``600`` or ``600s``; None where it is none."""
+    """A duration such as ``600`` or ``600s``; None if it is not one."""
     number = text.strip().strip('"').removesuffix("s")
     return float(number) if number.isdecimal() and len(number) <= 6 else None

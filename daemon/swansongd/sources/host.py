@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a SIGTERM means: the host goes down, or an operator stops the daemon.
+"""The meaning of SIGTERM: the host shuts down, or an operator stops the daemon.
 
-systemd sends the same signal for both.  logind's state and systemd's own tell them apart.  Where systemd
-is not in charge (a container, a plain process) whoever sends SIGTERM is about to take everything down,
-so it is a notice; SIGINT is for people.
+systemd sends the same signal for both; the states of logind and systemd distinguish them.  Without systemd
+(in a container, for example) SIGTERM usually means that the whole container ends, so it is a notice.
+SIGINT never is.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ def is_host_stopping(
     systemd_directory: Path = SYSTEMD_DIRECTORY,
     systemctl: str = SYSTEMCTL,
 ) -> bool:
-    """Whether the whole host is on its way down; may take a few seconds.
-
-    When systemd does not answer it is: an answer is what a healthy host would give.
+    """Whether the host shuts down; may take a few seconds.  True if systemd does not respond.
 
     Args:
         bus: D-Bus address of the system bus.
-        systemd_directory: exists where systemd is in charge.
-        systemctl: the command.
+        systemd_directory: exists if systemd is the init system.
+        systemctl: path of the command.
     """
     if not systemd_directory.is_dir():
         return True
@@ -42,7 +40,7 @@ def is_host_stopping(
             return True
     except logind.LogindError:
         pass
-    # Not every shutdown goes by way of logind.
+    # logind does not know of each shutdown.
     try:
         answer = subprocess.run(  # noqa: S603
             [systemctl, "is-system-running"],
@@ -57,10 +55,10 @@ def is_host_stopping(
 
 
 def shutdown_notice(*, now_mono_s: float, grace_s: float) -> Notice:
-    """The notice that a SIGTERM from the host is.
+    """The notice for a SIGTERM at the shutdown of the host.
 
     Args:
-        grace_s: how long the stop may take, by ``deadline.sigterm_grace_s``.
+        grace_s: time until SIGKILL, ``deadline.sigterm_grace_s``.
     """
     return Notice(
         source=NAME,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices by word of mouth: what ``swansong notify`` hands in, in earnest or as a drill."""
+"""``manual`` and ``drill``: notices of ``swansong notify`` and ``swansong drill``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from swansongd.sources.metadata import shortened
 MANUAL = "manual"
 DRILL = "drill"
 SOON_S = 120.0
-"""A notice with more time is a scheduled one: a checkpoint at once, the evacuation when its end is near."""
+"""A notice with more time is scheduled: a checkpoint now, and the evacuation when the deadline is near."""
 
 
 def identity_of(nonce: str, *, drill: bool) -> str:
-    """The identity of the notice with this nonce."""
+    """The identity of a notice with this nonce."""
     return f"{DRILL if drill else MANUAL}:{shortened(nonce, 32)}"
 
 
 def notice_of(message: protocol.Notify, *, now_mono_s: float) -> Notice:
-    """The notice that an operator's message is."""
+    """The notice in an operator's message."""
     source = DRILL if message.drill else MANUAL
     return Notice(
         source=source,

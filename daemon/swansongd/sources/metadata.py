@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to a cloud's metadata server, and the loop of the sources that ask it.
+"""The HTTP client for metadata servers, and the poll loop of the sources.
 
-What a metadata server is asked, tokens among it, goes to the configured address and nowhere else: no
-proxy, no redirect, no environment variable.  An answer is small and in time, or it is no answer.
+Requests carry tokens, so they go only to the configured address: the client follows no redirect, and ignores
+proxies and environment variables.  A response that is too large or too late is an error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from swansongd.util.http1 import ResponseReader, left_s, receive_until, request_
 
 DEFAULT_URL = "http://169.254.169.254"
 IPV6_URLS = {"aws": "http://[fd00:ec2::254]", "gcp": "http://[fd20:ce::254]"}
-"""By cloud: the address on a VM that has no IPv4."""
+"""Addresses on a VM without IPv4, by cloud."""
 TIMEOUT_S, TIMEOUT_MAX_S = 1.0, 5.0
-"""First and largest limit of an exchange that is answered at once."""
+"""First and longest timeout of a request that the server does not hold."""
 MAX_BODY_BYTES = 65536
 _ROOM, _DECAY = 3.0, 0.9
-"""The limit is so many times the last duration, or the last limit less a tenth."""
+"""The next timeout is at least ``_ROOM`` times the last duration, and ``_DECAY`` times the last timeout."""
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _WINDOW_BYTES = 8192
 
 
 class MetadataUnavailable(Exception):
-    """There is no answer that could be trusted: *unknown*.  ``str()`` is the reason, in words.
+    """The request got no valid response, so the value is *unknown*.  ``str()`` is the reason.
 
-    The same cause gives the same words.  ``timed_out``: the server was reached, or might have been, and did
-    not answer in time.  ``is_final``: nor would it get more time when asked again.
+    The same cause gives the same reason.
+
+    Args:
+        timed_out: the response was late; the server may have received the request.
+        is_final: the timeout is at its maximum, so a retry would not get more time.
     """
 
     def __init__(self, reason: str, *, timed_out: bool = False, is_final: bool = True) -> None:
@@ -50,26 +53,26 @@ class MetadataUnavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One complete HTTP answer, of whatever status."""
+class MetadataResponse:
+    """A complete HTTP response of any status."""
 
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """With names in lower case."""
     body: bytes
 
 
 class MetadataClient:
-    """One warm connection to the metadata server.  For one thread; only :meth:`abort` is for others.
+    """One persistent connection to the metadata server, for one thread; others may only call :meth:`abort`.
 
-    The limit of an exchange adapts to the server: it doubles after a timeout, up to a maximum, and falls
-    slowly while answers come fast.
+    The timeout of an exchange adapts to the server: it doubles after each timeout, up to a maximum, and falls
+    slowly while responses are fast.
 
     Args:
         url: ``http://`` and an address, without a path.
-        timeout_s: limit of a whole exchange, from connecting to the last byte.
-        timeout_max_s: to which the limit may grow; None: it does not.
-        fallback_url: used where no route leads to ``url``.
+        timeout_s: first timeout of a whole exchange, from the connection to the last byte.
+        timeout_max_s: the longest timeout; None: the timeout does not grow.
+        fallback_url: used if there is no route to ``url``.
     """
 
     def __init__(
@@ -102,12 +105,12 @@ class MetadataClient:
         *,
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """Ask once.  Any status is an answer.
+    ) -> MetadataResponse:
+        """Send one request; returns a response of any status.
 
         Raises:
-            MetadataUnavailable: no connection, nothing complete within the limit, a head that is broken
-                or beyond the limits of :mod:`swansongd.util.http1`, or a body of more than
+            MetadataUnavailable: no connection, no complete response in time, a head that is invalid or
+                exceeds the limits of :mod:`swansongd.util.http1`, or a body of more than
                 :data:`MAX_BODY_BYTES`.
         """
         asked_mono_s, limit_s = time.monotonic(), self._limit_s
@@ -121,7 +124,7 @@ class MetadataClient:
         except TimeoutError as error:
             self._limit_s = min(2 * limit_s, self._timeout_max_s)
             is_final = limit_s >= self._timeout_max_s
-            words = f"{self._url} gives no complete answer within {limit_s:g} s"
+            words = f"{self._url}: no complete response within {limit_s:g} s"
             raise MetadataUnavailable(words, timed_out=True, is_final=is_final) from error
         except OSError as error:
             words = os.strerror(error.errno).lower() if error.errno else "the connection broke"
@@ -134,15 +137,15 @@ class MetadataClient:
         return answer
 
     def abort(self) -> None:
-        """End the exchange under way and refuse all further ones.  May be called from any thread."""
+        """End the current exchange and refuse all further ones.  May be called from any thread."""
         with self._lock:
             self._aborted = True
             if self._socket is not None:
-                # Wakes a thread that waits in recv, which closing the descriptor would not.
+                # Unlike close, a shutdown wakes a thread that blocks in recv.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _exchange(self, method: str, lines: list[str], end_mono_s: float) -> Answer:
+    def _exchange(self, method: str, lines: list[str], end_mono_s: float) -> MetadataResponse:
         keep = False
         try:
             sock = self._connected(end_mono_s)
@@ -152,14 +155,14 @@ class MetadataClient:
             reader = ResponseReader(receive_until(sock, end_mono_s), method)
             found = reader.head()
             if found.status == 200 and not found.has_end:
-                raise Transient("the answer does not say where its body ends")
+                raise Transient("the response does not declare the length of its body")
             body = bytearray()
             for piece in reader.pieces(found, memoryview(bytearray(_WINDOW_BYTES))):
                 if len(body) + piece.nbytes > MAX_BODY_BYTES:
-                    raise Transient(f"the answer has over {MAX_BODY_BYTES} bytes")
+                    raise Transient(f"the response exceeds {MAX_BODY_BYTES} bytes")
                 body += piece
             keep = found.keeps_open and reader.is_drained
-            return Answer(found.status, found.headers, bytes(body))
+            return MetadataResponse(found.status, found.headers, bytes(body))
         finally:
             if not keep:
                 self._close()
@@ -173,7 +176,7 @@ class MetadataClient:
         sock = self._connect(end_mono_s)
         with self._lock:
             self._socket = sock
-        self._expect_no_abort()  # one that came meanwhile found no connection to end
+        self._expect_no_abort()  # a concurrent abort found no connection to shut down
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
@@ -192,7 +195,7 @@ class MetadataClient:
 
     def _expect_no_abort(self) -> None:
         if self._aborted:
-            raise ConnectionAbortedError("the client was told to stop")
+            raise ConnectionAbortedError("the client was stopped")
 
     def _close(self) -> None:
         with self._lock:
@@ -201,11 +204,11 @@ class MetadataClient:
                 self._socket = None
 
 
-def patiently(ask: Callable[[], Answer]) -> Answer:
-    """Ask as a source does poll after poll: again after each timeout, until the limit is at its maximum.
+def retry_timeouts(ask: Callable[[], MetadataResponse]) -> MetadataResponse:
+    """Repeat a request after each timeout, until its timeout is at the maximum.
 
     Raises:
-        MetadataUnavailable: no answer, even so.
+        MetadataUnavailable: the last attempt failed.
     """
     while True:
         try:
@@ -221,14 +224,14 @@ def _connect(url: str, end_mono_s: float) -> socket.socket:
 
 
 def _is_idle(sock: socket.socket) -> bool:
-    """Whether nothing came on a kept connection, not even its end."""
+    """Whether a reused connection is open and has no unread bytes."""
     poll = select.poll()
     poll.register(sock, select.POLLIN | select.POLLRDHUP)
     return not poll.poll(0)
 
 
 class Backoff:
-    """Delays after failures: doubling from ``first_s`` up to ``cap_s``, each cut by up to a half."""
+    """Delays after failures: they double from ``first_s`` to ``cap_s``, and jitter takes up to half."""
 
     def __init__(
         self,
@@ -242,28 +245,28 @@ class Backoff:
         self._full_s = min(first_s, cap_s)
 
     def next_s(self) -> float:
-        """Seconds to wait after one more failure."""
+        """Seconds to wait after a further failure."""
         full_s = self._full_s
         self._full_s = min(2 * full_s, self._cap_s)
         return self._uniform(full_s / 2, full_s)
 
     def reset(self) -> None:
-        """Something worked."""
+        """Start from ``first_s`` again, after a success."""
         self._full_s = min(self._first_s, self._cap_s)
 
 
 def watch(
-    look: Callable[[], float],
+    poll: Callable[[], float],
     *,
     client: MetadataClient,
     health: HealthTracker,
     backoff: Backoff,
     stop: threading.Event,
 ) -> None:
-    """Call ``look`` again and again until ``stop``, whatever it raises; then close the client.
+    """Call ``poll`` until ``stop``, also after any exception; then close the client.
 
     Args:
-        look: asks once, posts what it learnt, and returns the seconds until it wants to be called again.
+        poll: sends one request, posts events, and returns the seconds until the next call.
     """
 
     def abort_on_stop() -> None:
@@ -274,7 +277,7 @@ def watch(
     with client:
         while not stop.is_set():
             try:
-                delay_s = look()
+                delay_s = poll()
                 backoff.reset()
             except Exception as error:
                 if stop.is_set():
@@ -286,12 +289,12 @@ def watch(
 
 
 def fallback_url(url: str, cloud: str) -> str | None:
-    """Where the metadata service is on a VM without IPv4; None for an address that was configured."""
+    """Address of the metadata service on a VM without IPv4; None if another address is configured."""
     return IPV6_URLS.get(cloud) if url == DEFAULT_URL else None
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """What a server said, fit for one line of a log."""
+    """Text of a server, cut and cleaned for one line of a log."""
     line = "".join(char if char.isprintable() else " " for char in text)
     line = " ".join(line.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

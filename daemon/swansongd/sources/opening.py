@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the sources that the configuration names; none of them sends a request yet."""
+"""Creates the sources that the configuration names; they send no request before they run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _gcp(
 
 
 def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Source]:
-    """One source for the configured deadlines; none without one."""
+    """One source for all configured deadlines; no source without a deadline."""
     ends = []
     if config.end_at is not None:
         ends.append(end_at(config.end_at, wall=clocks.wall))
@@ -100,7 +100,7 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
 
 
 def open_lifecycle_hook(config: SourcesConfig) -> LifecycleHook | None:
-    """The lifecycle hook of the Auto Scaling group; None where none is configured."""
+    """The lifecycle hook of the Auto Scaling group; None without configuration."""
     if config.asg_hook is None or config.asg_name is None:
         return None
     return LifecycleHook(
@@ -113,14 +113,14 @@ def open_lifecycle_hook(config: SourcesConfig) -> LifecycleHook | None:
 def unknown_firmware(
     cloud: str, *, now_mono_s: float, dmi_directory: str = DMI_DIRECTORY
 ) -> SourceStatus | None:
-    """The status when ``sources.cloud`` is ``auto`` and the firmware names no known cloud; else None."""
+    """A degraded status if ``sources.cloud`` is ``auto`` and the firmware names no known cloud; else None."""
     if cloud != "auto" or detect_cloud(dmi_directory) != "none":
         return None
     return SourceStatus(
         source="cloud",
         health=Health.DEGRADED,
-        reason=f"{describe_firmware(dmi_directory)}: no cloud is watched, only the shutdown of the OS; set "
-        'sources.cloud to "aws", "gcp" or, if that is intended, "none"',
+        reason=f"{describe_firmware(dmi_directory)}: only shutdowns of the operating system are watched, "
+        'and no cloud; set sources.cloud to "aws", "gcp" or, if that is intended, "none"',
         since_mono_s=now_mono_s,
     )
 

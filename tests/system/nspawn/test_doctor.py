@@ -223,7 +223,7 @@ def test_root_creates_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws
 
     assert vm.run("find", STATE, "-user", "root") == STATE
     assert found["store disk"]["level"] == "failure"
-    assert "dies with the VM" in found["store disk"]["found"]
+    assert "is lost with the VM" in found["store disk"]["found"]
     assert found["bucket"]["level"] == "failure"
     vm.run("bash", "-c", found["bucket"]["fix"])
     left = failures(doctor(vm))

@@ -16,18 +16,19 @@ from swansongd.bucket import manifest as manifests
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.digests import PART_SIZE_BYTES_MAX, part_digest, shard_digest
+from swansongd.digests import PART_SIZE_BYTES_MAX, shard_digest
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
     CommitRef,
-    Part,
     StoredShard,
     Verdict,
+    VmPart,
 )
 from swansongd.observe.timeline import ENTRIES_MAX
 
 from testkit import REPOSITORY
+from testkit.committed import part_digest
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
@@ -145,7 +146,7 @@ def test_the_fields_of_a_claim() -> None:
 
 def test_the_fields_of_a_farewell() -> None:
     """The page lists exactly the fields of the object."""
-    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, Part(REF, 2))
+    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
     farewell = farewells.Farewell(
         run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rights of a VM are exactly those that the code needs, and each has a reason."""
+"""The permissions of a VM are exactly those that the code needs, each with a reason."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from testkit import REPOSITORY
 
 PERMISSIONS = REPOSITORY / "packer" / "permissions"
 
-# The clouds' documentation of the rights that each method of the store contract needs, on S3 and on GCS.
+# Permissions that the clouds document for each method of the store's contract: of S3, and of GCS.
 NEEDS: dict[str, tuple[set[str], set[str]]] = {
-    # A refused create looks up whether the name is taken, and by which bytes.
+    # After a refused create the store reads the existing object.
     "put": ({"PutObject"}, {"objects.create", "objects.get", "objects.list"}),
     "get": ({"GetObject"}, {"objects.get"}),
     "get_range": ({"GetObject"}, {"objects.get"}),
-    # Both also send a listing, to distinguish a missing object from a missing bucket.
+    # With the right to list, the store distinguishes a missing object from a missing bucket.
     "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
     "list": ({"ListBucket"}, {"objects.list"}),
     "page": ({"ListBucket"}, {"objects.list"}),
@@ -41,11 +41,11 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "abort": ({"AbortMultipartUpload"}, {"multipartUploads.abort"}),
     "check": ({"ListBucket"}, {"objects.list"}),
     "warm": ({"ListBucket"}, {"objects.list"}),
-    # Only doctor deletes, after its own rehearsal, and works without the right.
+    # Only doctor deletes objects, those of its rehearsal, and works without the permission.
     "delete": (set(), set()),
 }
 
-# The same for each AWS operation that the code names in its calls.
+# Permissions of each AWS operation in the calls of the code.
 OPERATIONS: dict[str, set[str]] = {
     "PutObject": {"s3:PutObject"},
     "UploadPart": {"s3:PutObject"},
@@ -94,7 +94,7 @@ def gcp() -> list[str]:
 
 
 def operations(module: Any) -> set[str]:
-    """The operations of AWS that the module names in its calls."""
+    """The AWS operations in the calls of a module."""
     return {
         node.args[0].value
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -107,8 +107,8 @@ def operations(module: Any) -> set[str]:
     }
 
 
-def test_every_method_of_the_contract_has_its_rights() -> None:
-    """A new kind of request to a store cannot be added without its rights."""
+def test_every_method_of_the_contract_has_its_permissions() -> None:
+    """A new kind of request needs a row in this table."""
     methods = {
         name
         for name, member in vars(ObjectStore).items()
@@ -118,8 +118,8 @@ def test_every_method_of_the_contract_has_its_rights() -> None:
 
 
 @pytest.mark.fault("S21")
-def test_aws_policy_allows_exactly_what_the_code_does() -> None:
-    """Store methods, doctor and the lifecycle hook together; no duplicate, no wildcard."""
+def test_aws_policy_allows_what_the_code_does_and_no_more() -> None:
+    """Contract, doctor and lifecycle hook together: no duplicates, no wildcards, no delete."""
     needed = {f"s3:{action}" for on_s3, _ in NEEDS.values() for action in on_s3}
     assert aws() == needed | HOOK | DOCTOR
     listed = [action for statement in statements() for action in actions(statement)]
@@ -128,7 +128,7 @@ def test_aws_policy_allows_exactly_what_the_code_does() -> None:
 
 
 def test_every_operation_of_aws_is_allowed() -> None:
-    """All named operations are allowed; only doctor's delete has no right."""
+    """Each operation in the code has its permission, except doctor's delete."""
     named = operations(store) | operations(asg)
     assert named == set(OPERATIONS)
     assert aws() == {action for needed in OPERATIONS.values() for action in needed}
@@ -136,7 +136,7 @@ def test_every_operation_of_aws_is_allowed() -> None:
 
 @pytest.mark.fault("S21")
 def test_aws_policy_is_limited_to_prefix_and_group() -> None:
-    """Objects and listings below the prefix, one bucket, one group: no other resource."""
+    """The resources are objects below the prefix, its listing, one bucket and one group."""
     resources = {statement["Sid"]: statement["Resource"] for statement in statements()}
     assert resources == {
         "Checkpoints": "arn:aws:s3:::BUCKET/PREFIX/*",
@@ -150,15 +150,15 @@ def test_aws_policy_is_limited_to_prefix_and_group() -> None:
 
 
 @pytest.mark.fault("S21")
-def test_gcp_role_allows_exactly_what_the_code_does() -> None:
-    """Store methods together; sorted, no duplicate, no delete."""
+def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
+    """The permissions of all methods, sorted, without duplicates, without delete."""
     needed = {f"storage.{permission}" for _, on_gcs in NEEDS.values() for permission in on_gcs}
     assert gcp() == sorted(needed)
     assert "storage.objects.delete" not in gcp()
 
 
 def test_each_permission_has_its_reason() -> None:
-    """The README's tables name exactly the permissions of the files, each with a reason."""
+    """The README's tables list exactly the permissions of the files, each with a reason."""
     readme = (PERMISSIONS / "README.md").read_text()
     rows = re.findall(r"^\| `([a-z0-9]+[:.][A-Za-z.]+)` \| (.+) \|$", readme, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted([*aws(), *gcp()])

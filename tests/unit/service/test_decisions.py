@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bug of our own costs the event or the action that raised, but never the decision loop."""
+"""A fault in our code costs the event or the action that caused it, never the decision loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Faulty = Callable[[Callable[[State, Event], bool]], None]
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Make the state machine raise for the states and events that the test selects."""
+    """Makes the state machine raise where the test wants it."""
     real = machine.step
 
     def inject(is_fault: Callable[[State, Event], bool]) -> None:
@@ -59,19 +59,19 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 
 class Loop:
-    """The decisions about a VM with one trainer."""
+    """The decisions for a VM with one trainer."""
 
     def __init__(self) -> None:
         self.log = CapturingLogger()
         state = State(settings=Settings(reserve_s=5.0, signals_trainer=False))
         self.decisions = Decisions(state, self.log)
-        self.decide(
+        self.tell(
             TrainerJoined(
                 TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
             )
         )
 
-    def decide(self, event: Event, now: float = 1000.0) -> tuple[Action, ...]:
+    def tell(self, event: Event, now: float = 1000.0) -> tuple[Action, ...]:
         return self.decisions.decide(event, now)
 
     def lines(self, event: str) -> list[dict[str, Any]]:
@@ -88,47 +88,45 @@ def is_poison(_: State, event: Event) -> bool:
 
 
 @pytest.mark.fault("H09", "S13")
-def test_an_event_that_raises_is_dropped_and_the_state_is_unchanged(
-    loop: Loop, faulty: Faulty
-) -> None:
-    """It is counted and logged with its type and traceback; later events are decided normally."""
+def test_an_event_that_raises_is_dropped_and_the_state_stays(loop: Loop, faulty: Faulty) -> None:
+    """It is counted and logged with its type and trace; later events are decided as usual."""
     faulty(is_poison)
     before = loop.decisions.state
-    assert loop.decide(TrainerProgress(1, 666)) == ()
+    assert loop.tell(TrainerProgress(1, 666)) == ()
     assert loop.decisions.state == before
     assert loop.decisions.faults == 1
     assert loop.decisions.last_fault == "event TrainerProgress: ValueError: math domain error"
     (line,) = loop.lines("decision_fault")
     assert isinstance(line["exc_info"], ValueError)
-    loop.decide(TrainerProgress(1, 8))
+    loop.tell(TrainerProgress(1, 8))
     assert loop.decisions.state.trainers[0].step == 8
-    asked = loop.decide(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+    asked = loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
     assert any(isinstance(action, AskTrainers) for action in asked)
 
 
 @pytest.mark.fault("H09", "S12")
-def test_a_flood_of_events_that_raise_delays_no_deadline(loop: Loop, faulty: Faulty) -> None:
-    """A tick is decided in place of each event; the log has a few lines, the status the whole count."""
-    loop.decide(NoticeRaised(a_notice(deadline_mono_s=1050.0)))
+def test_a_flood_of_events_that_raise_does_not_stop_deadlines(loop: Loop, faulty: Faulty) -> None:
+    """A tick replaces each event; the log has a few lines, the status all faults."""
+    loop.tell(NoticeRaised(a_notice(deadline_mono_s=1050.0)))
     faulty(is_poison)
     for number in range(1000):
-        loop.decide(TrainerProgress(1, 666), 1000.0 + number / 10)
+        loop.tell(TrainerProgress(1, 666), 1000.0 + number / 10)
     assert loop.decisions.faults == 1000
     assert len(loop.lines("decision_fault")) == decisions._LINES_AT_ONCE
-    assert loop.decisions.state.evacuation is None, "the deadline did not end the evacuation"
+    assert loop.decisions.state.evacuation is None, "the deadline passed, and the VM outlived it"
 
 
 @pytest.mark.fault("H09")
-def test_an_invalid_state_is_rebuilt_and_the_notice_is_acted_on(loop: Loop, faulty: Faulty) -> None:
-    """A reported value makes every step raise: the values of trainers are dropped, and nothing else."""
+def test_a_corrupt_state_is_rebuilt_and_the_notice_is_evacuated(loop: Loop, faulty: Faulty) -> None:
+    """A trainer's report makes every step raise: the report is forgotten, and nothing else."""
 
     def is_spoiled(state: State, event: Event) -> bool:
         return any(trainer.save_s == 1e308 for trainer in state.trainers)
 
-    loop.decide(NoticeRaised(a_notice("aws.rebalance", deadline_mono_s=9000.0)))
-    loop.decide(TrainerProgress(1, 4, save_s=1e308))
+    loop.tell(NoticeRaised(a_notice("aws.rebalance", deadline_mono_s=9000.0)))
+    loop.tell(TrainerProgress(1, 4, save_s=1e308))
     faulty(is_spoiled)
-    actions = loop.decide(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+    actions = loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
     (asked,) = (action for action in actions if isinstance(action, AskTrainers))
     assert asked.connections == (1,)
     assert Rescan() in actions
@@ -137,31 +135,31 @@ def test_an_invalid_state_is_rebuilt_and_the_notice_is_acted_on(loop: Loop, faul
     assert [trainer.step for trainer in state.trainers] == [4]
     (line,) = loop.lines("state_rebuilt")
     assert "NoticeRaised" in line["cause"]
-    loop.decide(Tick())
+    loop.tell(Tick())
     assert loop.decisions.faults == 1
 
 
 @pytest.mark.fault("H09")
-def test_a_scan_that_raises_does_not_change_the_evacuation(loop: Loop, faulty: Faulty) -> None:
-    """It is dropped like a message of a trainer, because trainers write the contents of staging."""
-    loop.decide(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
+def test_a_scan_that_raises_does_not_end_the_evacuation(loop: Loop, faulty: Faulty) -> None:
+    """It is dropped like a message: trainers decide the content of staging."""
+    loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
     faulty(lambda _, event: isinstance(event, Scanned))
     evacuation = loop.decisions.state.evacuation
     assert evacuation is not None
     for _ in range(50):
-        loop.decide(Scanned(1000.0, (a_set(5),)))
+        loop.tell(Scanned(1000.0, (a_set(5),)))
     assert loop.decisions.state.evacuation == evacuation
     assert not loop.lines("state_rebuilt")
 
 
 @pytest.mark.fault("H09")
-def test_if_no_event_can_be_decided_the_process_is_restarted(loop: Loop, faulty: Faulty) -> None:
-    """It exits after several successive events have failed with a rebuilt state as well."""
+def test_when_no_event_can_be_decided_the_process_is_restarted(loop: Loop, faulty: Faulty) -> None:
+    """Not before several events in a row have failed with a rebuilt state as well."""
     faulty(lambda *_: True)
     for _ in range(UNDECIDED_MAX - 1):
-        assert loop.decide(Tick()) == ()
+        assert loop.tell(Tick()) == ()
     with pytest.raises(ValueError, match="math domain"):
-        loop.decide(Tick())
+        loop.tell(Tick())
 
 
 # ---------------------------------------------------------------- the service
@@ -169,7 +167,7 @@ def test_if_no_event_can_be_decided_the_process_is_restarted(loop: Loop, faulty:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Service:
-    """A daemon that is not started: a test posts the events."""
+    """A whole daemon that does not run: a test passes the events to it."""
     (tmp_path / "staging").mkdir()
     config = tmp_path / "swansong.toml"
     config.write_text(
@@ -193,24 +191,24 @@ connections = 1
 
 
 def report(service: Service) -> dict[str, Any]:
-    replies: list[protocol.Message] = []
-    service._answer(protocol.StatusQuery(), replies.append)
-    (status,) = replies
+    told: list[protocol.Message] = []
+    service._answer(protocol.StatusQuery(), told.append)
+    (status,) = told
     assert isinstance(status, protocol.Status)
     found: dict[str, Any] = json.loads(json.dumps(status.report))
     return found
 
 
 @pytest.mark.fault("H09")
-def test_the_service_survives_an_event_that_raises_and_reports_it(
+def test_the_service_survives_an_event_that_raises_and_shows_it(
     service: Service, faulty: Faulty
 ) -> None:
-    """The status has the number of faults and the last one; later events are handled normally."""
+    """The status has the number of faults and the last one; later events are handled as usual."""
     assert report(service)["decision_faults"] == {"count": 0, "last": None}
     faulty(is_poison)
     service._post(TrainerProgress(1, 666))
     service._post(StopRequested("enough"))
-    service._turn()  # events of the daemon's own parts have priority
+    service._turn()  # the daemon's own events are read first
     assert service._exit == Exit(0, "enough")
     service._turn()
     assert report(service)["decision_faults"] == {
@@ -223,7 +221,7 @@ def test_the_service_survives_an_event_that_raises_and_reports_it(
 def test_the_service_survives_an_action_that_raises(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other actions of the transition are carried out, and a flush that could not start is retried."""
+    """The other actions of the turn are executed, and a flush that could not begin is retried."""
 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -246,7 +244,7 @@ def test_the_service_survives_an_action_that_raises(
 
 @pytest.mark.fault("H07", "S12")
 def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) -> None:
-    """Removals and signals start no thread, whatever their number and duration."""
+    """Neither for removals nor for signals, however many there are and however long each takes."""
     service._remover.start()
     service._sigterm_judge.start()
     before = set(threading.enumerate())
@@ -254,7 +252,7 @@ def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) ->
         service._carry_out(machine_prune(f"step-{number:012d}.gone"), 0.0)
         service._on_signal(15)
         service._on_signal(2)
-    assert set(threading.enumerate()) <= before  # threads of other tests may end
+    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
     until(lambda: service._inbox.get(0.0) == StopRequested("interrupted"))
 
 
@@ -264,8 +262,8 @@ def machine_prune(directory: str) -> Action:
     return Prune((directory,))
 
 
-def test_log_lines_that_trainers_cause_are_limited(service: Service) -> None:
-    """A loss that alternates between finite and NaN writes a bounded number of lines and marks."""
+def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
+    """A loss that turns finite and not finite with each message: a bounded number of lines and marks."""
     written: list[str] = []
 
     class Log:
@@ -291,7 +289,7 @@ def test_log_lines_that_trainers_cause_are_limited(service: Service) -> None:
 def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer write-protects its sets: the log gets one line for all of them."""
+    """A trainer write-protects its sets: the log does not get a line for each of them."""
 
     def refuses(*_: object) -> None:
         raise StagingError("cannot be deleted: Permission denied")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inbox of the decision loop: ordered, bounded, and never blocked by trainers."""
+"""The inbox of the decision loop: in order, bounded, with priority over events from trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testkit.story import a_notice
 from testkit.waiting import until
 
 
-def test_events_are_returned_in_the_order_of_arrival() -> None:
+def test_events_come_out_in_the_order_in_which_they_came() -> None:
     inbox = Inbox()
     for number in range(10):
         inbox.put(TrainerProgress(1, number))
@@ -28,7 +28,7 @@ def test_events_are_returned_in_the_order_of_arrival() -> None:
 
 @pytest.mark.fault("S12")
 def test_a_flood_of_messages_does_not_delay_a_notice() -> None:
-    """Earlier messages of trainers are read after the notice."""
+    """Earlier messages of trainers are read after it."""
     inbox = Inbox()
     for number in range(5000):
         inbox.put(TrainerProgress(1, number))
@@ -39,8 +39,8 @@ def test_a_flood_of_messages_does_not_delay_a_notice() -> None:
 
 
 @pytest.mark.fault("H07")
-def test_a_thread_that_posts_to_a_full_inbox_blocks() -> None:
-    """No event is lost, and trainers' events do not use the capacity of the other events."""
+def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
+    """No event is lost, and the events of trainers take no room from the others."""
     inbox = Inbox(events_max=3)
     over = threading.Event()
 
@@ -64,8 +64,8 @@ def test_a_thread_that_posts_to_a_full_inbox_blocks() -> None:
 
 
 @pytest.mark.fault("H07")
-def test_the_decision_loop_never_blocks_on_its_own_inbox() -> None:
-    """Only the loop empties the inbox, so it may post to a full one."""
+def test_the_decision_loop_posts_to_a_full_inbox() -> None:
+    """Only the decision loop makes room, so its own posts never block."""
     inbox = Inbox(events_max=2)
     for number in range(10):
         inbox.put(WokeUp(number))
@@ -73,8 +73,8 @@ def test_the_decision_loop_never_blocks_on_its_own_inbox() -> None:
     assert inbox.get(0.0) == WokeUp(0)
 
 
-def test_no_thread_blocks_on_a_closed_inbox() -> None:
-    """The thread of the channel still posts messages after the decision loop has ended."""
+def test_a_closed_inbox_blocks_no_thread() -> None:
+    """The thread of the channel still has messages to post when the decision loop has ended."""
     inbox = Inbox(events_max=1)
     inbox.put(Tick())
     waiting = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sources decide without a network: reading a notice, health, delays, which cloud this is."""
+"""The sources without a network: parsed notices, health, backoff, and the detected cloud."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
 from swansongd.model import DeadlineQuality, Health, SourceStatus
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.aws import AwsSpotSource, Moment, read_instance_action
+from swansongd.sources.aws import AwsSpotSource, ClockReading, parse_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
-from swansongd.sources.base import is_news
+from swansongd.sources.base import must_post
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
-from swansongd.sources.metadata import Answer, Backoff, MetadataClient, shortened, watch
+from swansongd.sources.metadata import Backoff, MetadataClient, MetadataResponse, shortened, watch
 from swansongd.sources.opening import open_sources, unknown_firmware
 
 from testkit.story import a_notice
 
 NOON = datetime(2026, 1, 5, 12, 0, tzinfo=UTC).timestamp()
-ASKED = Moment(mono_s=1000.0, wall_s=NOON)
+ASKED = ClockReading(mono_s=1000.0, wall_s=NOON)
 
 
 def body(action: str = "terminate", time: str = "2026-01-05T12:01:40Z") -> bytes:
     return f'{{"action": "{action}", "time": "{time}"}}'.encode()
 
 
-def left_s(content: bytes, asked: Moment = ASKED) -> float:
-    return read_instance_action(content, asked, 25.0).deadline_mono_s - asked.mono_s
+def left_s(content: bytes, asked: ClockReading = ASKED) -> float:
+    return parse_instance_action(content, asked, 25.0).deadline_mono_s - asked.mono_s
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def left_s(content: bytes, asked: Moment = ASKED) -> float:
         ("explode", "reclaim", 25, DeadlineQuality.ASSUMED),
     ],
 )
-def test_actions_are_told_apart(
+def test_each_action_has_its_grace_period(
     action: str, kind: str, grace_s: float, quality: DeadlineQuality
 ) -> None:
-    """Terminate and stop keep the stated time, hibernate leaves none, an unknown one is assumed."""
-    notice = read_instance_action(body(action), ASKED, 25.0)
+    """Terminate and stop have the stated time, hibernate has none, an unknown action the assumed one."""
+    notice = parse_instance_action(body(action), ASKED, 25.0)
     assert (notice.kind, notice.deadline_quality) == (kind, quality)
     assert notice.deadline_mono_s - ASKED.mono_s == grace_s
 
@@ -69,8 +69,8 @@ def test_actions_are_told_apart(
     ],
 )
 def test_stated_time_is_clamped(time: str, grace_s: float, quality: DeadlineQuality) -> None:
-    """A time in the past means now, one far ahead two minutes; zones are heeded, UTC is assumed."""
-    notice = read_instance_action(body(time=time), ASKED, 25.0)
+    """A time in the past means now, a far one two minutes; zones count, and UTC is the default."""
+    notice = parse_instance_action(body(time=time), ASKED, 25.0)
     assert notice.deadline_mono_s - ASKED.mono_s == grace_s
     assert notice.deadline_quality is quality
 
@@ -89,34 +89,34 @@ def test_stated_time_is_clamped(time: str, grace_s: float, quality: DeadlineQual
         (b"\xff\x00 nonsense", "reclaim"),
     ],
 )
-def test_mangled_notice_is_a_notice(content: bytes, kind: str) -> None:
-    """Whatever the body, it is a notice with an assumed deadline, always the same, with a short detail."""
-    notice = read_instance_action(content, ASKED, 25.0)
+def test_an_invalid_body_is_a_notice(content: bytes, kind: str) -> None:
+    """Any body gives a notice with an assumed deadline, the same identity and a short detail."""
+    notice = parse_instance_action(content, ASKED, 25.0)
     assert (notice.kind, notice.deadline_quality) == (kind, DeadlineQuality.ASSUMED)
     assert notice.deadline_mono_s == ASKED.mono_s + 25
     assert len(notice.detail) <= 200
     assert notice.detail.isprintable()
-    later = read_instance_action(content, Moment(2000.0, NOON + 1000), 25.0)
+    later = parse_instance_action(content, ClockReading(2000.0, NOON + 1000), 25.0)
     assert later.identity == notice.identity
 
 
 @pytest.mark.fault("N08")
-def test_unknown_action_heeds_an_early_time() -> None:
-    """What is assumed never outlasts what is stated."""
+def test_an_unknown_action_keeps_an_early_time() -> None:
+    """The assumed deadline is never later than the stated time."""
     assert left_s(body("explode", "2026-01-05T12:00:10Z")) == 10
 
 
 @pytest.mark.fault("N09")
 def test_identity_contains_no_time() -> None:
-    """Neither that of the poll nor the stated one, which may recede with each poll."""
-    later = Moment(5000.0, NOON + 60)
+    """Neither the time of the poll nor the stated one, which may move later with each poll."""
+    later = ClockReading(5000.0, NOON + 60)
     sights = [
-        read_instance_action(body(), ASKED, 25.0),
-        read_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0),
-        read_instance_action(body("stop"), ASKED, 25.0),
-        read_instance_action(b"nonsense", ASKED, 25.0),
+        parse_instance_action(body(), ASKED, 25.0),
+        parse_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0),
+        parse_instance_action(body("stop"), ASKED, 25.0),
+        parse_instance_action(b"nonsense", ASKED, 25.0),
     ]
-    assert {sight.identity for sight in sights} == {"aws.spot"}
+    assert {result.identity for result in sights} == {"aws.spot"}
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_identity_contains_no_time() -> None:
         (30.0, DeadlineQuality.DERIVED, False),
     ],
 )
-def test_what_is_news(later_s: float, quality: DeadlineQuality, expected: bool) -> None:
-    """A nearer deadline is, and a later one that is stated; what recedes by itself is not."""
+def test_which_notices_are_posted(later_s: float, quality: DeadlineQuality, expected: bool) -> None:
+    """A nearer deadline is posted, and a later one if it is stated; an assumed one that moves is not."""
     before = a_notice(deadline_mono_s=100.0)
     moved = replace(before, deadline_mono_s=100.0 + later_s, deadline_quality=quality)
-    assert is_news(before, moved, 10.0) is expected
-    assert not is_news(before, replace(moved, deadline_mono_s=105.0), 106.0), "has passed"
-    assert is_news(None, moved, 10.0)
-    assert is_news(replace(before, kind="stop"), moved, 10.0)
+    assert must_post(before, moved, 10.0) is expected
+    assert not must_post(before, replace(moved, deadline_mono_s=105.0), 106.0), "has passed"
+    assert must_post(None, moved, 10.0)
+    assert must_post(replace(before, kind="stop"), moved, 10.0)
 
 
 def test_unknown_firmware_is_reported(tmp_path: Path) -> None:
-    """With sources.cloud = auto and firmware of no known cloud, the status says what is not watched."""
+    """With sources.cloud = auto and unknown firmware, the status names the sources that are missing."""
     (tmp_path / "sys_vendor").write_text("Microsoft Corporation\n")
     unknown = unknown_firmware("auto", now_mono_s=1.0, dmi_directory=str(tmp_path))
     assert unknown is not None
@@ -157,8 +157,8 @@ def test_unknown_firmware_is_reported(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_body_is_too_strange(content: bytes) -> None:
-    """Any bytes give a notice whose deadline lies between now and two minutes ahead."""
+def test_any_bytes_are_a_notice(content: bytes) -> None:
+    """Any bytes give a notice whose deadline is between now and two minutes from now."""
     assert 0 <= left_s(content) <= 120
 
 
@@ -167,17 +167,19 @@ def test_no_body_is_too_strange(content: bytes) -> None:
     ("local_ahead_s", "fixed_s"),
     [(0.0, 0.0), (0.4, 0.4), (1200.0, 1.0), (-1200.0, 0.0)],
 )
-def test_date_of_the_answer_outweighs_the_local_clock(local_ahead_s: float, fixed_s: float) -> None:
-    """The local clock counts only within the second that the server names."""
-    answer = Answer(200, {"date": formatdate(NOON, usegmt=True)}, b"")
-    fixed = Moment(1000.0, NOON + local_ahead_s).fixed(answer)
-    assert fixed == Moment(1000.0, NOON + fixed_s)
+def test_the_date_of_the_response_beats_the_local_clock(
+    local_ahead_s: float, fixed_s: float
+) -> None:
+    """The local clock counts only within the second of the server's Date."""
+    answer = MetadataResponse(200, {"date": formatdate(NOON, usegmt=True)}, b"")
+    fixed = ClockReading(1000.0, NOON + local_ahead_s).by_server_clock(answer)
+    assert fixed == ClockReading(1000.0, NOON + fixed_s)
 
 
 @pytest.mark.parametrize("headers", [{}, {"date": "yesterday"}, {"date": ""}])
 def test_without_date_the_local_clock_counts(headers: dict[str, str]) -> None:
-    """No Date, or one that cannot be read, leaves the local clock as it is."""
-    assert ASKED.fixed(Answer(200, headers, b"")) == ASKED
+    """Without a valid Date the local clock is used unchanged."""
+    assert ASKED.by_server_clock(MetadataResponse(200, headers, b"")) == ASKED
 
 
 class Clock:
@@ -188,8 +190,8 @@ class Clock:
         return self.now_s
 
 
-def test_health_says_since_when_it_holds() -> None:
-    """Health changes are posted once; a new reason is posted with the old ``since``."""
+def test_health_has_the_time_of_its_last_change() -> None:
+    """Health changes are posted once; a new reason is posted with the old ``since_mono_s``."""
     clock, statuses = Clock(), list[SourceStatus]()
 
     def post(event: object) -> None:
@@ -220,7 +222,7 @@ def test_health_says_since_when_it_holds() -> None:
 
 @pytest.mark.fault("N06")
 def test_backoff_doubles_to_its_cap_with_jitter() -> None:
-    """Delays double up to the cap, jitter takes at most half, success begins anew."""
+    """Delays double up to the cap, jitter takes at most half, and a success resets them."""
     longest = Backoff(0.25, 1.5, lambda _low, high: high)
     assert [longest.next_s() for _ in range(5)] == [0.25, 0.5, 1.0, 1.5, 1.5]
     longest.reset()
@@ -229,8 +231,8 @@ def test_backoff_doubles_to_its_cap_with_jitter() -> None:
     assert Backoff(5.0, 1.0, lambda _low, high: high).next_s() == 1.0
 
 
-def test_watch_outlives_any_mistake() -> None:
-    """An exception that nobody foresaw degrades the source and does not end it."""
+def test_watch_survives_any_exception() -> None:
+    """An unexpected exception degrades the source and does not end it."""
     stop, events, looks = threading.Event(), list[object](), iter((ValueError("odd"), None))
 
     def look() -> float:
@@ -250,7 +252,7 @@ def test_watch_outlives_any_mistake() -> None:
 
 
 def test_details_fit_one_line() -> None:
-    """Control characters and line breaks vanish, and length is bounded."""
+    """Control characters and line breaks are removed, and the length is bounded."""
     assert shortened(' {\n\t"a":\x1b[31m 1}\r\n') == '{ "a": [31m 1}'
     assert len(shortened("x" * 1000)) == 200
 
@@ -267,14 +269,14 @@ def test_details_fit_one_line() -> None:
     ],
 )
 def test_firmware_names_the_cloud(tmp_path: Path, files: dict[str, str], cloud: str) -> None:
-    """The cloud is known from DMI alone."""
+    """DMI alone names the cloud."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert detect_cloud(str(tmp_path)) == cloud
 
 
 def test_boot_id(tmp_path: Path) -> None:
-    """The boot id is what the kernel says, and ``unknown`` where it says nothing."""
+    """The boot id is the kernel's, and ``unknown`` if it cannot be read."""
     (tmp_path / "boot_id").write_text("0b1c\n")
     assert read_boot_id(str(tmp_path / "boot_id")) == "0b1c"
     assert read_boot_id(str(tmp_path / "absent")) == "unknown"

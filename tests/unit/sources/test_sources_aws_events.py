@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sources aws.rebalance and aws.scheduled read out of a body, without a network."""
+"""aws.rebalance and aws.scheduled without a network: the notices in a body."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.model import DeadlineQuality, Severity
-from swansongd.sources.aws import Moment
+from swansongd.sources.aws import ClockReading
 from swansongd.sources.aws_events import (
     REBALANCE_S,
     AwsScheduledSource,
     _events,
-    read_event,
-    read_rebalance,
+    parse_event,
+    parse_rebalance,
 )
 from swansongd.sources.metadata import MetadataUnavailable
 
 NOON = datetime(2019, 1, 21, 9, 0, tzinfo=UTC).timestamp()
-ASKED = Moment(mono_s=1000.0, wall_s=NOON)
+ASKED = ClockReading(mono_s=1000.0, wall_s=NOON)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=30),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
@@ -49,8 +49,8 @@ def event(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_dates_of_events(date: str, left_s: float) -> None:
-    """The day may be padded or not, ISO is understood as well, and what has begun leaves no time."""
-    notice = read_event(event(NotBefore=date), ASKED, 25)
+    """The day may be padded or not, ISO 8601 is accepted as well, and a past date leaves no time."""
+    notice = parse_event(event(NotBefore=date), ASKED, 25)
     assert notice.deadline_mono_s - ASKED.mono_s == left_s
     assert notice.deadline_quality is (
         DeadlineQuality.STATED if left_s else DeadlineQuality.DERIVED
@@ -61,8 +61,8 @@ def test_dates_of_events(date: str, left_s: float) -> None:
 @pytest.mark.fault("N08")
 @pytest.mark.parametrize("date", ["", "soon", "99 Foo 2019 09:00:43 GMT", 7, None])
 def test_event_without_a_date_is_near(date: object) -> None:
-    """An event whose date cannot be read is one, with the assumed grace period."""
-    notice = read_event(event(NotBefore=date), ASKED, 25)
+    """An event with an invalid date is a notice with the assumed grace period."""
+    notice = parse_event(event(NotBefore=date), ASKED, 25)
     assert notice.deadline_mono_s == ASKED.mono_s + 25
     assert notice.deadline_quality is DeadlineQuality.ASSUMED
 
@@ -80,21 +80,21 @@ def test_event_without_a_date_is_near(date: object) -> None:
     ],
 )
 def test_kinds_of_events(code: str | None, kind: str) -> None:
-    """Each code has its kind, and an unknown one is a notice as well."""
-    assert read_event(event(Code=code), ASKED, 25).kind == kind
+    """Each code has its kind; an unknown code is a notice as well."""
+    assert parse_event(event(Code=code), ASKED, 25).kind == kind
 
 
 @pytest.mark.fault("N09")
 def test_identity_of_an_event() -> None:
-    """It is the event, whose date may move, whenever it is asked for."""
-    identity = read_event(event(), ASKED, 25).identity
-    later = Moment(5000.0, NOON + 20)
+    """The identity is the event, with any date and at any time of the poll."""
+    identity = parse_event(event(), ASKED, 25).identity
+    later = ClockReading(5000.0, NOON + 20)
     same = event(NotBefore="2019-01-21T09:00:43Z", Description="other words")
-    assert read_event(same, later, 99).identity == identity
+    assert parse_event(same, later, 99).identity == identity
     assert identity == f"{AwsScheduledSource.name}:e-1"
     moved = event(NotBefore="22 Jan 2019 09:00:43 GMT")
-    assert read_event(moved, ASKED, 25).identity == identity
-    assert read_event(event(EventId="e-2"), ASKED, 25).identity != identity
+    assert parse_event(moved, ASKED, 25).identity == identity
+    assert parse_event(event(EventId="e-2"), ASKED, 25).identity != identity
 
 
 @pytest.mark.fault("N08", "N14")
@@ -103,27 +103,27 @@ def test_identity_of_an_event() -> None:
     [b'{"noticeTime": "2026-01-05T12:00:00Z"}', b'{"noticeTime": 7}', b"[]", b"\xff"],
 )
 def test_recommendation_is_an_advisory(body: bytes) -> None:
-    """Whatever the body, it is an advisory far from its end, the same one at every sight."""
-    notice = read_rebalance(body, ASKED)
+    """Any body is an advisory with a far deadline and the same identity."""
+    notice = parse_rebalance(body, ASKED)
     assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
     assert notice.deadline_mono_s == ASKED.mono_s + REBALANCE_S
     assert notice.deadline_quality is DeadlineQuality.ASSUMED
     assert notice.identity == "aws.rebalance"
-    assert read_rebalance(body, Moment(9000.0, NOON)).identity == notice.identity
+    assert parse_rebalance(body, ClockReading(9000.0, NOON)).identity == notice.identity
 
 
 @given(st.dictionaries(st.sampled_from(["NotBefore", "Code", "EventId", "State"]), JSON))
-def test_no_event_is_too_strange(fields: dict[str, Any]) -> None:
-    """Any object in the list is a notice that has not run out before it was seen."""
-    notice = read_event(fields, ASKED, 25)
+def test_any_object_is_an_event(fields: dict[str, Any]) -> None:
+    """Any object in the list is a notice whose deadline is not before the poll."""
+    notice = parse_event(fields, ASKED, 25)
     assert notice.deadline_mono_s >= ASKED.mono_s
     assert len(notice.detail) <= 200
 
 
 @pytest.mark.fault("N08")
 @given(st.binary(max_size=100))
-def test_what_is_no_list_is_unknown(body: bytes) -> None:
-    """A list of objects is read, and everything else is refused, never taken for an empty one."""
+def test_a_body_that_is_not_a_list_is_unknown(body: bytes) -> None:
+    """Only a list of objects is read; any other body is unknown, and never an empty list."""
     try:
         assert all(isinstance(item, dict) for item in _events(body))
         assert body.strip()[:1] == b"["

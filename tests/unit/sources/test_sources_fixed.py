@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends that are known beforehand, on clocks that the test sets."""
+"""Ends that are known in advance, on clocks that the test sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
 @dataclass
 class World:
-    """The clocks of a VM, and what the source said; ``look`` is one look of the source at them."""
+    """The clocks of a VM, and the events of the source; ``poll`` runs one poll."""
 
     wall_s: float = 0.0
     mono_s: float = 1000.0
@@ -43,8 +43,8 @@ class World:
         assert source.name == "deadline"
         self.source = source
 
-    def look(self) -> list[Event]:
-        """What is new."""
+    def poll(self) -> list[Event]:
+        """Events of one poll, without health."""
         before = len(self.events)
         stop = _Once()
         self.source.run(self.events.append, stop)  # type: ignore[arg-type]
@@ -84,130 +84,128 @@ def before_end(seconds: float) -> World:
     return World(wall_s=END.timestamp() - seconds)
 
 
-def test_far_ahead_it_is_scheduled_near_it_is_imminent() -> None:
-    """One identity and one deadline; said once as scheduled, and once more when the lead begins."""
+def test_a_far_end_is_scheduled_and_a_near_one_imminent() -> None:
+    """One identity and one deadline: posted as scheduled, and again when the lead time begins."""
     world = before_end(3600)
     world.watch()
-    far = only_notice(world.look())
+    far = only_notice(world.poll())
     assert (far.source, far.kind) == ("deadline", "capacity-end")
     assert (far.severity, far.deadline_quality) == (Severity.SCHEDULED, DeadlineQuality.STATED)
     assert far.deadline_mono_s == pytest.approx(1000 + 3600)
     assert world.health.health is Health.OK
     world.pass_s(3479)
-    assert world.look() == []
+    assert world.poll() == []
     world.pass_s(1)
-    near = only_notice(world.look())
+    near = only_notice(world.poll())
     assert near.severity is Severity.IMMINENT
     assert near.identity == far.identity
     assert near.deadline_mono_s == pytest.approx(far.deadline_mono_s)
     for _ in range(3):
         world.pass_s(100)
-        assert world.look() == []
+        assert world.poll() == []
 
 
-def test_a_start_within_the_lead_is_imminent_at_once() -> None:
-    """A daemon that restarts late does not wait for anything."""
+def test_a_start_within_the_lead_time_is_imminent() -> None:
+    """A daemon that restarts late posts the imminent notice in its first poll."""
     world = before_end(60)
     world.watch()
-    assert only_notice(world.look()).severity is Severity.IMMINENT
+    assert only_notice(world.poll()).severity is Severity.IMMINENT
 
 
-def test_an_end_in_the_past_is_a_warning_and_no_notice() -> None:
-    """A setting of an earlier VM evacuates nobody, however often it is looked at."""
+def test_an_end_in_the_past_is_a_warning_and_not_a_notice() -> None:
+    """A setting of an earlier VM causes no evacuation, in any poll."""
     world = before_end(-1)
     world.watch()
     for _ in range(3):
-        assert world.look() == []
+        assert world.poll() == []
         world.pass_s(5)
     assert world.health.health is Health.DEGRADED
-    assert "sources.end_at, 2026-03-01T12:00:00Z, lies in the past" in world.health.reason
+    assert "sources.end_at, 2026-03-01T12:00:00Z, is in the past" in world.health.reason
 
 
-def test_an_end_that_comes_into_sight_when_the_clock_is_set_counts() -> None:
-    """A clock that was ahead at the start only hid the end."""
+def test_an_end_that_is_in_the_future_after_the_clock_was_set_counts() -> None:
+    """At the start the clock was ahead, so the end seemed to be in the past."""
     world = before_end(-1000)
     world.watch()
-    assert world.look() == []
+    assert world.poll() == []
     world.wall_s -= 2000
-    assert only_notice(world.look()).deadline_mono_s == pytest.approx(2000)
+    assert only_notice(world.poll()).deadline_mono_s == pytest.approx(2000)
     assert world.health.health is Health.OK
 
 
 def test_a_clock_set_forward_moves_the_deadline_earlier() -> None:
-    """The same notice, said again."""
+    """The same notice is posted again."""
     world = before_end(3600)
     world.watch()
-    first = only_notice(world.look())
+    first = only_notice(world.poll())
     world.wall_s += 600
-    moved = only_notice(world.look())
+    moved = only_notice(world.poll())
     assert moved.identity == first.identity
     assert moved.deadline_mono_s == pytest.approx(1000 + 3000)
 
 
-def test_a_clock_set_back_withdraws_and_says_it_anew() -> None:
-    """A deadline never recedes, so the notice that was wrong goes, and the right one comes."""
+def test_a_clock_set_back_withdraws_and_raises_again() -> None:
+    """A deadline never moves later, so the wrong notice is withdrawn and a new one raised."""
     world = before_end(60)
     world.watch()
-    assert only_notice(world.look()).severity is Severity.IMMINENT
+    assert only_notice(world.poll()).severity is Severity.IMMINENT
     world.wall_s -= 3600
-    withdrawn, raised = world.look()
+    withdrawn, raised = world.poll()
     assert withdrawn == NoticeWithdrawn("deadline", "the clock was set back")
     assert isinstance(raised, NoticeRaised)
     assert raised.notice.severity is Severity.SCHEDULED
     assert raised.notice.deadline_mono_s == pytest.approx(1000 + 3660)
 
 
-def test_a_clock_that_is_slewed_says_nothing() -> None:
-    """Less than a second is no jump."""
+def test_a_slewed_clock_posts_nothing() -> None:
+    """A change of less than a second is not a jump."""
     world = before_end(3600)
     world.watch()
-    world.look()
+    world.poll()
     for step_s in (0.4, -0.9, 0.4):
         world.wall_s += step_s
-        assert world.look() == []
+        assert world.poll() == []
 
 
-def test_a_vm_that_slept_past_the_end_evacuates_at_once() -> None:
-    """Asleep the monotonic clock stood still: the deadline is now."""
+def test_a_vm_that_was_suspended_past_the_end_evacuates() -> None:
+    """The monotonic clock stood still during the suspension: the deadline is now."""
     world = before_end(3600)
     world.watch()
-    world.look()
+    world.poll()
     world.wall_s += 3700
-    notice = only_notice(world.look())
+    notice = only_notice(world.poll())
     assert notice.severity is Severity.IMMINENT
     assert notice.deadline_mono_s == pytest.approx(1000)
     world.pass_s(5)
-    assert world.look() == []
+    assert world.poll() == []
 
 
-def test_a_run_time_counts_from_the_boot_whatever_the_wall_clock_says() -> None:
-    """Its identity belongs to this boot."""
+def test_a_run_time_counts_from_the_boot_with_any_wall_clock() -> None:
+    """Its identity contains this boot."""
     world = World(wall_s=5e9, boot_s=600.0)
     world.watch(None, 3600.0)
-    notice = only_notice(world.look())
+    notice = only_notice(world.poll())
     assert notice.deadline_mono_s == pytest.approx(1000 + 3000)
     assert notice.identity == "deadline:boot:3600"
     world.wall_s -= 4e9
-    assert world.look() == []
+    assert world.poll() == []
 
 
 @pytest.mark.parametrize(("run_s", "identity"), [(600.0, "boot"), (7200.0, "2026")])
-def test_of_two_ends_the_earlier_counts(run_s: float, identity: str) -> None:
+def test_the_earlier_of_two_ends_counts(run_s: float, identity: str) -> None:
     """One source has one notice."""
     world = before_end(3600)
     world.watch(END, run_s)
-    notice = only_notice(world.look())
+    notice = only_notice(world.poll())
     assert notice.identity.startswith(f"deadline:{identity}")
     assert notice.deadline_mono_s == pytest.approx(1000 + min(run_s, 3600))
 
 
 def test_without_an_end_there_is_no_source() -> None:
-    """Nothing is configured, nothing runs."""
     assert open_sources(SourcesConfig(cloud="none"), DeadlineConfig(), boot_id="b") == []
 
 
-def test_it_stops_when_told() -> None:
-    """Within the second that a source has."""
+def test_the_source_stops_within_a_second() -> None:
     world = before_end(3600)
     world.watch()
     assert isinstance(world.source, DeadlineSource)
@@ -224,7 +222,7 @@ def test_it_stops_when_told() -> None:
     ["2026-03-01T12:00:00Z", "2026-03-01t13:00:00.000+01:00", "2026-03-01 12:00:00+00:00", END],
 )
 def test_instants_are_read(text: object) -> None:
-    """RFC 3339 as a string, or TOML's own date-time; always in UTC."""
+    """RFC 3339 as a string, or TOML's date-time; always in UTC."""
     assert utc_instant(text) == END
     assert utc_instant(text).tzinfo is UTC
 
@@ -234,7 +232,7 @@ def test_instants_are_read(text: object) -> None:
     ["2026-03-01T12:00:00", "2026-03-01", "tomorrow", "", "2026-13-01T00:00:00Z", 5, None, True,
      datetime(2026, 3, 1)],  # noqa: DTZ001
 )  # fmt: skip
-def test_what_is_no_instant_is_refused(value: object) -> None:
-    """A time without its zone above all: nobody knows when that is."""
+def test_an_invalid_instant_is_refused(value: object) -> None:
+    """Above all a time without a zone, because it is ambiguous."""
     with pytest.raises(InvalidValue, match=r"is not a time|has no time zone"):
         utc_instant(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the throttle lets through, and when it lets go."""
+"""The throttle: its rate, and the end of waits when the limit changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Limit:
 
 
 class Watched(FileStore):
-    """A real store that knows how many bodies are under way."""
+    """A real store that counts the bodies in flight."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory.as_uri())
@@ -68,7 +68,7 @@ def joined(threads: list[threading.Thread]) -> None:
 
 
 def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
-    """Shards and parts of several threads share one limit; the first window only is free."""
+    """Shards and parts of several threads share one limit; only the first window is free."""
     store = Throttled(files, Limit(RATE))
     upload = store.begin("large", 4 * WINDOW_BYTES, WINDOW_BYTES)
     began_s = time.monotonic()
@@ -84,7 +84,7 @@ def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
 
 
 def test_no_credit_for_idle_times(files: Watched) -> None:
-    """However long nothing was sent, what comes then goes no faster."""
+    """Idle time does not increase the rate afterwards."""
     now_s = [0.0]
     store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
     store.put_shard("first", CountedBody(bytes(WINDOW_BYTES)))
@@ -98,9 +98,9 @@ def test_no_credit_for_idle_times(files: Watched) -> None:
     joined([third])
 
 
-def test_lifting_frees_who_waits(files: Watched) -> None:
-    """Those in the middle of a body and those that wait for their turn go on at once."""
-    limit = Limit(1000.0)  # a quarter of an hour for a window
+def test_removing_the_limit_ends_all_waits(files: Watched) -> None:
+    """Bodies in flight and waiting bodies continue immediately."""
+    limit = Limit(1000.0)  # 15 minutes for one window
     store = Throttled(files, limit)
     windows: list[int] = []
 
@@ -120,8 +120,8 @@ def test_lifting_frees_who_waits(files: Watched) -> None:
 
 
 @pytest.mark.parametrize(("rate", "most"), [(WINDOW_BYTES / 2, 1), (3.5 * WINDOW_BYTES, 3)])
-def test_few_bodies_at_once(files: Watched, rate: float, most: int) -> None:
-    """No more are under way than can each move a window in about a second."""
+def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> None:
+    """Each one in flight can send a window about once a second."""
     limit = Limit(rate)
     store = Throttled(files, limit)
     threads = started(8, lambda n: store.put_shard(f"shard-{n}", CountedBody(bytes(WINDOW_BYTES))))
@@ -132,8 +132,8 @@ def test_few_bodies_at_once(files: Watched, rate: float, most: int) -> None:
     assert most_under_way == most
 
 
-def test_a_body_that_is_not_wanted_any_more(files: Watched) -> None:
-    """Its refusal comes through, and its turn goes to the next one."""
+def test_a_cancelled_body_frees_its_slot(files: Watched) -> None:
+    """Its error is raised, and the next body takes the slot."""
 
     class Unwanted(CountedBody):
         def read_into(self, window: memoryview) -> None:
@@ -147,8 +147,8 @@ def test_a_body_that_is_not_wanted_any_more(files: Watched) -> None:
     assert files.get("shard") == b"x"
 
 
-def test_all_else_passes(files: Watched) -> None:
-    """Small objects and reads are not held up by a limit that lets next to nothing through."""
+def test_other_calls_are_not_limited(files: Watched) -> None:
+    """Small objects and reads pass with a limit close to 0."""
     store = Throttled(files, Limit(1e-3))
     assert (store.url, store.part_size_bytes_min) == (files.url, files.part_size_bytes_min)
     store.check()
