@@ -222,7 +222,7 @@ def test_credentials_are_used_until_they_expire() -> None:
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
     kept = CredentialCache(
-        "S3", load=lambda: found, fetch=access._identity_of, has_expired=access._has_expired
+        "S3", load=lambda: found, fetch=access._aws_credentials, has_expired=access._has_expired
     )
     first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"
