@@ -259,7 +259,7 @@ def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> 
     def code(**changed: str) -> str:
         return refused(s3_client(url, **{**names, **changed}).list_objects_v2)
 
-    assert code(aws_access_key_id="nobody") == "InvalidAccessKeyId"
+    assert code(aws_access_key_id="unknown") == "InvalidAccessKeyId"
     assert code(aws_secret_access_key="guessed") == "SignatureDoesNotMatch"
     assert code(aws_session_token="stale") == "InvalidToken"
     assert requests.get(f"{url}/{BUCKET}/key", timeout=10).status_code == 403

@@ -184,12 +184,12 @@ def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: W
     through.check()
     proxy.stall(way, 6000 if cloud.ca else 1400)  # TLS needs a part of it
     if way == "up" and not cloud.ca:
-        assert store.head("old") == ObjectInfo("old", len(CONTENT)), "too little gets through"
+        assert store.head("old") == ObjectInfo("old", len(CONTENT)), "small requests get through"
     give_up = time.monotonic() + 2
-    hurried = retrying(through, give_up_mono_s=lambda: give_up)
+    limited = retrying(through, give_up_mono_s=lambda: give_up)
     large: dict[Way, Callable[[], object]] = {
-        "up": lambda: hurried.put_shard("new", CountedBody(CONTENT)),
-        "down": lambda: get_range(hurried, "old", 0, len(CONTENT)),
+        "up": lambda: limited.put_shard("new", CountedBody(CONTENT)),
+        "down": lambda: get_range(limited, "old", 0, len(CONTENT)),
     }
     with pytest.raises(Transient):
         large[way]()

@@ -114,7 +114,7 @@ answers = st.builds(
 
 
 def learnt(call: Callable[[], Any]) -> Any:
-    """The result of ``call``; None if it is unknown, for a reason that fits into a log."""
+    """What ``call`` returns; None where that is unknown, for a reason that fits into a log."""
     try:
         return call()
     except MetadataUnavailable as error:
@@ -164,7 +164,7 @@ AWS = [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]
 
 
 @given(st.sampled_from(AWS), st.lists(answers, min_size=1, max_size=5))
-def test_every_poll_of_aws_has_a_result_or_is_unknown(
+def test_every_poll_of_aws_is_a_result_or_unknown(
     kind: type[AwsSource], given_answers: list[MetadataResponse]
 ) -> None:
     """Tokens, redirects, refusals and bodies of all kinds, several times in a row."""
@@ -205,9 +205,9 @@ def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> No
 @given(headers)
 def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
     """The local clock is used if the server's date cannot be parsed."""
-    corrected = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
-    assert corrected.mono_s == ASKED.mono_s
-    assert math.isfinite(corrected.wall_s)
+    fixed = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
+    assert fixed.mono_s == ASKED.mono_s
+    assert math.isfinite(fixed.wall_s)
 
 
 GCP: list[Callable[[], GcpSource]] = [
@@ -227,7 +227,7 @@ class NoDetails:
 
 
 @given(st.sampled_from(GCP), st.lists(answers, min_size=1, max_size=3), st.tuples(times, times))
-def test_every_poll_of_gcp_is_a_notice_or_unknown(
+def test_every_value_of_gcp_is_a_notice_or_unknown(
     make: Callable[[], GcpSource], given_answers: list[MetadataResponse], details: tuple[str, str]
 ) -> None:
     """Each key, each value, after a change or not."""

@@ -31,16 +31,16 @@ class Liar:
         self.socket.settimeout(20)
         self.socket.connect(str(vm.socket))
         if hello:
-            self.say(type="hello", run="run", step=3, capabilities=["periodic"])
+            self.send(type="hello", run="run", step=3, capabilities=["periodic"])
             self.welcome = json.loads(self.socket.recv(65536))
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         try:
             self.socket.send(json.dumps(message).encode())
         except OSError:
             pass  # refused already
 
-    def hear(self) -> dict[str, Any]:
+    def last_reply(self) -> dict[str, Any]:
         """The last message before the daemon closed the connection."""
         last: dict[str, Any] = {}
         try:
@@ -84,8 +84,8 @@ def test_impossible_numbers_close_the_connection_and_nothing_else(aws: Aws, vm: 
     def lie() -> None:
         for message in LIES:
             with Liar(vm, hello=False) as liar:  # the trainer has the only rank
-                liar.say(**message)
-                answer = liar.hear()
+                liar.send(**message)
+                answer = liar.last_reply()
                 assert answer["type"] == "refused"
                 assert f"{message['type']}: " in answer["reason"]
 
@@ -133,7 +133,7 @@ def test_a_flood_of_restore_queries_does_not_cost_the_last_checkpoint(
     while sent < 2000:
         with Liar(vm) as liar:
             for _ in range(20):
-                liar.say(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
+                liar.send(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
                 sent += 1
         assert len(os.listdir(tasks)) <= before + CONNECTIONS_PER_USER + 10
     bucket.order("clear")
@@ -152,11 +152,11 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: st
     vm.trainer.kill()  # the trainer has the only rank
     for number in range(30):
         with Liar(vm) as liar:
-            liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
-            assert "run.several_vms" in liar.hear()["reason"]
+            liar.send(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
+            assert "run.several_vms" in liar.last_reply()["reason"]
         with Liar(vm) as liar:
-            liar.say(type="job_start", id=f"i{number}")
-            assert "run.several_vms" in liar.hear()["reason"]
+            liar.send(type="job_start", id=f"i{number}")
+            assert "run.several_vms" in liar.last_reply()["reason"]
     report = vm.status()
     assert (report["generation"], report["state"]) == (generation, "IDLE")
     assert not daemon.lines.all(event="evacuation")

@@ -32,7 +32,7 @@ class Rank:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(30)
         self.socket.connect(str(vm.socket))
-        self.say(
+        self.send(
             type="hello",
             run="run",
             rank=node,
@@ -41,12 +41,12 @@ class Rank:
             nodes=nodes,
             step=1,
         )
-        self.hear("welcome")
+        self.receive("welcome")
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
 
-    def hear(self, kind: str) -> dict[str, Any]:
+    def receive(self, kind: str) -> dict[str, Any]:
         """The next message of this kind."""
         while True:
             message: dict[str, Any] = json.loads(self.socket.recv(65536))
@@ -73,7 +73,7 @@ class Rank:
             protocol.rank_manifest_name(self.node): manifest.encode(),
         }
         write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
-        self.say(
+        self.send(
             type="sealed",
             step=step,
             directory=sealed.name,
@@ -103,7 +103,7 @@ class Pair:
 
     def begin(self, job_start_id: str, generation: int) -> None:
         for rank in self.ranks:
-            rank.say(type="job_start", id=job_start_id)
+            rank.send(type="job_start", id=job_start_id)
         for vm in self.vms:
             until(lambda vm=vm: vm.status()["generation"] == generation, timeout_s=30)
 
@@ -114,8 +114,8 @@ class Pair:
              "notify", "--in", in_s, "--wait"],
             lines_on="stdout",
         )  # fmt: skip
-        request = self.ranks[0].hear("request")["id"]
-        self.ranks[0].say(type="agreed", request_id=request, step=9)
+        request = self.ranks[0].receive("request")["id"]
+        self.ranks[0].send(type="agreed", request_id=request, step=9)
         self.ranks[0].seal(9, request)
         return waiting
 
@@ -200,8 +200,8 @@ def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
     pair.ranks[1].socket.close()
     alone = Rank(second, 0, nodes=1)
     opened.enter_context(alone.socket)
-    alone.say(type="restore_query", query_id="q")
-    restored = alone.hear("restored")
+    alone.send(type="restore_query", query_id="q")
+    restored = alone.receive("restored")
     assert (restored["step"], restored["error"]) == (9, "")
     assert second.status()["generation"] == 2
     assert committed(second) == 9

@@ -156,7 +156,9 @@ def _record_reported_step(transition: Transition, request_id: str, step: int) ->
         return
     stood_at = max(request.accepted.values(), default=request.from_step)
     if step < stood_at:
-        reason = f"the trainer answered with step {step}, the request came after step {stood_at}"
+        reason = (
+            f"the trainer answered with step {step}, the request was made after step {stood_at}"
+        )
         fail(transition, request, reason)
     else:
         transition.update_request(replace(request, reported_step=step))

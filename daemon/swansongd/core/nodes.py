@@ -213,7 +213,7 @@ def peer_notice(
 def may_repeat_request(state: State) -> bool:
     """Whether a failed request is repeated under another id: a rank may hang for a moment only.
 
-    Only a VM with a notice of its own does so; the others take part.
+    Only the VM that has the notice does so; the others take part.
     """
     evacuation = state.evacuation
     if evacuation is None or evacuation.request is None or evacuation.is_precaution:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices: which ones are in force, which deadline counts, and how many evacuations one source may cause.
 
-A source may name any time, at any rate.  Three rules keep that harmless:
+A source may name any time, any number of times.  Three rules make that harmless:
 
 - A time in the past is wrong while the VM runs: an assumed time replaces it.
 - While an evacuation answers a notice, its deadline never moves later.  A later time that the source names

@@ -309,7 +309,7 @@ class State:
     job_start_id: str = ""
     """The trainers' start of a job over several VMs."""
     finishing: Finishing | None = None
-    """The start that comes next."""
+    """The next start of the job, while this VM still commits sets of the last one."""
     overtaken_by: int | None = None
     """Over several VMs: the newer generation of the run, while this VM has none."""
     last_commit_mono_s: float | None = None
@@ -411,11 +411,11 @@ class State:
         return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit as new, or newer, stands in the order of readers; this VM's part is enough."""
+        """Whether a commit at or after this place in the order of readers exists; this VM's part suffices."""
         return self._covers(self.last_commit, checkpoint)
 
     def is_whole(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit as new, or newer, stands in the order of readers, with the parts of all VMs."""
+        """Whether a commit at or after this place in the order of readers exists, with the parts of all VMs."""
         return self._covers(self.last_complete, checkpoint)
 
     def _covers(self, last: CommitRef | None, checkpoint: CheckpointId) -> bool:
@@ -505,7 +505,7 @@ class State:
         if evacuation is None or evacuation.request is None or last is None:
             return False
         answers = [id_ for id_ in (self.answer, self.newer) if id_ is not None]
-        if self.settings.several_vms:  # each start of the job has a generation of its own
+        if self.settings.several_vms:  # each start of the job has another generation
             return any(self.is_whole(id_) for id_ in answers)
         seen_mono_s = self.last_commit_seen_mono_s
         is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.request.asked_mono_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the store that the configuration names."""
+"""Opens the store of the configuration."""
 
 from __future__ import annotations
 

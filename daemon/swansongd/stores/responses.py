@@ -84,11 +84,11 @@ def one_line(found: str, max_chars: int) -> str:
     return " ".join(words)[:max_chars]
 
 
-def document(response: Response, *wanted: str) -> ET.Element:
+def document(response: Response, *tags: str) -> ET.Element:
     """The XML document of a response; tags have no namespace.
 
     Args:
-        wanted: tags that the root may have.
+        tags: accepted tags of the root.
 
     Raises:
         BoundsError: the body is not such a document, or has too many elements.
@@ -104,10 +104,10 @@ def document(response: Response, *wanted: str) -> ET.Element:
         raise BoundsError(
             f"the {len(response.body)} bytes are not an XML document: {error}"
         ) from None
-    if root.tag not in wanted:
+    if root.tag not in tags:
         # A store reports an error with status 200 if it found the error after it sent the head.
         code = xml_text(response.body, "Code")
-        raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{wanted[0]}>")
+        raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{tags[0]}>")
     return root
 
 

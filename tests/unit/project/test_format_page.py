@@ -86,7 +86,7 @@ def first_names(text: str) -> list[str]:
 
 
 def snippet(page: str, title: str) -> dict[str, Any]:
-    """What the Python of a section defines."""
+    """The names that the Python code of a section defines."""
     code = re.search(r"```python\n(.*?)```", section(page, title), re.DOTALL)
     assert code, f"no Python in {title}"
     names: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
 
 
 def test_the_fields_of_a_manifest() -> None:
-    """The page has the fields of the object, no more and no less."""
+    """The page lists exactly the fields of the object."""
     body = json.loads(manifests.encode(MANIFEST, SIGNER))
     of_manifest, of_shard = section(OBJECTS_PAGE, "The manifest").split("| field of a shard")
     assert sorted(first_names(of_manifest)) == sorted(body)
@@ -139,13 +139,13 @@ def test_the_fields_of_a_manifest() -> None:
 
 
 def test_the_fields_of_a_claim() -> None:
-    """The page has the fields of the object, no more and no less."""
+    """The page lists exactly the fields of the object."""
     body = json.loads(claims.encode(CLAIM, SIGNER))
     assert sorted(first_names(section(OBJECTS_PAGE, "The claim"))) == sorted(body)
 
 
 def test_the_fields_of_a_farewell() -> None:
-    """The page has the fields of the object, no more and no less."""
+    """The page lists exactly the fields of the object."""
     conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
     farewell = farewells.Farewell(
         run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"

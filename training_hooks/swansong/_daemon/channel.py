@@ -166,8 +166,8 @@ class Channel:
             self._log(
                 "permission",
                 logging.WARNING,
-                f"no permission to use {self.path}: add this user to the group that owns it (see"
-                f" ls -l {self.path}) and log in again; training continues without checkpoints",
+                f"cannot connect to {self.path}: permission denied; add this user to the group that owns it"
+                f" (see ls -l {self.path}) and log in again; training continues without checkpoints",
             )
         except (OSError, ProtocolError) as error:
             self._was_refused |= isinstance(error, ConnectionRefusedError)

@@ -56,8 +56,8 @@ class Ranks:
         world_size = number("WORLD_SIZE", 1)
         if world_size > 1 and not os.environ.get("LOCAL_WORLD_SIZE"):
             raise ValueError(
-                f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set: Swansong must know how"
-                " many ranks run on this VM (torchrun sets it)"
+                f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set; set it to the number of ranks"
+                " on this VM, as torchrun does"
             )
         local_world_size = number("LOCAL_WORLD_SIZE", 1)
         elastic_id = os.environ.get("TORCHELASTIC_RUN_ID", "")

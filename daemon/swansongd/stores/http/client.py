@@ -137,7 +137,7 @@ class Wire:
         request = _Request(method, target, headers, body, trailer, sink)
         head = self._head(request)
         connection = self._pool.take(f"{method} {target} {request.range}")
-        keep = False
+        is_reusable = False
         try:
             reader = ResponseReader(connection.receive_into, method)
             try:
@@ -147,10 +147,10 @@ class Wire:
             connection.await_response(self._response_s)
             response_head = reader.head()
             response, is_whole = self._receive(connection, reader, response_head, request, crc)
-            keep = is_whole and response_head.keeps_open and reader.is_drained
+            is_reusable = is_whole and response_head.keeps_open and reader.is_drained
             return response
         finally:
-            self._pool.give_back(connection, keep=keep)
+            self._pool.release(connection, is_reusable=is_reusable)
 
     def close(self) -> None:
         """Close the idle connections, and each other one at the end of its request."""

@@ -156,10 +156,10 @@ class HttpConnection:
         moved_bytes = total_bytes - self._base_bytes
         if moved_bytes != self.moved_bytes or self.phase is ConnectionPhase.LOCAL:
             self.moved_bytes, self.moved_mono_s = moved_bytes, now_mono_s
-        owes_response = self.phase is ConnectionPhase.AWAITING and not (
+        is_response_due = self.phase is ConnectionPhase.AWAITING and not (
             _UNACKED.unpack_from(info)[0] or _NOT_SENT.unpack_from(info)[0]
         )
-        return now_mono_s - self.moved_mono_s > (first_byte_s if owes_response else stall_s)
+        return now_mono_s - self.moved_mono_s > (first_byte_s if is_response_due else stall_s)
 
     def on_network_s(self, now_mono_s: float) -> float:
         """Time of the request without that in bodies and sinks."""
@@ -172,7 +172,7 @@ class HttpConnection:
             return None
         return self.moved_bytes / took_s
 
-    def shut(self, why: str) -> None:
+    def shut_down(self, why: str) -> None:
         """Shut the socket down, which ends every wait on it immediately."""
         self.cut = why
         with suppress(OSError):
@@ -203,21 +203,23 @@ class Pool:
         self._connections = connections
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-        self._lent = 0
+        self._taken = 0
         self._idle: list[HttpConnection] = []
-        self._out: dict[HttpConnection, None] = {}
+        self._in_use: dict[HttpConnection, None] = {}
         """Oldest request first."""
-        self._once: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
+        self._outliers: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
         """Requests that were cut as outliers; no request is cut twice."""
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
 
     def take(self, request: str) -> HttpConnection:
-        """Take a connection for ``request``, until :meth:`give_back`.  Raises the errors of ``dial``."""
+        """Take a connection for ``request``, until :meth:`release`.  Raises the errors of ``dial``."""
         with self._lock:
-            if not self._freed.wait_for(lambda: self._lent < self._connections, self._first_byte_s):
+            if not self._freed.wait_for(
+                lambda: self._taken < self._connections, self._first_byte_s
+            ):
                 raise Transient("all connections to the store are busy")
-            self._lent += 1
+            self._taken += 1
             connection = self._reusable()
         try:
             connection = connection or self._dial()
@@ -233,16 +235,16 @@ class Pool:
             raise
         return connection
 
-    def give_back(self, connection: HttpConnection, *, keep: bool) -> None:
+    def release(self, connection: HttpConnection, *, is_reusable: bool) -> None:
         """Return a connection at the end of its request.
 
         Args:
-            keep: the connection can be reused.
+            is_reusable: the connection can serve another request.
         """
         with self._lock:
-            self._out.pop(connection, None)
-            keep = keep and not connection.cut and not self._closed.is_set()
-            if keep:
+            self._in_use.pop(connection, None)
+            is_reusable = is_reusable and not connection.cut and not self._closed.is_set()
+            if is_reusable:
                 connection.phase = ConnectionPhase.LOCAL
                 connection.idle_since_mono_s = time.monotonic()
                 self._idle.append(connection)
@@ -271,13 +273,13 @@ class Pool:
 
     def _register(self, connection: HttpConnection, request: str) -> None:
         connection.begin(request)
-        self._out[connection] = None
+        self._in_use[connection] = None
         if self._watchdog is None:
             self._watchdog = threading.Thread(target=self._watch, name="wire-watchdog", daemon=True)
             self._watchdog.start()
 
     def _free_one(self) -> None:
-        self._lent -= 1
+        self._taken -= 1
         self._freed.notify()
 
     # ------------------------------------------------------------ the watchdog
@@ -289,38 +291,38 @@ class Pool:
             pause.wait(min(_POLL_S, self._stall_s / 4))
             with self._lock:
                 self._poll(time.monotonic())
-                if not self._out and not self._idle:
+                if not self._in_use and not self._idle:
                     self._watchdog = None
                     return
 
     def _poll(self, now_mono_s: float) -> None:
         # With the lock held: else a connection could be closed meanwhile, and its descriptor reused.
-        for connection in self._out:
+        for connection in self._in_use:
             if connection.cut:
                 continue
             if now_mono_s > connection.limit_mono_s:
-                connection.shut("no complete response in time")
+                connection.shut_down("no complete response in time")
             elif connection.hangs(now_mono_s, self._stall_s, self._first_byte_s):
                 still_s = now_mono_s - connection.moved_mono_s
-                connection.shut(f"nothing moved for {still_s:.1f} s")
+                connection.shut_down(f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
-            self._once.append(outlier.request)
-            outlier.shut("far slower than the other connections")
+            self._outliers.append(outlier.request)
+            outlier.shut_down("far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
 
     def _outlier(self, now_mono_s: float) -> HttpConnection | None:
         """A request that would end sooner if it were repeated on another connection."""
         rates = {
-            c: rate for c in self._out if not c.cut and (rate := c.rate(now_mono_s)) is not None
+            c: rate for c in self._in_use if not c.cut and (rate := c.rate(now_mono_s)) is not None
         }
         for connection, rate in rates.items():
             left_bytes = connection.total_bytes - connection.moved_bytes
             if (
                 connection.on_network_s(now_mono_s) < _OUTLIER_AFTER_S
                 or left_bytes <= 0
-                or connection.request in self._once
+                or connection.request in self._outliers
                 or len(rates) <= _OUTLIER_OTHERS_MIN
             ):
                 continue

@@ -106,9 +106,8 @@ class Tls:
         self._flush()  # for example the response to a key update
         count = self._receive_into(self._ciphertext)
         self._arrived.write(self._ciphertext[:count])
-        if (
-            count == self._ciphertext.nbytes < PIECE_BYTES
-        ):  # much comes: only then there is room for it
+        if count == self._ciphertext.nbytes < PIECE_BYTES:
+            # The buffer was full: only connections that receive much get a large one.
             self._ciphertext = memoryview(bytearray(min(4 * count, PIECE_BYTES)))
         return count > 0
 
