@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make help` lists what there is.  Everything works from a fresh clone with Python 3.11 and make.
+# `make help` lists the targets.  Everything works from a fresh clone with Python 3.11 and make.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -12,9 +12,9 @@ STAMP  := $(VENV)/.installed
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-setup: $(STAMP)  ## create .venv with both distributions and what the tests need
+setup: $(STAMP)  ## create .venv with both distributions and the test dependencies
 
-# Nothing but what make lock has pinned, file by file, and nothing that would have to be built first.
+# Install only files that make lock has pinned by hash, and only wheels.
 HASHED := --require-hashes --only-binary :all: --no-deps
 
 $(STAMP): requirements/dev.txt requirements/torch.txt daemon/pyproject.toml training_hooks/pyproject.toml
@@ -29,14 +29,14 @@ $(STAMP): requirements/dev.txt requirements/torch.txt daemon/pyproject.toml trai
 LOCK = $(BIN)/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--only-binary :all: --excludes build/not-locked.txt --custom-compile-command 'make lock' $(UPGRADE)
 
-lock: $(STAMP)  ## pin what is installed, with the hash of every file, in constraints.txt and requirements/ (UPGRADE=--upgrade for newer versions)
+lock: $(STAMP)  ## pin versions and hashes in constraints.txt and requirements/ (UPGRADE=--upgrade for newer versions)
 	mkdir -p build
 	printf 'swansong\ntorch\n' >build/not-locked.txt
 	echo setuptools | $(LOCK) --output-file constraints.txt - daemon/pyproject.toml
 	$(LOCK) --constraint constraints.txt --output-file requirements/dev.txt daemon/pyproject.toml requirements/dev.in
 	$(LOCK) --constraint requirements/dev.txt --output-file requirements/jax.txt requirements/jax.in
 
-wheelhouse:  ## build/wheelhouse, for packer/provision.sh --wheelhouse: PYTHON of the same minor version as the image's
+wheelhouse:  ## make build/wheelhouse for packer/provision.sh --wheelhouse; PYTHON needs the minor version of the image's
 	$(PYTHON) -m venv --clear build/wheels
 	build/wheels/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement constraints.txt
 	rm -rf build/wheelhouse build/sources
@@ -50,15 +50,15 @@ STORE  ?= auto
 CLOUD  ?= aws
 SIGNAL ?= none
 
-demo: $(STAMP)  ## the main job, live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
+demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
-test: $(STAMP)  ## all tests but those of whole machines
+test: $(STAMP)  ## run all tests, except those of whole machines
 	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
-fuzz: $(STAMP)  ## the parsers of everything that comes from outside, with EXAMPLES=5000 inputs for each property
+fuzz: $(STAMP)  ## fuzz the parsers of external input, with EXAMPLES=5000 inputs for each property
 	SWANSONG_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal --timeout=0 tests/fuzz $(PYTEST_ARGS)
 
 JAX := build/jax/.installed
@@ -68,7 +68,7 @@ $(JAX): requirements/jax.txt
 	build/jax/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/jax.txt
 	touch $@
 
-test-jax: $(STAMP) $(JAX)  ## the hooks with JAX and Orbax, in an environment of their own (700 MB)
+test-jax: $(STAMP) $(JAX)  ## test the hooks with JAX and Orbax, in a separate environment (700 MB)
 	$(BIN)/python -m pytest tests/hooks_jax $(PYTEST_ARGS)
 
 STORES  := build/stores/.installed
@@ -78,52 +78,52 @@ $(STORES): testkit/install_stores.sh $(wildcard requirements/stores/*)
 	testkit/install_stores.sh build/stores
 	touch $@
 
-test-stores: $(STAMP) $(STORES)  ## the tests of stores before more servers of S3: s3rver, Ceph, TLS; Node.js with npm, apt of Debian 12; 300 MB, 10 minutes
+test-stores: $(STAMP) $(STORES)  ## test the stores with further S3 servers: s3rver, Ceph, TLS (Node.js with npm, apt of Debian 12; 300 MB, 10 minutes)
 	SWANSONG_STORES="$(FOREIGN)" $(BIN)/python -m pytest --timeout=300 tests/contract/test_store_contract.py \
 		tests/contract/test_store_multipart.py tests/contract/test_store_table.py tests/process/test_foreign_stores.py $(PYTEST_ARGS)
 
-test-system: $(STAMP)  ## the image in containers with a real systemd; as root, with systemd-container and mmdebstrap
+test-system: $(STAMP)  ## test the image in containers with a real systemd (root, systemd-container, mmdebstrap)
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
 
-test-vm: $(STAMP)  ## VMs that are really switched off; root, QEMU, about 15 minutes (PYTEST_ARGS='-k button_alone' for one)
+test-vm: $(STAMP)  ## test power cuts of VMs (root, QEMU; about 15 minutes; PYTEST_ARGS='-k button_alone' for one test)
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
 
-image: $(STAMP)  ## the image that they boot, made by provision.sh; prints the command that boots it in your terminal
+image: $(STAMP)  ## make the image of the VMs with provision.sh, and print the command that boots it in a terminal
 	@$(BIN)/python -m testkit.vm.image
 
-terraform:  ## the AWS example against its provider; Terraform, and a network or TERRAFORM_INIT=-plugin-dir=MIRROR
+terraform:  ## validate the AWS example against its provider (Terraform; a network or TERRAFORM_INIT=-plugin-dir=MIRROR)
 	rm -rf build/terraform && mkdir -p build && cp -r packer build/terraform
 	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
 		terraform validate -no-color && terraform fmt -check -recursive ..
 
-check: $(STAMP)  ## ruff, mypy, import rules, shellcheck, units, templates
+check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units and templates
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	./tests/check_system_files.sh
 
-bench: $(STAMP)  ## speed, CPU and memory of the transfer beside its peers; about 40 minutes, needs a quiet machine (BENCH_ARGS=--quick for a smoke run)
+bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tools (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
 	$(BIN)/python -m bench.transfer $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
-bench-beside: $(STAMP)  ## what a flush costs the trainer beside it; about 5 minutes
+bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM (5 minutes)
 	$(BIN)/python -m bench.beside $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
-bench-notices: $(STAMP)  ## from the cloud's word to the trainer's knowing; about 20 minutes
+bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (20 minutes)
 	$(BIN)/python -m bench.notices
 
-bench-frozen: $(STAMP)  ## what five commits of a LoRA-like run send; about a minute
+bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen
 
-bench-small: $(STAMP)  ## 20,000 files of 4 KiB: flush, commit, verify, restore; a directory store and the S3 emulator; about 2 minutes
+bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 files of 4 KiB, with a directory and the S3 emulator (2 minutes)
 	$(BIN)/python -m bench.small_files $(BENCH_ARGS)
 
-bench-torch: $(STAMP)  ## what a checkpoint costs the training loop, beside torch.save and DCP; about 5 minutes
+bench-torch: $(STAMP)  ## measure what a checkpoint costs the training loop, also with torch.save and DCP (5 minutes)
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
-format: $(STAMP)  ## let the formatter decide
+format: $(STAMP)  ## format the code and apply ruff's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove what the targets above made
+clean:  ## remove the files that the targets above made
 	rm -rf $(VENV) build .hypothesis .pytest_cache .mypy_cache .ruff_cache

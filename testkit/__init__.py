@@ -6,4 +6,4 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "training_hooks" / "examples"
 TRAINERS = Path(__file__).resolve().parent / "trainers"
-"""Training scripts that tests start as processes of their own."""
+"""Training scripts that tests start as processes."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and sinks of plain bytes, as the stores want them."""
+"""Bodies and sinks in memory, which count their passes."""
 
 from __future__ import annotations
 
 
-class BytesBody:
-    """A body that is in memory.  ``passes`` counts how often it was begun."""
+class CountedBody:
+    """A body in memory.  ``passes`` counts the calls of ``rewind``."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._data = memoryview(data).cast("B")
@@ -19,13 +19,13 @@ class BytesBody:
 
     def read_into(self, window: memoryview) -> None:
         end = self._at + window.nbytes
-        assert end <= self.size_bytes, "asked for more than there is"
+        assert end <= self.size_bytes, "read beyond the end"
         window[:] = self._data[self._at : end]
         self._at = end
 
 
-class BytesSink:
-    """Keeps what it is given in memory.  ``passes`` counts how often it was begun."""
+class CountedSink:
+    """A sink in memory.  ``passes`` counts the calls of ``rewind``."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -33,7 +33,7 @@ class BytesSink:
 
     @property
     def data(self) -> bytes:
-        """What came since it was begun last."""
+        """The bytes since the last ``rewind``."""
         return bytes(self._data)
 
     def rewind(self) -> None:

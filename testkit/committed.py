@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits made for tests: shards and manifests put into a store as the daemon would lay them."""
+"""Creates commits for tests: shards and manifests with the keys that the daemon uses."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import part_count, part_digest, shard_digest
+from swansongd.digests import part_count, shard_digest
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 
 PART_SIZE_BYTES = 1000
-"""Small, so that a few kilobytes have many parts."""
+"""Small: a few kilobytes have many parts."""
 
 
 Store = TypeVar("Store", bound=FileStore)
 
 
 def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type: ignore[assignment]
-    """A store in a directory of its own, made if it is not there."""
+    """A store in its own directory, which is created if it does not exist."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = kind(f"file://{directory}")
     store.check()
     return store
+
+
+def part_digest(data: bytes) -> bytes:
+    """Digest of one part: 32 bytes."""
+    return blake3(data).digest()
 
 
 def digest_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> str:
@@ -55,7 +61,7 @@ def commit(
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
 ) -> Manifest:
-    """Store the files as one node's part of a checkpoint, and commit it."""
+    """Store the files as one node's part of a checkpoint, and commit the part."""
     keys = RunKeys(run)
     checkpoint = CheckpointId(step, "abc")
     shards = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon's end of the trainer channel, for the tests of the hooks: a real socket, no policy."""
+"""A fake daemon for the tests of the hooks: a real socket without policy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ M = TypeVar("M", bound=Message)
 
 
 class FakeDaemon:
-    """Welcomes every trainer, answers restore queries with ``restorable``, records what it hears.
+    """Welcomes every trainer, answers restore queries with ``restorable``, and records all messages.
 
     Args:
-        directory: holds the socket and the staging directory, which outlives :meth:`stop`.
-        target: what to answer when all connected ranks have accepted, from their greatest step; None
-            answers nothing.
+        directory: for the socket, and the staging directory, which :meth:`stop` keeps.
+        target: computes the target from the greatest step when all connected ranks have accepted; None sends
+            no target.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FakeDaemon:
         self.staging.mkdir(exist_ok=True)
         self.restorable: Callable[[], tuple[Path, int] | None] = lambda: None
         self.on_query: Callable[[str], object] | None = None
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self._target = target
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
@@ -62,7 +62,7 @@ class FakeDaemon:
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def stop(self) -> None:
-        """As when the daemon ends: nobody listens, and all connections are gone."""
+        """Remove the socket and close all connections, as when the daemon ends."""
         listener, self._listener = self._listener, None
         if listener is not None:
             os.unlink(self.path)
@@ -75,7 +75,7 @@ class FakeDaemon:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def send(self, message: Message) -> None:
-        """To all who are connected."""
+        """Send a message on all connections."""
         with self._lock:
             for connection in self._connections:
                 connection.send(protocol.encode(message))
@@ -84,10 +84,10 @@ class FakeDaemon:
         self.send(Request(id=request_id, reason="test", seconds_left=seconds_left))
 
     def all_of(self, kind: type[M]) -> list[M]:
-        return [message for message in self.heard if isinstance(message, kind)]
+        return [message for message in self.received if isinstance(message, kind)]
 
     def wait_for(self, kind: type[M], count: int = 1) -> M:
-        """The ``count``-th message of this kind."""
+        """Wait for the ``count``-th message of this kind, and return it."""
         until(lambda: len(self.all_of(kind)) >= count, what=f"{count} x {kind.__name__}")
         return self.all_of(kind)[count - 1]
 
@@ -95,12 +95,12 @@ class FakeDaemon:
         until(lambda: len(self._connections) >= count, what=f"{count} connections")
 
     def sealed(self) -> list[Path]:
-        """Sealed sets in staging, by step."""
+        """Return the sealed sets in staging, by step."""
         names = sorted(os.listdir(self.staging))
         return [self.staging / name for name in names if protocol.parse_sealed_name(name)]
 
     def wait_sealed(self, count: int) -> list[Path]:
-        """Wait for this many sealed sets."""
+        """Wait until staging has at least ``count`` sealed sets, and return them."""
         until(lambda: len(self.sealed()) >= count, what=f"{count} sealed sets")
         return self.sealed()
 
@@ -135,7 +135,7 @@ class FakeDaemon:
                     message = protocol.decode(data)
                     for answer in self._answers(connection, message):
                         connection.send(protocol.encode(answer))
-                    self.heard.append(message)
+                    self.received.append(message)
             except OSError:
                 pass
             finally:

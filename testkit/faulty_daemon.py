@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansongd`` with a fault: every report of a trainer's progress makes the state machine raise."""
+"""``swansongd`` with a bug: every progress report of a trainer makes the state machine raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _real_step = machine.step
 
 def _step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
     if isinstance(event, TrainerProgress):
-        raise ArithmeticError("a fault that was put here")  # noqa: TRY004 - any will do
+        raise ArithmeticError("a fault that was put here")  # noqa: TRY004 - any type will do
     return _real_step(state, event, now_mono_s)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flush engine over a directory and a store in memory, and what it says."""
+"""A flush engine with a staging directory, a store in memory, and the events that it posts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def staged_set(
     step: int = 5,
     directory: str = SET,
 ) -> Staged:
-    """A set as the scan would find it, with these files."""
+    """Write these files, and return the set as the scan finds it."""
     write_files(run_directory / directory, files)
     return found_set(run_directory, markers, step=step, directory=directory)
 
@@ -42,7 +42,7 @@ def staged_set(
 def found_set(
     run_directory: Path, markers: tuple[str, ...] = (), *, step: int = 5, directory: str = SET
 ) -> Staged:
-    """The set as it lies there."""
+    """The set with the files that are in its directory."""
     return Staged(
         id=CheckpointId(step, "abc"),
         directory=directory,
@@ -52,8 +52,8 @@ def found_set(
     )
 
 
-class Flush:
-    """An engine over a directory, and what it has said."""
+class FlushRig:
+    """A flush engine, its staging directory, its store and its events."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Flush:
         self.start_daemon()
 
     def start_daemon(self) -> None:
-        """Another life of the daemon, with nothing but the disk of the one before."""
+        """Start the engine of a restarted daemon: it has only the files of the earlier one."""
         self.events: queue.Queue[Event] = queue.Queue()
         self.journal = UploadJournal(self.own_directory, run="r", store_url=self.store.url)
         self.engine = FlushEngine(
@@ -90,7 +90,7 @@ class Flush:
         )
 
     def outcome(self) -> Flushed | FlushFailed:
-        """The next word that ends a flush."""
+        """The next event that ends a flush."""
         while True:
             event = self.events.get(timeout=20)
             if isinstance(event, Flushed | FlushFailed):
@@ -98,7 +98,7 @@ class Flush:
             assert isinstance(event, FlushProgress)
 
     def flushed(self, staged: Staged, *, generation: int = 1) -> Flushed:
-        """Send the set; every byte of it is there afterwards."""
+        """Flush the set, and check that the store has every byte of it."""
         self.engine.start(f"{staged.id}.{next(self._nonces)}", staged, generation)
         done = self.outcome()
         assert isinstance(done, Flushed), done

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of S3 and of GCS that others wrote, as processes on loopback.
+"""S3 and GCS servers of other projects, as processes on loopback.
 
-Their bucket is :data:`BUCKET`.  The S3 servers know the key pair of :data:`ACCOUNT`; the GCS server asks for
+Their bucket is :data:`BUCKET`.  The S3 servers accept the key pair of :data:`ACCOUNT`; the GCS server needs
 no credentials.
 """
 
@@ -38,13 +38,13 @@ from testkit.waiting import until
 BUCKET = "checkpoints"
 ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 STORES = REPOSITORY / "build" / "stores"
-"""Where ``make test-stores`` installs what is not in requirements/dev.in."""
+"""Directory of the servers that ``make test-stores`` installs."""
 
 
 class ForeignServer:
     """A running server.
 
-    ``url`` is where it listens, ``log`` the file with its output, ``others`` what ends with it.
+    ``url`` is its address, ``log`` the file with its output, ``others`` are processes that end with it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ForeignServer:
                 stdout=output,
                 stderr=output,
                 env=environment,
-                # The server dies with this process, however this process ends.
+                # The server is killed at the end of this process, however that ends.
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # noqa: PLW1509
             )
 
@@ -72,7 +72,7 @@ class ForeignServer:
         """Wait until the server is ready.
 
         Raises:
-            AssertionError: the server ended, or is not ready in time.
+            AssertionError: the server exited, or is not ready in time.
         """
 
         def ready() -> bool:
@@ -143,7 +143,7 @@ def seaweedfs(folder: Path, pem: Path | None = None) -> ForeignServer:
             folder / "log",
             f"{'https' if pem else 'http'}://127.0.0.1:{numbers['-s3.port']}",
         )  # fmt: skip
-        # A bucket can be made before there is a volume for objects.
+        # A bucket can be created before there is a volume for objects.
         server.wait(lambda: _s3_put(f"{server.url}/{BUCKET}") == 200)
         server.wait(lambda: _s3_put(f"{server.url}/{BUCKET}/ready") == 200)
     return server
@@ -157,7 +157,7 @@ def s3rver(folder: Path, pem: Path | None = None) -> ForeignServer:
     keys = folder / "keys.js"
     keys.write_text(f"require({account}).DUMMY_ACCOUNT.createKeyPair('test', 'test')\n")
     server = ForeignServer(
-        # Its continuation tokens are encrypted with DES, which OpenSSL 3 has only on request.
+        # s3rver encrypts continuation tokens with DES, which OpenSSL 3 disables by default.
         [_program("node", "Node.js"), "--openssl-legacy-provider", "--require", str(keys),
          str(package / "bin" / "s3rver.js"), "--directory", str(folder / "data"),
          "--address", "127.0.0.1", "--port", "0", "--no-vhost-buckets",
@@ -170,7 +170,7 @@ def s3rver(folder: Path, pem: Path | None = None) -> ForeignServer:
 
 
 def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
-    """Ceph's RADOS gateway on a monitor and an OSD that holds everything in memory."""
+    """Ceph's RADOS gateway on a monitor and an OSD in memory."""
     root = STORES / "ceph"
     assert (root / "usr/bin/radosgw").is_file(), "Ceph is missing: run make test-stores"
     libraries = root / "usr/lib/x86_64-linux-gnu"
@@ -218,9 +218,7 @@ def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
         run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd_id)
         osd = started.enter_context(start("ceph-osd", "-i", "0"))
         while " 1 up" not in run("ceph", "osd", "stat"):
-            if (
-                osd.has_ended
-            ):  # it asked before it knew the monitor, which refused that: "wrong fsid"
+            if osd.has_ended:  # a request before the monitor is known is refused with "wrong fsid"
                 osd = started.enter_context(start("ceph-osd", "-i", "0"))
         run("radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
             "--access-key=test", "--secret=test")  # fmt: skip
@@ -293,7 +291,7 @@ SERVE: dict[str, Callable[[Path, Path | None], ForeignServer]] = {
     "s3rver": s3rver,
     "ceph": ceph,
 }
-"""Each starts a server of S3 in an empty directory, over TLS if it gets a key with certificate."""
+"""Functions that start a server in an empty directory, with TLS if given a key with certificate."""
 
 
 def _program(name: str, source: str) -> str:
@@ -303,7 +301,7 @@ def _program(name: str, source: str) -> str:
 
 
 def _announced(server: ForeignServer, address: str) -> ForeignServer:
-    """Wait until the server has written its address."""
+    """Wait until the server has logged its address."""
 
     def found() -> bool:
         if match := re.search(address, server.log.read_text(errors="replace")):
@@ -315,7 +313,7 @@ def _announced(server: ForeignServer, address: str) -> ForeignServer:
 
 
 def _free_port(reserved: ExitStack) -> int:
-    """A port that only a listener with SO_REUSEADDR can take before ``reserved`` is closed."""
+    """A port that only a listener with SO_REUSEADDR can bind before ``reserved`` is closed."""
     holder = reserved.enter_context(socket.socket())
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
@@ -331,7 +329,7 @@ def _s3_put(url: str) -> int:
 
 
 def _status(request: urllib.request.Request) -> int:
-    """HTTP status of the answer; 0 where there is none."""
+    """HTTP status of the response; 0 without a response."""
     try:
         context = ssl._create_unverified_context() if request.type == "https" else None
         with urllib.request.urlopen(request, timeout=10, context=context) as answer:

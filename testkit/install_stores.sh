@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# testkit/install_stores.sh DIRECTORY: the servers of S3 that `make test-stores` needs and no Python package has.
-# Nothing is installed on the machine itself, and root is not needed: npm and Debian's packages are unpacked there.
+# testkit/install_stores.sh DIRECTORY: installs the S3 servers of `make test-stores` that are not on PyPI.
+# It changes nothing outside of DIRECTORY and needs no root: it unpacks packages of npm and Debian there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,8 +13,8 @@ fail() {
 directory=$1
 command -v node >/dev/null || fail 'make test-stores needs Node.js 17 or later: install the package nodejs'
 command -v npm >/dev/null || fail 'make test-stores needs npm: install the package npm'
-command -v apt-get >/dev/null || fail 'make test-stores takes Ceph from the packages of Debian 12: run it there'
-[ "$(dpkg --print-architecture)" = amd64 ] || fail 'make test-stores needs amd64: Ceph is looked for in its directories'
+command -v apt-get >/dev/null || fail 'make test-stores needs the Ceph packages of Debian 12: run it there'
+[ "$(dpkg --print-architecture)" = amd64 ] || fail 'make test-stores needs amd64, for which the paths of Ceph are fixed'
 
 mkdir -p "$directory"
 cp requirements/stores/package.json requirements/stores/package-lock.json "$directory"
@@ -22,11 +22,11 @@ npm ci --prefix "$directory" --ignore-scripts --no-audit --no-fund
 
 rm -rf "$directory/packages" "$directory/ceph"
 mkdir "$directory/packages" "$directory/ceph"
-# The packages that are missing on this machine.  Ceph from a version of its own is none of them.
+# Download the packages that this machine lacks.  A Ceph that is already installed would be missing from the list.
 wanted=(radosgw ceph-mon ceph-osd ceph-mgr ceph-common)
 mapfile -t names < <(apt-get install --simulate --no-install-recommends "${wanted[@]}" | awk '/^Inst/ {print $2}')
 printf '%s\n' "${names[@]}" | grep -qx radosgw ||
-	fail 'apt knows no radosgw, or it is installed already: run apt-get update, and remove it'
+	fail 'apt would not install radosgw: run apt-get update; if radosgw is installed, remove it'
 (cd "$directory/packages" && apt-get download "${names[@]}")
 for package in "$directory"/packages/*.deb; do
 	dpkg -x "$package" "$directory/ceph"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's store with the contract of torch's TCPStore, in memory; as slow as a test wants it."""
+"""A job's store in memory, with the contract of torch's TCPStore and an adjustable delay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 
 
 class MemoryJobStore:
-    """All connections are this one object.
+    """A store whose connections are all this one object.
 
     Args:
-        delay_s: longest pause before an operation; each takes a random part of it.
+        delay_s: longest pause before an operation, in seconds; each pause is random.
     """
 
     def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:

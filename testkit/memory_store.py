@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object store in memory, for tests of what uses one: it notes requests, and a test may step in.
+"""An object store in memory, which records requests and calls hooks of a test.
 
-It keeps the contract of :mod:`swansongd.stores.base` strictly: etags differ each time a part is sent, as
-they may, and a key that gets different bytes is noted as a fault.
+It applies the contract of :mod:`swansongd.stores.base` strictly: a part that is sent again gets another ETag,
+and a key that is written with different bytes is recorded as a fault.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from swansongd.stores.base import (
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 100
-"""Small, so that a part of a thousand bytes has several."""
+"""Small: a part of a thousand bytes has several windows."""
 PAGE_KEYS = 7
-"""The same for listings."""
+"""Small: a short listing has several pages."""
 
 
 @dataclass
@@ -45,8 +45,8 @@ class _Open:
 class MemoryStore:
     """The store.
 
-    ``before(what, key)`` is called before each request, and may raise or wait; ``after`` when it has
-    taken effect, and what it raises is the lost answer.
+    ``before(what, key)`` is called before each request, and may raise or wait.  ``after(what, key)`` is
+    called after the request took effect; if it raises, the reply is lost.
     """
 
     part_size_bytes_min = 1
@@ -60,12 +60,12 @@ class MemoryStore:
         self.open: dict[str, _Open] = {}
         self.bytes_sent = 0
         self.overwritten: list[str] = []
-        """Keys that were to get other bytes than they have: a fault of the writer."""
+        """Keys that were written again with different bytes: a fault of the writer."""
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
 
     def count(self, what: str) -> int:
-        """How many requests of a kind there were."""
+        """Number of requests of a kind."""
         return Counter(name for name, _ in self.requests)[what]
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -90,7 +90,7 @@ class MemoryStore:
             raise NotFound(key)
         data = self.objects[key][offset : offset + size_bytes]
         if len(data) != size_bytes:
-            raise Permanent(f"{key} has no {size_bytes} bytes from {offset}")
+            raise Permanent(f"{key}: the range {offset}+{size_bytes} is not within the object")
         sink.rewind()
         sink.write(memoryview(data))
 
@@ -102,7 +102,7 @@ class MemoryStore:
         return listed(prefix, lambda token: self.page(prefix, token))
 
     def page(self, prefix: str, token: str | None) -> Page:
-        """In no order that anybody could rely on, and each page but the first with a key of the last."""
+        """A page, sorted by reversed keys; each page except the first repeats a key of the previous page."""
         self._request("list", prefix)
         with self._lock:
             found = [key for key in self.objects if key.startswith(prefix)]
@@ -193,7 +193,7 @@ class MemoryStore:
 
     def _read(self, body: Body) -> bytes:
         data = bytearray(body.size_bytes)
-        for _ in range(2):  # as a store that signs what it sends
+        for _ in range(2):  # as a store that hashes a payload before it sends it
             body.rewind()
             for start in range(0, len(data), WINDOW_BYTES):
                 body.read_into(memoryview(data)[start : start + WINDOW_BYTES])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real store whose answers can be spoiled, delayed or counted while they arrive."""
+"""A file store whose reads can be corrupted, delayed or counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swansongd.stores.file.store import FileStore
 
 @dataclass
 class OddSink:
-    """Hands on what it gets, after something was done to it."""
+    """Calls ``instead`` with each window, then passes the window on."""
 
     sink: Sink
     instead: Callable[[memoryview], object]
@@ -27,11 +27,11 @@ class OddSink:
 
 
 class OddStore(FileStore):
-    """A file store that counts what it gave, and does something to it on the way.
+    """A file store that records the ranges that were read, and calls ``instead`` with their bytes.
 
     Args:
         directory: of the store.
-        instead: called with the key, the offset of the range, and each window before it is handed on.
+        instead: called with the key, the offset of the range, and each window before it is passed on.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class OddStore(FileStore):
         super().__init__(f"file://{directory}")
         self.instead = instead
         self.given: list[tuple[str, int, int]] = []
-        """Key, offset and size of each range that was asked for."""
+        """Key, offset and size of each requested range."""
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        if size_bytes:  # nothing is asked of a store for no bytes
+        if size_bytes:  # a store gets no request for 0 bytes
             self.given.append((key, offset, size_bytes))
         odd = OddSink(sink, lambda window: self.instead(key, offset, window))
         super().get_range(key, offset, size_bytes, odd)

@@ -23,7 +23,7 @@ from testkit import REPOSITORY
 
 DAEMON, TRAINER, MEMBER, OUTSIDER = 12000, 12001, 12002, 12003
 GROUP = 12100
-"""Of the trainers."""
+"""Group of the trainers."""
 OUTSIDERS = 12103
 HOOKS = Path(swansong.__file__).parents[1]
 
@@ -55,9 +55,9 @@ def wait():
 
 
 class UserProcess:
-    """A process of another user; ``script`` continues after ``_PRELUDE``.
+    """A process of another user, which runs ``_PRELUDE`` and then ``script``.
 
-    The modules are imported before root is given up: they may lie where only root gets.
+    The prelude imports the modules before it drops root, because only root may be able to read them.
     """
 
     def __init__(self, script: str, *arguments: Any, uid: int, gid: int = GROUP) -> None:
@@ -71,20 +71,20 @@ class UserProcess:
         )
 
     def shown(self) -> Any:
-        """The next value that the process shows."""
+        """Return the next value that the process shows."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the process ended with {self.process.wait()}"
         return json.loads(line)
 
     def tell(self, value: Any = None) -> None:
-        """Let the process continue; it gets ``value``."""
+        """Send a value to the process, which waits for it."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
     def ask(self, value: Any = None) -> Any:
-        """What the process shows when it has been told ``value``."""
+        """Send a value to the process, and return the next value that it shows."""
         self.tell(value)
         return self.shown()
 
@@ -97,14 +97,14 @@ class UserProcess:
 
 
 def run_as(script: str, *arguments: Any, uid: int, gid: int = GROUP) -> Any:
-    """What a process of another user shows."""
+    """Run a script as another user, and return the value that it shows."""
     with UserProcess(script, *arguments, uid=uid, gid=gid) as process:
         return process.shown()
 
 
 @contextmanager
 def reachable_directory() -> Iterator[Path]:
-    """A temporary directory that all users may enter, which ``tmp_path`` is not."""
+    """A temporary directory that all users may enter, unlike ``tmp_path``."""
     directory = Path(tempfile.mkdtemp(prefix="swansong-"))
     directory.chmod(0o755)
     try:
@@ -114,7 +114,7 @@ def reachable_directory() -> Iterator[Path]:
 
 
 def make_run_directory(path: Path, *, has_acl: bool) -> Path:
-    """A staging directory of a run as the daemon creates it; without ACL where there are none."""
+    """Create the staging directory of a run as the daemon does, with or without a default ACL."""
     path.mkdir()
     os.chown(path, DAEMON, GROUP)
     path.chmod(0o3770)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of bare sockets, plain or TLS, that does to each connection what the test says."""
+"""A socket server, plain or TLS, that runs a script of the test on each connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Request:
-    """As it came."""
+    """The bytes of a request."""
 
     head: bytes
     body: bytes
@@ -52,7 +52,7 @@ class Peer:
         self._held = b""
 
     def request(self) -> Request | None:
-        """The next one, whole; None when the client closed."""
+        """The next request, with its body; None when the client closed."""
         head = self.head()
         if head is None:
             return None
@@ -69,12 +69,12 @@ class Peer:
         return head + b"\r\n"
 
     def held(self) -> bytes:
-        """What came along with the last head."""
+        """The bytes that were received together with the last head."""
         held, self._held = self._held, b""
         return held
 
     def body(self, size_bytes: int) -> bytes:
-        """So many bytes, or what comes before the client is gone."""
+        """``size_bytes`` bytes, or fewer if the client closes."""
         got = bytearray(self._held[:size_bytes])
         self._held = self._held[size_bytes:]
         with suppress(OSError):
@@ -93,12 +93,12 @@ class Peer:
         self.send("\r\n".join(lines).encode() + body)
 
     def reset(self) -> None:
-        """Close it with a RST."""
+        """Close the connection with a RST."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         socket.socket.close(self.sock)
 
     def wait_for_end(self) -> None:
-        """Until the client is gone, whatever it still sends."""
+        """Read and discard everything until the client closes."""
         with suppress(OSError):
             while self.sock.recv(2**18):
                 pass
@@ -108,9 +108,9 @@ Script = Callable[[Peer], None]
 
 
 class RawServer:
-    """Runs ``script`` on each connection, in a thread of its own; ends them all when it is left.
+    """Runs ``script`` on each connection in a separate thread; closes all connections at the end.
 
-    ``script`` may be set anew at any time, for the connections that come after.
+    A new ``script`` applies to later connections.
     """
 
     def __init__(self, script: Script, certificate: Path | None = None) -> None:
@@ -184,7 +184,7 @@ class RawServer:
 
 
 def certificate(folder: Path) -> Path:
-    """A file with the key and certificate of 127.0.0.1, to be served and to be trusted."""
+    """Write a file with a key and a certificate of 127.0.0.1, for the server and as the CA bundle."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(UTC)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every backend before every server that it can talk to: the fixtures of the store tests.
+"""Fixtures of the store tests: every backend with every server of its protocol.
 
-What a foreign server cannot do stands in ``LACKS``, one line each; a test that is about it then says
-"does not apply".  docs/operations/store-compatibility.md tells users the same.
+``LACKS`` lists the features that a foreign server does not have; a test of such a feature is skipped with
+"does not apply".  docs/operations/store-compatibility.md has the same list for users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
@@ -37,27 +37,27 @@ MIB = 2**20
 PART = 5 * MIB
 
 OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
-"""The strict emulators: they take faults on order, and lack nothing."""
+"""The strict emulators: they inject faults on order, and have every feature."""
 ONE_EACH = pytest.mark.parametrize("cloud", ["s3-tls", "gcs"], indirect=True)
-"""For tests of many cases: once before each backend, and once over TLS, is enough."""
+"""For tests with many cases: one server for each backend, one of them with TLS."""
 IN_CI = (*OURS, "moto", "rclone", "seaweedfs")
-"""Start within seconds, from packages of requirements/dev.in."""
+"""Servers that start within seconds, from packages of requirements/dev.in."""
 SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
-"""``make test-stores`` adds more of :data:`foreign_servers.SERVE`."""
+"""``make test-stores`` adds servers of :data:`testkit.foreign_servers.SERVE`."""
 LACKS = {
     "file": {
-        "spent names": "a directory replaces a shard by one of the same name",
+        "spent names": "a shard replaces an existing one with the same key",
     },
     "memory": {
-        "ages": "all uploads here began an hour ago",
+        "ages": "every upload has an age of one hour",
     },
     "moto": {
-        "spent names": "moto tells no checksum of an object, so it is sent again over it",
-        "ages": "moto says that all uploads began in 2010",
+        "spent names": "moto returns no checksum of an object, so the object is sent again",
+        "ages": "moto returns 2010 as the start of every upload",
     },
     "rclone": {
         "create if absent": "rclone ignores If-None-Match",
-        "flat keys": "rclone makes files and directories of keys",
+        "flat keys": "rclone stores keys as files and directories",
         "spent names": "rclone ignores If-None-Match",
         "parts again": "rclone refuses other content for a part that it has",
         "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
@@ -76,25 +76,25 @@ LACKS = {
         "deletes beside puts": "s3rver returns 500 where a listing meets an object that is being deleted",
     },
     "ceph": {
-        "spent names": "Ceph returns no checksum of an object, so the object is sent again over it",
+        "spent names": "Ceph returns no checksum of an object, so the object is sent again",
         "unknown completion": "Ceph returns 500 to the completion of an unknown upload",
     },
 }  # fmt: skip
 
 
 def lacks(server: str) -> dict[str, str]:
-    """What the server lacks, and why."""
+    """Missing features of the server, each with its reason."""
     return LACKS.get(server.removesuffix("-tls"), {})
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """A server, and how to open it."""
+    """A server, and the way to open a store on it."""
 
     name: str
     server: EmulatorProcess | ForeignServer
     prefix: str
-    """New for each test."""
+    """Another one for each test."""
     ca: Path | None = None
 
     @property
@@ -112,7 +112,7 @@ class Cloud:
         return GcsStore(f"gs://{where}", GcsOptions(endpoint=endpoint, **options))
 
     def by(self, proxy: FaultProxy) -> str:
-        """The endpoint that leads through a proxy."""
+        """The endpoint of the server behind a proxy."""
         scheme = self.server.url.partition(":")[0]
         return f"{scheme}:{proxy.url.partition(':')[2]}"
 
@@ -122,7 +122,7 @@ class Cloud:
         return f"{self.server.ready.get('control', self.server.url)}/_control"
 
     def order(self, order: str, **query: object) -> None:
-        """Control the emulator, see emulators/store_control.py."""
+        """Send a control command to the emulator, see emulators/store_control.py."""
         url = f"{self._control}/{order}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
             pass
@@ -137,7 +137,7 @@ class Cloud:
 
 @pytest.fixture(scope="session")
 def cloud_environment() -> Iterator[None]:
-    """Credentials for the emulators, and no look-ups of real ones."""
+    """Credentials for the emulators; no SDK looks for other credentials."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
             patch.delenv(name, raising=False)
@@ -146,7 +146,7 @@ def cloud_environment() -> Iterator[None]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-        # At an endpoint of one's own that means: without credentials.
+        # With a custom endpoint, requests are then anonymous.
         patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield
@@ -154,7 +154,7 @@ def cloud_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The authority's certificate, and key with certificate of a server on loopback."""
+    """Certificate of the authority, and key with certificate of a server on loopback."""
     return tls.make(tmp_path_factory.mktemp("tls"))
 
 
@@ -164,7 +164,7 @@ def store_servers(
     certificates: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], EmulatorProcess | ForeignServer]]:
-    """Each server is started when a test first wants it, and serves all of them."""
+    """Start each server for the first test that needs it; later tests share it."""
     running: dict[str, EmulatorProcess | ForeignServer] = {}
     ends: list[Callable[[], object]] = []
 
@@ -209,7 +209,7 @@ def open_cloud(
 
 @pytest.fixture
 def s3_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
-    """The strict S3, in good health, whatever the test before ordered."""
+    """The strict S3 without faults of earlier tests."""
     server = open_cloud("s3").server
     assert isinstance(server, EmulatorProcess)
     return server
@@ -217,7 +217,7 @@ def s3_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
 
 @pytest.fixture
 def gcs_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
-    """The strict GCS, in good health, whatever the test before ordered."""
+    """The strict GCS without faults of earlier tests."""
     server = open_cloud("gcs").server
     assert isinstance(server, EmulatorProcess)
     return server
@@ -225,7 +225,7 @@ def gcs_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
 
 @pytest.fixture(params=OURS)
 def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
-    """Each strict emulator, plain and TLS, in good health."""
+    """Each strict emulator, plain and TLS, without faults."""
     return open_cloud(request.param)
 
 
@@ -238,11 +238,11 @@ def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
 # ---------------------------------------------------------------- stores
 
 WRAPPED = ("file", "s3-tls", "gcs")
-"""Where the wrapper is tried as well: once before each backend is enough."""
+"""Servers for tests of the retry wrapper: one for each backend."""
 
 
 def is_wanted(item: pytest.Item) -> bool:
-    """Whether this test is one of the combinations of server and wrapper that are worth their time."""
+    """Whether this combination of server and wrapper is tested."""
     chosen = getattr(item, "callspec", None)
     parameters: dict[str, object] = chosen.params if chosen is not None else {}
     return parameters.get("store") != "retrying" or parameters.get("server_name") in WRAPPED
@@ -255,7 +255,7 @@ def server_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def wants(server_name: str) -> Callable[[str], None]:
-    """Ends the test where the server lacks what it is about."""
+    """Skip the test if the server lacks a feature."""
 
     def check(what: str) -> None:
         if what in lacks(server_name):
@@ -266,7 +266,7 @@ def wants(server_name: str) -> Callable[[str], None]:
 
 @pytest.fixture
 def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Cloud]) -> ObjectStore:
-    """Every backend as it is, before every server."""
+    """Every backend with every server, without a wrapper."""
     if server_name == "file":
         (tmp_path / "a store").mkdir()
         return FileStore((tmp_path / "a store").as_uri())
@@ -278,7 +278,7 @@ def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Clo
 
 @pytest.fixture(params=["bare", "retrying"])
 def store(request: pytest.FixtureRequest, bare_store: ObjectStore) -> ObjectStore:
-    """Every backend, as it is and with the wrapper around it: nobody must see a difference."""
+    """Every backend with and without the retry wrapper, which must not change any result."""
     return bare_store if request.param == "bare" else retrying(bare_store, budget_s=10.0)
 
 
@@ -290,13 +290,13 @@ def retrying(store: ObjectStore, **options: Any) -> Retrying:
 
 
 def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> bytes:
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range(key, offset, size_bytes, sink)
     return sink.data
 
 
 def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
-    return store.put_part(upload, number, BytesBody(piece))
+    return store.put_part(upload, number, CountedBody(piece))
 
 
 def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:
@@ -306,13 +306,13 @@ def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartR
 
 
 def staged_upload(store: ObjectStore, content: bytes) -> tuple[Upload, list[PartReceipt]]:
-    """An upload of one part that wants only its completion."""
+    """An upload of one part, ready for its completion."""
     upload = store.begin("shard", len(content), PART)
     return upload, [send_part(store, upload, 1, content)]
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run ``work(0..count-1)`` at once; raises the first error of any."""
+    """Run ``work(0..count-1)`` in parallel; raises the first error."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(count)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to stores that are signed by botocore as they stand, right or wrong."""
+"""Requests to stores with any content, signed by botocore."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from testkit.store_backends import BUCKET, Cloud
+from testkit.foreign_servers import BUCKET
+from testkit.store_backends import Cloud
 
 
-class Signer(S3SigV4Auth):  # type: ignore[misc,unused-ignore]
-    """Signs what the request says of its payload, true or not."""
+class UncheckedSigner(S3SigV4Auth):  # type: ignore[misc,unused-ignore]
+    """Signs the declared payload hash without verifying it."""
 
     def __init__(self, secret_key: str = "test") -> None:
         super().__init__(Credentials("test", secret_key), "s3", "us-east-1")
@@ -35,11 +36,11 @@ def signed(
     secret_key: str = "test",
     timeout_s: float = 20.0,
 ) -> requests.Response:
-    """The answer to a request for a key that is new."""
+    """The response to a request for a new key."""
     url = f"{cloud.server.url}/{BUCKET}/{cloud.prefix}/{os.urandom(4).hex()}"
     request = AWSRequest(method, url, headers=headers or {}, data=body)
     if cloud.is_s3:
-        Signer(secret_key).add_auth(request)
+        UncheckedSigner(secret_key).add_auth(request)
     return requests.request(
         method,
         url,

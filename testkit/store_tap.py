@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands between a daemon and its store, counts requests, and strikes at exactly the k-th."""
+"""A proxy between a daemon and its store that injects a fault at the k-th request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WRITES = ("PUT", "POST", "DELETE")
 
 
 class StoreTap:
-    """A forwarding HTTP server on loopback; ``url`` is where to find it.
+    """A forwarding HTTP server on loopback, at ``url``.
 
-    ``before``: the k-th request never reaches the store.  ``after``: it takes effect, and its answer is
+    ``before``: the k-th request never reaches the store.  ``after``: it takes effect, and its reply is
     lost.
     """
 
@@ -47,7 +47,7 @@ class StoreTap:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # who was killed has hung up
+                pass  # a killed client closes its connection
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -62,7 +62,7 @@ class StoreTap:
         *,
         methods: Sequence[str] = ("GET", "HEAD", *WRITES),
     ) -> None:
-        """Call ``strike`` at the request of that number, counted from 1 and from now, of these methods."""
+        """Call ``strike`` at the next request number ``request`` (from 1) of these methods."""
         with self.lock:
             self._left, self._when, self._strike = request, when, strike
             self._methods = methods

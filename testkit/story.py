@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A story for the state machine: what happens is told in words, what it orders is kept.
+"""A story for the state machine: methods are events, and the resulting actions are recorded.
 
-Time moves only when it is told to, and nothing answers by itself: a test plays the trainers, the flush
-and the store.
+Time moves only by calls, and nothing responds by itself: a test plays the trainers, the flush and the store.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
 
 
 class Story:
-    """A daemon's decision loop that has just started; with ``claimed``, it has looked around already."""
+    """A decision loop that has just started; with ``claimed``, it has scanned staging and has a claim."""
 
     def __init__(
         self,
@@ -125,10 +124,10 @@ class Story:
             self.scan()
             self.tell(GenerationClaimed(generation, newest))
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def tell(self, event: Event) -> list[Action]:
-        """One turn; returns what it ordered."""
+        """Post one event; returns the actions."""
         self.state, actions = machine.step(self.state, event, self.now)
         self.actions += actions
         return list(actions)
@@ -195,7 +194,7 @@ class Story:
         return staged
 
     def answer(self, step: int, nonce: str = "emg", connection: int = 1) -> Staged:
-        """The trainer seals what it was asked for, and says so."""
+        """The trainer seals the requested set, and reports it."""
         staged = a_set(step, nonce, request_id=self.request_id)
         self.staging.append(staged)
         event = TrainerSealed(connection, self.request_id, step, 2.0, staged.size_bytes)
@@ -213,12 +212,12 @@ class Story:
         return self.tell(found)
 
     def lose(self, staged: Staged) -> list[Action]:
-        """A set vanishes from staging."""
+        """A set disappears from staging."""
         self.staging.remove(staged)
         return self.scan()
 
     def store_all(self, *, after_s: float = 0.0) -> None:
-        """Flush and store do all that they are told to, until nothing is left."""
+        """Flush and store complete all work, until none is left."""
         while True:
             before = len(self.actions)
             if self.state.flight is not None:
@@ -243,7 +242,7 @@ class Story:
     def commit_fails(self, *, conflict: bool = False) -> list[Action]:
         return self.tell(CommitFailed(self.last(CommitManifest).flush_id, "503", conflict))
 
-    # ------------------------------------------------------------------ what was ordered
+    # ------------------------------------------------------------------ actions
 
     def all(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket of the strict S3 emulator, which tells the checksums of its parts as the real one does."""
+"""A bucket of the strict S3 emulator, which returns the checksums of parts, as S3 does."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from swansongd.stores.s3.store import S3Store
 from testkit.rig import control
 
 ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-"""Of the emulator, when nothing else was ordered."""
+"""Default account of the emulator."""
 
 
 @dataclass(frozen=True)
 class Strict:
-    """One prefix in a strict S3: it tells the checksums of its parts, as the real one does."""
+    """One prefix in a bucket of the strict S3 emulator."""
 
     url: str
     prefix: str
@@ -44,24 +44,24 @@ class Strict:
         control(self.url, f"{name}?{urlencode(query)}")
 
     def objects(self, below: str) -> dict[str, str]:
-        """SHA-256 of everything that lies there."""
+        """SHA-256 of every object below a prefix, by key."""
         store = self.store
         found = [info.key for info in store.list(below)]
         return {key: hashlib.sha256(store.get(key)).hexdigest() for key in found}
 
     def manifests(self) -> list[dict[str, Any]]:
-        """Newest first."""
+        """All manifests, newest first."""
         store = self.store
         keys = sorted((info.key for info in store.list("run/commits/")), reverse=True)
         return [json.loads(store.get(key)) for key in keys]
 
     def restored(self, place: Path) -> dict[str, bytes]:
-        """The newest whole commit, as a fresh VM gets it."""
+        """Files of the newest whole commit, restored as by a new VM."""
         restore(self.store, RunKeys("run"), RestoreTarget(place))
         return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
     def parts_sent(self) -> Counter[tuple[str, str]]:
-        """How often each part of each upload got through to the store, since the last ``clear``."""
+        """Number of requests for each part of each upload since the last ``clear``."""
         wanted = re.compile(rf"/{self.prefix}/.*[?&](?=.*partNumber=(\d+))(?=.*uploadId=([^&]+))")
         requests = control(self.url, "requests")
         found = (wanted.search(target) for method, target in requests if method == "PUT")

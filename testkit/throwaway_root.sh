@@ -1,10 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs provision.sh on this machine's own root without changing it: an overlay in a mount namespace takes
+# Runs provision.sh on this machine's root without changing it: an overlay in a mount namespace takes
 # every write.  Started by test_provision.py as
 #   unshare --mount throwaway_root.sh REPOSITORY INPUT OUTPUT PYTHON
-# INPUT holds wheels, their hashes and configurations; OUTPUT gets what there is to look at afterwards.
-# shellcheck disable=SC2016 # in single quotes are words for the shell inside
+# INPUT holds wheels, their hashes and configurations; OUTPUT gets the files that the tests examine.
+# shellcheck disable=SC2016 # single quotes hold text for the inner shell
 set -euo pipefail
 repository=$1 input=$2 output=$3 python=$4
 
@@ -17,24 +17,24 @@ mount --rbind /dev "$root/dev"
 mount --rbind /proc "$root/proc"
 mount -t tmpfs -o mode=0755 tmpfs "$root/run"
 mkdir "$root"/run/{repository,input,prefix}
-# What is secret on this machine is no business of ours.
+# Hide the secrets of this machine.
 for home in "$root"/{root,home}; do
 	mount -t tmpfs -o mode=0755 tmpfs "$home"
 done
 for file in "$root"/etc/{pip.conf,environment}; do
 	[ ! -e "$file" ] || mount --bind /dev/null "$file"
 done
-# Read-only: the script may change nothing beside itself.
+# Read-only: the script must not change its own folder.
 mount --bind -o ro "$repository" "$root/run/repository"
 mount --bind -o ro "$input/constraints.txt" "$root/run/repository/constraints.txt"
 mount --bind -o ro "$input" "$root/run/input"
 prefix=$(realpath "$(dirname "$python")/..")
-if [ "$prefix" != /usr ]; then # perhaps in a home, where the daemon's user could not follow
+if [ "$prefix" != /usr ]; then # perhaps in a home that the daemon's user cannot enter
 	mount --bind -o ro "$prefix" "$root/run/prefix"
 	python=/run/prefix/bin/${python##*/}
 fi
 
-# An interpreter may look for its library where it was built for, which was hidden above.
+# An interpreter may look for its library at its build path, which is hidden above.
 inside() {
 	chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY_PATH=/run/prefix/lib \
 		PYTHONDONTWRITEBYTECODE=1 "$@"
@@ -44,7 +44,7 @@ provision() {
 	(umask 077 && inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
 }
 
-# From the sources; the directory of wheels takes the place of the package index.
+# From the sources; the directory of wheels replaces the package index.
 provision_from_sources() {
 	(umask 077 && inside "PYTHON=$python" PIP_NO_INDEX=1 PIP_FIND_LINKS=/run/input/wheels \
 		/run/repository/packer/provision.sh --no-packages "$@")
@@ -58,7 +58,7 @@ contents() {
 	(cd "$space/upper" && find . -type f -exec sha256sum {} + | sort)
 }
 
-# One byte more in one of the wheels, which is as good a wheel as before.
+# Append one byte to a wheel, which leaves it a valid wheel.
 cp -r "$input/wheels" "$space/altered"
 echo >>"$(echo "$space"/altered/jeepney-*.whl)"
 mkdir "$root/run/altered"
@@ -79,8 +79,8 @@ contents >"$output/contents.again"
 
 cp "$root/etc/swansong/swansong.toml" "$root/etc/passwd" "$root/etc/group" "$output/"
 
-# The daemon's user makes the directory of the run, as the unit would have it; then a trainer of another user,
-# tight umask and all; then the daemon's user again.
+# The daemon's user creates the directory of the run, as the unit does; then a trainer of another user writes to
+# it with a tight umask; then the daemon's user reads and removes the files.
 as_daemon() {
 	inside setpriv --reuid swansong --regid swansong-trainers --init-groups /bin/sh -ec "$1"
 }
@@ -112,7 +112,7 @@ fi
 provision_from_sources --image
 stat -c 'machine-id has %s bytes' "$root/etc/machine-id"
 
-# What must not become an image.
+# Faults that must keep a VM from becoming an image.
 mkdir "$root/root/.aws"
 echo 'aws_access_key_id = AKIAAAAAAAAAAAAAAAAA' >"$root/root/.aws/credentials"
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
@@ -122,7 +122,7 @@ code=0
 inside /opt/swansong/bin/swansong doctor --image >"$output/doctor.again" || code=$?
 echo "$code" >"$output/doctor.code"
 
-# And off it again.
+# Uninstall.
 inside bash -ex /run/input/uninstall.sh
 (cd "$space/upper" && find . -mindepth 1 -iname '*swansong*') >"$output/left"
 { inside getent passwd swansong || inside getent group swansong-trainers; } >>"$output/left" || true

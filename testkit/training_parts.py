@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several tests of the hooks use."""
+"""Objects that several tests of the hooks train."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of wheels for provisioning without a package index, made of the installed distributions."""
+"""A folder of wheels for provisioning without a package index, made from the packages of the test run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from testkit import REPOSITORY
 
 
 def _write_wheel(wheels: Path, name: str, version: str, package: Path) -> None:
-    """A wheel of ``package``, with the minimal metadata for pip."""
+    """Write a wheel of ``package``, with the metadata that pip needs."""
     stem = f"{name.replace('-', '_')}-{version}"
     facts = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
@@ -38,7 +38,7 @@ def _write_wheel(wheels: Path, name: str, version: str, package: Path) -> None:
 
 
 def _find(name: str, extras: set[str], found: dict[str, metadata.Distribution]) -> None:
-    """Collect the installed distribution ``name`` and its dependencies in ``found``."""
+    """Add the installed distribution ``name`` and all its dependencies to ``found``."""
     if name in found:
         return
     found[name] = metadata.distribution(name)
@@ -49,7 +49,7 @@ def _find(name: str, extras: set[str], found: dict[str, metadata.Distribution]) 
 
 
 def _repack(wheels: Path, distribution: metadata.Distribution) -> None:
-    """A wheel of an installed distribution, without its commands."""
+    """Write a wheel of an installed distribution, without its commands."""
     stem = f"{distribution.name.replace('-', '_')}-{distribution.version}"
     tags = set(re.findall(r"^Tag: (\S+)$", distribution.read_text("WHEEL") or "", re.MULTILINE))
     tag = next(str(tag) for tag in sys_tags() if str(tag) in tags)
@@ -60,7 +60,7 @@ def _repack(wheels: Path, distribution: metadata.Distribution) -> None:
 
 
 def installed_dependencies() -> dict[str, metadata.Distribution]:
-    """The dependencies that provision.sh installs: for running and for building both distributions."""
+    """The runtime and build dependencies of our two distributions, as installed here."""
     found: dict[str, metadata.Distribution] = {}
     for folder in ("training_hooks", "daemon"):
         about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())
@@ -72,9 +72,9 @@ def installed_dependencies() -> dict[str, metadata.Distribution]:
 
 
 def write_wheelhouse(wheels: Path, lock: Path) -> None:
-    """Wheels of both distributions and of their installed dependencies, with hashes.
+    """Write wheels of our two distributions and of their installed dependencies, and a lock with the hashes.
 
-    ``lock`` replaces constraints.txt, because a repacked wheel has other bytes than the one on the index.
+    ``lock`` replaces constraints.txt: a repacked wheel has other bytes than the one on the package index.
     """
     wheels.mkdir()
     for distribution in installed_dependencies().values():

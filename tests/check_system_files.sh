@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Checks what no Python tool reads: shell scripts, systemd units, Packer templates.  Part of `make check`.
-# A tool that is missing is a failure in CI, and elsewhere a line that says what was not checked.
+# Checks files that no Python tool reads: shell scripts, systemd units, Packer templates.  Part of `make check`.
+# A missing tool is a failure in CI; elsewhere a line names the check that was skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +9,7 @@ failed=0
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# check WHAT COMMAND...: success is exit 0 and nothing on stderr, for some tools only print what they find.
+# check WHAT COMMAND...: success is exit 0 with empty stderr, because some tools only print their findings.
 check() {
 	local what=$1
 	shift
@@ -22,7 +22,7 @@ check() {
 	fi
 }
 
-# have TOOL WHAT: whether the tool is there; else says what is not checked for want of it.
+# have TOOL WHAT: whether the tool is installed; otherwise prints that WHAT is not checked.
 have() {
 	if command -v "$1" >/dev/null; then
 		return 0
@@ -45,7 +45,7 @@ if have shellcheck "shell scripts"; then
 fi
 
 if have systemd-analyze "units"; then
-	# A root of its own, in which the units find what they start and what they are ordered by.
+	# A separate root with the programs and units that the units refer to.
 	root=$scratch/root
 	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
 	ln -s usr/lib "$root/lib"
@@ -60,11 +60,11 @@ if have systemd-analyze "units"; then
 	cp -r systemd/*.service systemd/trainer.service.d "$root/etc/systemd/system/"
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
 	for unit in swansongd.service swansong-restore@my-run.service swansong-nvme.service trainer.service; do
-		check "$unit is understood" systemd-analyze verify --man=no --recursive-errors=no \
+		check "syntax of $unit" systemd-analyze verify --man=no --recursive-errors=no \
 			--root="$root" "/etc/systemd/system/$unit"
 	done
 	for unit in systemd/*.service; do
-		# It mounts, for all to see, and is over before anything else begins: no sandbox does that.
+		# This unit mounts a file system for all others and ends before they start: a sandbox would prevent that.
 		[ "$unit" != systemd/swansong-nvme.service ] || continue
 		check "exposure of ${unit#systemd/} is at most 1.6" systemd-analyze security --offline=true \
 			--threshold=16 --no-pager "$unit"
@@ -72,14 +72,14 @@ if have systemd-analyze "units"; then
 fi
 
 if have packer "Packer templates"; then
-	# Without plugins.pkr.hcl and IMDSv2, which Packer 1.6 does not know; the rest it checks to the last argument.
+	# Without plugins.pkr.hcl and IMDSv2, which Packer 1.6 does not support; it checks every other argument.
 	export CHECKPOINT_DISABLE=1 PACKER_CONFIG_DIR=$scratch
 	check "format of the Packer templates" packer fmt -check packer
 	mkdir -p "$scratch/clone/build/wheelhouse" "$scratch/clone/daemon/swansongd"
 	cp -r packer systemd constraints.txt "$scratch/clone/"
 	rm "$scratch/clone/packer/plugins.pkr.hcl"
 	touch "$scratch/clone/daemon/swansongd/swansong.example.toml"
-	depth=() # later versions check arguments with plugins only
+	depth=() # later versions check arguments only with plugins
 	packer version | grep -q '^Packer v1\.6\.' || depth=(-syntax-only)
 	sed -i '/^  imds_support/d; /^  metadata_options {/,/^  }/d' "$scratch/clone/packer/aws.pkr.hcl"
 	check "Packer templates" env --chdir "$scratch/clone/packer" \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all tests: nothing is skipped in CI, and hypothesis never judges the machine's speed."""
+"""Rules for all tests: CI skips nothing, and hypothesis does not measure the machine's speed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ settings.register_profile("machines", deadline=None, suppress_health_check=[Heal
 settings.load_profile("machines")
 
 DOES_NOT_APPLY = "does not apply"
-"""A reason that begins so is no missing tool or right: the property is another one on this machine."""
+"""Prefix of a skip reason that is not a missing tool or right: this machine has another property."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI a missing tool, or right, is a failure."""
+    """In CI a test that is skipped for a missing tool or right fails."""
     report = yield
     if os.environ.get("CI") and report.skipped and call.excinfo is not None:
         reason = str(call.excinfo.value)
         if DOES_NOT_APPLY not in reason:
             report.outcome = "failed"
-            report.longrepr = f"{item.nodeid}: in CI nothing is skipped: {reason}"
+            report.longrepr = f"{item.nodeid}: CI skips nothing: {reason}"
     return report

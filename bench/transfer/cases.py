@@ -12,12 +12,13 @@ from pathlib import Path
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import part_digest, shard_digest
+from swansongd.digests import shard_digest
 from swansongd.model import CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.checksums import crc32c
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
 from bench.transfer.sink import DIRECT, FAULTY, HASHING, PACED, PATTERN_BYTES, Object, Profile
+from testkit.committed import part_digest
 
 PART_BYTES = 16 * 2**20
 FAULT_TIMES_S = (25.0, 110.0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the decision loop, and its repair after a fault of our own.
+"""The state of the decision loop, and its repair after a fault in our code.
 
 A fault costs the event that caused it, never the evacuation:
 
-1. An event of trainers or of staging is dropped, and what is due by now is done as on a tick.
-2. When that fails as well, or an event of the daemon's own parts fails, the state itself is spoiled: the
-   event is decided again with a state rebuilt from what is trusted (:func:`machine.rebuilt`).
+1. An event from trainers or staging is dropped, and a tick takes its place.
+2. When that fails as well, or an event of the daemon itself fails, the state is corrupt: the event is decided
+   again with a state rebuilt from trusted facts (:func:`machine.rebuilt`).
 3. After :data:`UNDECIDED_MAX` such failures in a row the process ends, and systemd restarts it.
 """
 
@@ -29,24 +29,24 @@ from swansongd.core.state import State
 from swansongd.util.rates import LogLimit
 
 UNDECIDED_MAX = 10
-"""Events in a row that no state could work with."""
+"""Events in a row that fail with every state."""
 _LINES_AT_ONCE = 5
 _LINE_EVERY_S = 60.0
 _UNTRUSTED = (*CAUSED_BY_TRAINERS, Scanned, RolledBack)
 
 
 class Decisions:
-    """Decides about events, one after another; for the thread of the decision loop.
+    """Decides events one after another, in the thread of the decision loop.
 
     Args:
-        state: to begin with.
+        state: the initial one.
         log: a structlog logger.
     """
 
     def __init__(self, state: State, log: Any) -> None:
         self.state = state
         self.faults = 0
-        """Number of faults so far, those of actions included."""
+        """Number of faults so far, including those of actions."""
         self.last_fault: str | None = None
         self._log = log
         self._lines = LogLimit(burst=_LINES_AT_ONCE, interval_s=_LINE_EVERY_S)
@@ -56,7 +56,7 @@ class Decisions:
         """Replace the state; returns the actions.
 
         Raises:
-            Exception: the last one, after :data:`UNDECIDED_MAX` events in a row.
+            Exception: the last fault, after :data:`UNDECIDED_MAX` events in a row.
         """
         try:
             return self._step(self.state, event, now_mono_s)
@@ -80,7 +80,7 @@ class Decisions:
         return (*actions, Rescan())
 
     def guarded(self, what: str, call: Callable[[], object]) -> bool:
-        """Do one thing that belongs to a turn; whether it worked."""
+        """Call this; returns whether it succeeded."""
         try:
             call()
         except Exception as error:
@@ -89,7 +89,7 @@ class Decisions:
         return True
 
     def fault(self, cause: str, error: Exception) -> None:
-        """Count and log a fault of ours."""
+        """Count and log a fault."""
         self.faults += 1
         self.last_fault = f"{cause}: {type(error).__name__}: {error}"[:500]
         extra = self._lines.admit(cause, time.monotonic())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error of the daemon, and the exit code that each one ends a command with.
+"""All errors of the daemon, with the exit codes of commands.
 
 ::
 
@@ -9,28 +9,28 @@
     ├── FencedError             14   a newer generation of this run exists
     ├── StagingError            15   the staging directory or a restore target cannot be used
     ├── StoreError              16   the object store refused or failed
-    │   ├── Transient                may work when tried again
-    │   ├── Permanent                will not work until somebody fixes something
+    │   ├── Transient                a retry may succeed
+    │   ├── Permanent                fails until an operator fixes the cause
     │   ├── NotFound                 the key (or the bucket) does not exist
-    │   ├── TooLarge                 the object has more bytes than a small object may have
-    │   └── Exists                   create-if-absent found the name taken
-    ├── NothingToRestore        17   the run has no commit that is whole
+    │   ├── TooLarge                 the object exceeds the limit for small objects
+    │   └── Exists                   create-if-absent found an object under the key
+    ├── NothingToRestore        17   the run has no whole commit
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
     │   └── UnreadableError          the store refuses one object, and returns others
-    ├── Stopped                  9   somebody asked for the end before it was done
+    ├── Stopped                  9   a stop was requested during the operation
     └── Unready                 12   ``swansong doctor`` found a failure
 
-Each error says what happened in its message and the way out in ``hint``.
+The message of an error states the problem, ``hint`` the fix.
 
-systemd names the codes 3 to 7, 64 to 78, 200 to 244 and 255 after errors of its own, of the LSB and of BSD: 6
-would be shown as NOTCONFIGURED.  None of them is used, and 2 has the name INVALIDARGUMENT, which fits.
+systemd gives the codes 3 to 7, 64 to 78, 200 to 244 and 255 names of its own, of the LSB and of BSD: it would
+show 6 as NOTCONFIGURED.  Swansong uses none of these.  The name of 2 is INVALIDARGUMENT, which fits.
 """
 
 from __future__ import annotations
 
 
 class SwansongError(Exception):
-    """Base of all errors; ``str()`` is one line for a person, ``hint`` the way out."""
+    """Base of all errors; ``str()`` is one line for a person, ``hint`` the fix."""
 
     exit_code = 1
 
@@ -39,12 +39,12 @@ class SwansongError(Exception):
         self.hint = hint
 
     def line(self) -> str:
-        """The message and the way out, in one line."""
+        """The message and the fix, in one line."""
         return f"{self}. {self.hint}" if self.hint else str(self)
 
 
 class ConfigError(SwansongError):
-    """The configuration is unusable.  ``problems`` holds one line for each thing that is wrong."""
+    """The configuration is unusable.  ``problems`` has one line for each problem."""
 
     exit_code = 2
 
@@ -70,7 +70,7 @@ class FencedError(SwansongError):
             f"generation {newer} has taken the run over from generation {own}"
             if newer != own
             else f"another VM has claimed generation {own}, after the claim of this VM was deleted",
-            hint="This VM must not write any more; another one goes on with the run",
+            hint="This VM must not write any more; the run continues on another VM",
         )
         self.own = own
         self.newer = newer
@@ -86,7 +86,7 @@ class StoreError(SwansongError):
 
 
 class Transient(StoreError):
-    """``retry_after_s`` is how long the store wants to be left alone, where it said so."""
+    """``retry_after_s`` is the pause that the store requested, if any."""
 
     retryable = True
 
@@ -126,7 +126,7 @@ class CorruptError(SwansongError):
 
 
 class UnreadableError(CorruptError):
-    """Readers step over the commit of such an object, but must not conclude that there is none."""
+    """Readers skip the commit of such an object, but must not conclude that the run has no commit."""
 
 
 class Stopped(SwansongError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inbox of the decision loop: bounded, and never held up by trainers."""
+"""The inbox of the decision loop: bounded, with priority over events from trainers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections import deque
 from swansongd.core.events import CAUSED_BY_TRAINERS, Event
 
 EVENTS_MAX = 10_000
-"""Of each of the two queues."""
+"""Capacity of each of the two queues."""
 
 
 class Inbox:
-    """Events in the order in which they came, those that trainers cause after all others.
+    """Events in order of arrival, those that trainers cause after all others.
 
     A flood of messages therefore does not delay a notice.  A thread that posts to a full queue blocks until
-    there is room; the decision loop itself never blocks, for only the decision loop makes room.
+    there is room.  The decision loop itself never blocks, because only the decision loop makes room.
 
     Args:
-        events_max: of each of the two queues.
+        events_max: capacity of each of the two queues.
     """
 
     def __init__(self, events_max: int = EVENTS_MAX) -> None:
@@ -41,13 +41,13 @@ class Inbox:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Discard all further events: threads that wait for room return."""
+        """Discard all further events; threads that wait for room return."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def get(self, timeout_s: float) -> Event | None:
-        """The next event; None when there was none in time.  For the thread that made the inbox."""
+        """The next event; None after the timeout.  For the thread that created the inbox."""
         with self._changed:
             self._changed.wait_for(lambda: self._own or self._of_trainers, timeout_s)
             queue = self._own or self._of_trainers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value types that every other module speaks in.
+"""The value types that all modules share.
 
 Frozen dataclasses and enums, standard library only, no IO.  Instants called ``*_mono_s`` are seconds
 of CLOCK_MONOTONIC; wall-clock values are informational and never order anything.
@@ -13,32 +13,32 @@ from enum import IntEnum, StrEnum
 
 
 class Severity(IntEnum):
-    """How sure and how near the end is; the most severe live notice wins."""
+    """How certain and how near the termination is; the most severe notice in force counts."""
 
     ADVISORY = 1
-    """May not come true (rebalance recommendation): stage, do not stop."""
+    """May not happen (rebalance recommendation): take a checkpoint, do not stop."""
     SCHEDULED = 2
-    """Will come true, hours or days ahead."""
+    """Will happen, hours or days ahead."""
     IMMINENT = 3
-    """The VM goes away within the grace period."""
+    """The VM will be terminated within the grace period."""
     SHUTTING_DOWN = 4
-    """The OS is already on its way down."""
+    """The OS is already shutting down."""
 
 
 class Health(StrEnum):
-    """Whether a source could tell us of the end if it came.  *Unknown* is never *ok*."""
+    """Whether a notice would be seen now.  *Unknown* is never *ok*."""
 
     OK = "ok"
     DEGRADED = "degraded"
     """Some polls fail; notices may be late."""
     BLIND = "blind"
-    """No answer for long enough that a notice would be missed."""
+    """No response for so long that a notice would be missed."""
     UNSUPPORTED = "unsupported"
     """This VM has no such source."""
 
 
 class DeadlineQuality(StrEnum):
-    """Where the deadline of a notice comes from."""
+    """The origin of a notice's deadline."""
 
     STATED = "stated"
     DERIVED = "derived"
@@ -47,34 +47,34 @@ class DeadlineQuality(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A source's word that the VM will go away."""
+    """A source's message that the VM will be terminated."""
 
     source: str
     """Glossary name, for example ``aws.spot`` or ``gcp.preempted``."""
     kind: str
     """``reclaim``, ``stop``, ``hibernate``, ``rebalance``, ``os-shutdown``, ``manual``, ``drill`` ..."""
     identity: str
-    """The same for every sighting of the same notice.  Contains no time that can move: neither that of the
-    poll nor the one that the source states."""
+    """The same for every sighting of the same notice.  It contains no time that can move: neither the time of
+    the poll nor the stated one."""
     severity: Severity
     deadline_mono_s: float
-    """When the power goes, as far as anyone knows."""
+    """When the power is cut, to the best of our knowledge."""
     deadline_quality: DeadlineQuality
     detail: str = ""
-    """What the source said, shortened, for logs and the farewell."""
+    """The source's message, shortened, for logs and the farewell."""
     later_mono_s: float | None = None
-    """The source has named this later deadline since; it counts once the VM has outlived the earlier one."""
+    """A later deadline that the source named since; it counts once the VM has outlived the earlier one."""
     is_overdue: bool = False
-    """The source named a time that had passed, and the VM is alive: the deadline is an assumed one."""
+    """The source named a time in the past, and the VM runs: the deadline is an assumed one."""
     evacuation_id: str = ""
     """The newest evacuation that answers this notice.  A restarted daemon resumes it under the same id."""
     repeats: tuple[str, ...] = ()
-    """Identities of later notices by hand with the same end: they are this notice."""
+    """Identities of later notices by hand with the same deadline, which count as this notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceStatus:
-    """The health of one source, in words, and since when."""
+    """The health of one source, the reason in words, and its beginning."""
 
     source: str
     health: Health
@@ -91,15 +91,16 @@ class CheckpointKind(StrEnum):
 
 
 def is_healthy(health: Mapping[str, float]) -> bool | None:
-    """Whether the loss with which a checkpoint was taken is finite; None where the trainer gave none."""
+    """Whether the loss of a checkpoint is finite; None if the trainer reported none."""
     is_finite = health.get("loss_is_finite")
     return None if is_finite is None else is_finite != 0.0
 
 
 def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The health of a checkpoint from that of its ranks, or of its nodes.
+    """The health of a checkpoint from the health of its ranks, or of its nodes.
 
-    Values are averaged over those that have them; one loss that is not finite makes the whole unhealthy.
+    Values are averaged over the ranks that report them.  One loss that is not finite makes the checkpoint
+    unhealthy.
     """
     merged = {}
     for name in sorted({name for health in healths for name in health}):
@@ -109,19 +110,19 @@ def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Verdict(StrEnum):
-    """How an evacuation ended."""
+    """The outcome of an evacuation."""
 
     SAFE = "SAFE"
-    """The newest sealed state, taken after the notice where a trainer lived, is committed."""
+    """The newest sealed state is committed, from after the notice if a trainer was running."""
     PARTIAL = "PARTIAL"
-    """An older commit stands."""
+    """An older whole commit exists."""
     LOST = "LOST"
-    """Nothing of this run is committed."""
+    """The run has no whole commit."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointId:
-    """One sealed set in staging: its step, and a nonce that tells two sets of one step apart."""
+    """One sealed set in staging: its step, and a nonce that differs between sets of one step."""
 
     step: int
     nonce: str
@@ -132,7 +133,7 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFile:
-    """One file of a sealed set, as the scan saw it.  Any later difference voids the set."""
+    """One file of a sealed set at the time of the scan.  Any later difference voids the set."""
 
     path: str
     """Relative to the directory of the set, with ``/``."""
@@ -151,21 +152,21 @@ class Staged:
     kind: CheckpointKind
     files: tuple[StagedFile, ...]
     markers: frozenset[str] = frozenset()
-    """Paths that say "complete" to a framework; stored after all the data that they cover."""
+    """Paths that mark completeness for a framework; stored after all data that they cover."""
     framework: str = "swansong"
-    """Layout by which it was recognised: ``swansong`` for our hooks, else the adopted rule's name."""
+    """The layout that recognised it: ``swansong`` for our hooks, else the name of the adopted rule."""
     node: int = 0
     nodes: int = 1
     request_id: str = ""
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
     seen_mono_s: float | None = None
-    """When the scan began that first found these files of an adopted set; it has to settle after that."""
+    """Start of the scan that first found these files of an adopted set, which must settle after that."""
     starts: frozenset[str] = frozenset()
     """The starts of the training that wrote it, one for each rank of this VM."""
     health: Mapping[str, float] = field(default_factory=dict)
-    """Loss and metrics as the trainer reported them."""
+    """Loss and metrics, as reported by the trainer."""
     trainer: Mapping[str, object] = field(default_factory=dict)
-    """World size and other facts for whoever restores."""
+    """World size and other facts for the restore."""
 
     @property
     def size_bytes(self) -> int:
@@ -174,7 +175,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """One shard, durably in the object store."""
+    """One shard that is durable in the object store."""
 
     path: str
     size_bytes: int
@@ -182,14 +183,14 @@ class StoredShard:
     """See :mod:`swansongd.digests`."""
     key: str
     part_size_bytes: int
-    """The digest is a two-level one over parts of this size."""
+    """Size of the parts of the two-level digest."""
     crc32c: int
-    """Of all its bytes; what the store itself has checked, where it can."""
+    """CRC32C of all bytes, which the store has verified where it can."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CommitRef:
-    """Where a commit stands in the lineage of a run.  Readers order by exactly this."""
+    """The place of a commit in the lineage of a run.  Readers order commits by this value."""
 
     generation: int
     step: int
@@ -199,8 +200,8 @@ class CommitRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """This VM's part of a checkpoint is committed, and the checkpoint is not whole yet."""
+class VmPart:
+    """This VM's part of a checkpoint, committed before the checkpoint is whole."""
 
     ref: CommitRef
     nodes: int
@@ -209,7 +210,7 @@ class Part:
     """Number of VMs whose part is known to be committed, this one included."""
 
     def facts(self) -> dict[str, object]:
-        """As the farewell and the status show it."""
+        """The JSON fields of the farewell and the status."""
         return {
             "generation": self.ref.generation,
             "step": self.ref.step,
@@ -223,7 +224,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerView:
-    """What the daemon knows of one connected rank."""
+    """The daemon's knowledge of one rank."""
 
     connection: int
     """Number of the connection, unique for the life of the daemon."""
@@ -232,26 +233,26 @@ class TrainerView:
     world_size: int
     local_world_size: int
     nodes: int = 1
-    """How many VMs the job has."""
+    """Number of VMs of the job."""
     step: int = -1
-    """Last step that it reported as done; -1 before the first."""
+    """Last step that it reported as completed; -1 before the first."""
     save_s: float | None = None
-    """How long its last save took."""
+    """Duration of its last save."""
     save_bytes: int | None = None
     snapshot_s: float | None = None
-    """For how long of it training stood still."""
+    """Time of the last save for which training stood still."""
     step_s: float | None = None
-    """Its usual time for a step."""
+    """Usual duration of a step."""
     loss: float | None = None
     loss_is_finite: bool | None = None
     takes_periodic: bool = False
-    """It leaves it to the daemon to say when a periodic checkpoint is due."""
+    """The daemon decides when its periodic checkpoints are due."""
     reported_mono_s: float | None = None
     greeted_mono_s: float = 0.0
     """When its hello arrived."""
     start_id: str = ""
-    """Of the start of its training; its sets carry it."""
+    """Id of the start of its training, which its sets carry."""
     start_step: int = -1
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
-    """False when the connection is gone but the process may still live, and come back."""
+    """False after the connection ended, while the process may still reconnect."""

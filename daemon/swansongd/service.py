@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The composition root: makes the parts, runs the decision loop, carries its actions out.
+"""The composition root: builds the parts, runs the decision loop, and carries out its actions.
 
-The main thread is the decision loop.  It alone changes the state, it alone pings systemd's watchdog, and
-its only blocking call is the bounded wait for the next event.  Everything else is a daemon thread that
-does blocking IO and posts events; at the end the process leaves without waiting for any of them.
+The main thread is the decision loop.  Only this thread changes the state and pings systemd's watchdog.  Its
+only blocking call is the bounded wait for the next event.  Every other thread is a daemon thread: it does
+blocking IO and posts events.  The process exits without waiting for them.
 """
 
 from __future__ import annotations
@@ -60,16 +60,14 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
-from swansongd.errors import StagingError
 from swansongd.flush.assembly import Storage
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import Severity
-from swansongd.observe import log as logs
+from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
-from swansongd.observe.timeline import Timeline
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.opening import (
@@ -81,11 +79,12 @@ from swansongd.sources.opening import (
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import RunDirectory, open_restored, prepare
+from swansongd.staging.remover import Remover
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
-from swansongd.util.rates import LogLimit
+from swansongd.trainers.translate import message_of
 from swansongd.util.threads import Worker
 
 _TICK_S = 1.0
@@ -93,15 +92,8 @@ _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
 _STOP_EXTENSION_S = 10.0
-"""Longer than any turn of the decision loop, and than the farewell."""
-_REMOVALS_MAX = 16
+"""Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
-# A source that contradicts itself at each poll must not fill the journal either.
-_SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
-_OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
-# More than any honest job causes; what a trainer causes on purpose must not fill the journal.
-_LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
-_MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
@@ -124,21 +116,17 @@ class Service:
         self._asleep_s = _asleep_s()
         self._inbox = Inbox()
         self._post = self._inbox.put
-        self._lines = LogLimit(burst=_LINES_AT_ONCE, interval_s=_LINE_EVERY_S)
-        self._source_lines = LogLimit(burst=_SOURCE_LINES_AT_ONCE, interval_s=_SOURCE_LINE_EVERY_S)
-        self._marks = LogLimit(burst=_MARKS_AT_ONCE, interval_s=_MARK_EVERY_S)
-        self._pruner = Worker("prune", tasks_max=_REMOVALS_MAX)
+        self._decision_log = DecisionLog()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
-        self._timeline: Timeline | None = None
         boot_id = _BOOT_ID.read_text().strip()
         self._notifier = SystemdNotifier(os.environ)
         self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
         self._staging = prepare(config.staging.path, config.run.name)
         self._fdstore.use_directory(self._staging.own_fd)
-        # Before a trainer can take the name: a FUSE mount there could not be moved aside.
+        # Before a trainer can take the name: the daemon could not move a FUSE mount aside.
         with suppress(OSError):
             os.close(open_restored(self._staging.fd))
         self._storage = Storage(
@@ -165,6 +153,7 @@ class Service:
             self._post,
             _log,
         )
+        self._remover = Remover(self._staging.fd, self._observer.rescan)
         self._resume = Resume(
             self._storage.backend,
             self._storage.keys,
@@ -205,12 +194,15 @@ class Service:
         )
 
     def run(self) -> int:
-        """Work until told to stop; returns the exit code."""
+        """Run until an action or a signal ends the daemon.
+
+        Returns:
+            The exit code of the process.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         for notice in self._fdstore.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
-        self._pruner.start()
         self._sigterm_judge.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
@@ -238,13 +230,13 @@ class Service:
         if unknown is not None:
             self._post(SourceChanged(unknown))
         self._notifier.ready()
-        # Not before: nothing in staging may keep the daemon from being ready.
-        self._pruner.submit(partial(scan.remove_leftovers, self._staging.fd))
+        # After ready(): nothing in staging may delay it.
+        self._remover.start()
         try:
             while self._exit is None:
                 self._turn()
         except Exception:
-            # The restart resumes where we were; a commit that is under way gets its chance.
+            # The restarted daemon continues from its records.  First a commit in flight may finish.
             _log.exception("decision_loop_fault", state=self._state.phase.value)
             self._committer.drain(_EXIT_DRAIN_S)
             return 1
@@ -277,7 +269,7 @@ class Service:
         self._fdstore.store_notices(self._state.notices.values())
 
     def _hold_or_release(self) -> None:
-        """Ask for time while there is work, and let go of the VM once there is a verdict."""
+        """Extend the life of the VM during an evacuation, and stop extending it after the verdict."""
         evacuation = self._state.evacuation
         if evacuation is None:
             return
@@ -287,13 +279,13 @@ class Service:
         if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
         if host.NAME in self._state.notices:
-            # Beyond TimeoutStopSec= each such word is good for so long only; it comes from this loop, so a
-            # daemon that hangs is killed soon.
+            # Each call extends TimeoutStopSec= by this time only.  It is made in this loop, so systemd
+            # kills a daemon that hangs.
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
     def _step(self, event: Event, now: float) -> None:
         actions = self._decisions.decide(event, now)
-        # First: a daemon that dies after a request was sent must know its id at the next start.
+        # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
         for action in actions:
             is_done = self._decisions.guarded(
@@ -311,7 +303,7 @@ class Service:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGTERM:
-            # A full queue holds enough of them.
+            # A full queue has judgements enough.
             self._sigterm_judge.submit(partial(self._judge_sigterm, time.monotonic()))
         elif number == signal.SIGINT:
             self._post(StopRequested("interrupted"))
@@ -328,32 +320,20 @@ class Service:
 
     # ------------------------------------------------------------------ actions
 
-    def _carry_out(self, action: Action, now: float) -> None:  # noqa: PLR0915 - one case for each action
+    def _carry_out(self, action: Action, now: float) -> None:
         match action:
-            case AskTrainers():
-                request = protocol.Request(
-                    id=action.request_id,
-                    reason=action.reason,
-                    seconds_left=round(action.deadline_mono_s - now, 3),
-                    urgency="emergency" if action.is_urgent else "drain",
-                )
-                self._channel.send(action.connections, request)
-            case SendTarget():
-                target = protocol.Target(request_id=action.request_id, step=action.step)
-                self._channel.send(action.connections, target)
+            case (
+                AskTrainers()
+                | SendTarget()
+                | WithdrawRequest()
+                | TellCommitted()
+                | TellFenced()
+                | TellFinished()
+            ):
+                self._channel.send(*message_of(action, now))
             case SignalTrainer():
                 assert self._signal_sender is not None
                 self._signal_sender.send(action.request_id)
-            case WithdrawRequest():
-                withdrawn = protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
-                self._channel.send(None, withdrawn)
-            case TellCommitted(ref, connections):
-                committed = protocol.Committed(generation=ref.generation, step=ref.step)
-                self._channel.send(connections, committed)
-            case TellFenced(generation):
-                self._channel.send(None, protocol.Fenced(generation=generation))
-            case TellFinished(job_start_id):
-                self._channel.send(None, protocol.Finished(job_start_id=job_start_id))
             case StartFlush():
                 self._flush.start(
                     action.flush_id,
@@ -377,13 +357,14 @@ class Service:
             case Rescan():
                 self._observer.rescan()
             case SetAside() | Prune():
-                self._remove(action)
+                self._remover.submit(action)
             case Mark():
-                self._mark(action, now)
+                if self._decision_log.mark(action, now):
+                    self._storage.expedite()
             case Conclude():
                 self._conclude(action)
             case Log():
-                self._write(action, now)
+                self._decision_log.write(action, now)
             case Exit():
                 self._exit = action
             case _ as unreachable:
@@ -391,78 +372,18 @@ class Service:
         if self._state.generation is not None:
             self._channel.set_generation(self._state.generation)
 
-    def _write(self, line: Log, now: float) -> None:
-        facts = dict(line.facts)
-        limit = self._source_lines if line.event in _OF_SOURCES else self._lines
-        extra = limit.admit((line.event, facts.get("source")), now)
-        if extra is not None:
-            _log.log(logs.LEVELS[line.level], line.event, **facts, **extra)
-
-    def _mark(self, mark: Mark, now: float) -> None:
-        if self._timeline is None or self._timeline.evacuation_id != mark.evacuation_id:
-            self._timeline = Timeline(mark.evacuation_id, now)
-            self._storage.expedite()
-        entry = self._timeline.add(mark, now)
-        extra = self._marks.admit(mark.phase, now)
-        if extra is not None:
-            _log.info("evacuation", id=mark.evacuation_id, **entry, **extra)
-
     def _conclude(self, conclusion: Conclude) -> None:
-        assert self._timeline is not None
         if conclusion.is_final:
-            self._announce(conclusion)
-        generation = self._state.generation
+            self._decision_log.verdict(conclusion)
+            is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
+            if self._asg_hook is not None and is_complete:
+                self._asg_hook.complete()
+        timeline, generation = self._decision_log.timeline, self._state.generation
+        assert timeline is not None
         if generation is not None:
             self._committer.farewell(
-                generation, conclusion, self._timeline.entries, left_out=self._timeline.left_out
+                generation, conclusion, timeline.entries, left_out=timeline.left_out
             )
-
-    def _announce(self, conclusion: Conclude) -> None:
-        commit = conclusion.commit
-        _log.warning(
-            "verdict",
-            verdict=conclusion.verdict.value,
-            reason=conclusion.reason,
-            generation=commit.generation if commit else None,
-            step=commit.step if commit else None,
-            slack_s=conclusion.slack_s,
-        )
-        is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
-        if self._asg_hook is not None and is_complete:
-            self._asg_hook.complete()
-
-    def _remove(self, action: SetAside | Prune) -> None:
-        remove = self._set_aside if isinstance(action, SetAside) else self._prune
-        if not self._pruner.submit(partial(remove, action.directories)):
-            # The next commit orders it again.
-            sets = len(action.directories)
-            _log.warning("not_pruned", sets=sets, error="too many removals wait")
-
-    def _set_aside(self, directories: tuple[str, ...]) -> None:
-        for directory in directories:
-            try:
-                scan.set_aside(self._staging.fd, directory)
-            except StagingError as error:
-                _log.warning("not_set_aside", directory=directory, error=error.line())
-            else:
-                _log.info("set_aside", directory=directory)
-        self._observer.rescan()
-
-    def _prune(self, directories: tuple[str, ...]) -> None:
-        refused: list[tuple[str, str]] = []
-        scan.remove_set_aside(self._staging.fd)
-        for directory in directories:
-            try:
-                scan.remove_set(self._staging.fd, directory)
-            except StagingError as error:
-                refused.append((directory, error.line()))
-            else:
-                _log.info("pruned", directory=directory)
-        if refused:
-            # One line for all: a trainer can write-protect its sets, and every commit orders them again.
-            first, reason = refused[0]
-            _log.warning("not_pruned", directory=first, sets=len(refused), error=reason)
-        self._observer.rescan()
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
@@ -493,7 +414,7 @@ class Service:
             self._resume.ask(message, reply, self._post)
 
     def _leave(self, order: Exit) -> int:
-        """Bounded, whatever hangs: nothing here waits for a flush, a source or a trainer."""
+        """End in bounded time: nothing here waits for a flush, a source or a trainer."""
         self._notifier.stopping(within_s=_STOP_EXTENSION_S)
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
@@ -521,7 +442,7 @@ def _first_state(
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,
         vm=vm,
-        goes_on_with=committer.job_start_id,
+        resumed_job_start_id=committer.job_start_id,
         sealed_under=committer.sealed_under,
         booted_wall_ns=scan.booted_wall_ns(),
     )

@@ -7,8 +7,8 @@ A lifecycle action of that instance is pending from the start.  The emulator ref
 real service does.
 Control, below ``/_control/``::
 
-    calls  (GET)                                      the parameters of every call that came
-    fail   {"status": 503, "code": "X", "count": 2}   spoils the next calls; status 0 never answers
+    calls  (GET)                                      the parameters of every call
+    fail   {"status": 503, "code": "X", "count": 2}   the next calls fail; status 0: no response
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _State:
         self.waits = True
 
     def answer(self, fields: dict[str, str], authorization: str) -> tuple[int, str]:
-        """Status, and a code of the error or nothing."""
+        """HTTP status, and the error code or an empty string."""
         with self.lock:
             self.calls.append(fields)
             if self.failures:

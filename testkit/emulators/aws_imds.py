@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EC2 instance metadata service, to rehearse with: ``python -m testkit.emulators.aws_imds --port 1338``.
+"""The EC2 instance metadata service: ``python -m testkit.emulators.aws_imds --port 1338``.
 
-Session tokens (IMDSv2) are required as on a VM that enforces them.  Whatever time is given as ``in_s``
-seconds from now is pinned when the order comes.  Control, beside what :mod:`testkit.emulators.faults` lists::
+Session tokens (IMDSv2) are required, as on a VM that enforces them.  A time ``in_s`` counts from the arrival
+of the command.  Control, in addition to :mod:`testkit.emulators.faults`::
 
     notice             {"action": "terminate", "in_s": 120}   spot interruption: terminate, stop, hibernate
                        {"action": "stop", "time": "2026-01-05T18:02:00Z"}
-    withdraw           {}                                     that notice goes away again
+    withdraw           {}                                     remove that notice
     rebalance          {}                                     a recommendation
     schedule           {"code": "instance-retirement", "in_s": 86400, "event_id": "instance-event-1"}
-                       an event, beside those that there are, or in place of the one of that id
+                       add an event, or replace the event with that id
     finish             {"event_id": "instance-event-1", "state": "canceled"}
                        the event moves to the history, as canceled or completed
     set                {"path": "autoscaling/target-lifecycle-state", "value": "Terminated"}
-                       any path below meta-data; null takes it away (404)
-    quiet              {}                                     every path as in the beginning
-    invalidate-tokens  {}                                     as after a reset of the service
+                       any path below meta-data; null removes it (404)
+    quiet              {}                                     reset every path
+    invalidate-tokens  {}                                     as after a restart of the service
 
-To rehearse with an image of your own, let it see this service as its metadata address and play a
-scenario: each begins with ten quiet seconds, and where the real VM would lose its power the service
-falls silent::
+To rehearse with your own image, route its metadata address to this service and play a scenario.  Each
+scenario starts with ten quiet seconds.  When a real VM would be terminated, the service stops responding::
 
     python -m testkit.emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
 
-``--speed 60`` plays an hour in a minute, the times that are stated included.
+``--speed 60`` plays an hour in a minute, and scales all stated times.
 """
 
 from __future__ import annotations
@@ -95,12 +94,12 @@ _SCENARIOS: dict[str, Scenario] = {
 
 
 def utc(moment: datetime) -> str:
-    """The way in which the service writes an instant."""
+    """An instant in the format of the service."""
     return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def event_date(moment: datetime) -> str:
-    """The way in which it writes the dates of events, whose day is not padded."""
+    """A date in the format of events, whose day is not padded."""
     day = moment.astimezone(UTC)
     return f"{day.day} {_MONTHS[day.month - 1]} {day:%Y %H:%M:%S} GMT"
 
@@ -110,8 +109,8 @@ class AwsImds(Emulator):
 
     Args:
         role: name of the instance profile's role.
-        v1: answer requests without a token, too (``HttpTokens=optional``).
-        ttl_on_get: repeat the remaining life of the token on every answer.
+        v1: accept requests without a token, too (``HttpTokens=optional``).
+        ttl_on_get: repeat the remaining lifetime of the token on every response.
         life_cycle: ``spot``, ``on-demand`` ...
         scheduled_idle: value of the scheduled events while there are none; None for 404.
     """
@@ -131,10 +130,10 @@ class AwsImds(Emulator):
         super().__init__()
         self._v1 = v1
         self._ttl_on_get = ttl_on_get
-        self._tokens: dict[str, float] = {}  # -> monotonic instant of its end
+        self._tokens: dict[str, float] = {}  # token -> monotonic instant of its expiry
         self._values: dict[str, str] = {
             "ami-id": "ami-0123456789abcdef0",
-            "iam/security-credentials/" + role: "",  # made when asked for
+            "iam/security-credentials/" + role: "",  # created on request
             "instance-action": "none",
             "instance-id": _INSTANCE,
             "instance-life-cycle": life_cycle,
@@ -309,7 +308,7 @@ def _credentials() -> dict[str, str]:
 
 
 def main() -> None:
-    """Serve until killed, or until standard input ends."""
+    """Serve until killed, or until standard input closes."""
     parser = argparse.ArgumentParser(description="EC2 instance metadata, emulated")
     add_arguments(parser, _SCENARIOS)
     parser.add_argument("--role", default="swansong", help="name of the instance role")

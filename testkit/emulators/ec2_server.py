@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EC2 in memory, which is moto: ``python -m testkit.emulators.ec2_server --port 0``."""
+"""EC2 in memory, by moto: ``python -m testkit.emulators.ec2_server --port 0``."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""systemd-logind on a system bus of its own: ``python -m testkit.emulators.fake_logind``.
+"""systemd-logind on its own system bus: ``python -m testkit.emulators.fake_logind``.
 
-The bus is a real dbus-daemon in a private directory; logind is played as far as delay locks and shutdowns
-go.  Control, beside what :mod:`testkit.emulators.faults` lists, all by POST below ``/_control/``::
+The bus is a real dbus-daemon in a private directory; logind is emulated only for delay locks and shutdowns.
+Control, in addition to :mod:`testkit.emulators.faults`, all by POST below ``/_control/``::
 
     state      {}                      {"bus": ADDRESS, "locks": 1, "taken": 3, "shutdown": "no"}, where
-               shutdown is no, waiting (for the locks) or gone (nothing holds it up any more)
-    shutdown   {"type": "reboot"}      announced to all, then waits for the delay locks; "metadata": false
-                                       leaves out the signal that systemd before 255 does not have
-    cancel     {}                      the announced shutdown does not happen
+               shutdown is no, waiting (for the locks) or gone (no lock delays it any more)
+    shutdown   {"type": "reboot"}      announce, then wait for the delay locks; "metadata": false omits
+                                       the signal that systemd before 255 does not have
+    cancel     {}                      cancel the announced shutdown
     delay      {"max_s": 24}           InhibitDelayMaxSec from now on
     deny       {"denied": true}        polkit refuses locks
     stop       {}                      logind leaves the bus
-    start      {}                      and comes back; what locks there are stay, as with the real one
+    start      {}                      and returns; existing locks remain, as in logind
     stop_bus   {}                      the dbus-daemon is killed
-    start_bus  {}                      and comes back at the same address, with logind
+    start_bus  {}                      and returns at the same address, with logind
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from testkit.emulators.faults import ControlError, Emulator, Reply, Request, ser
 NAME = "org.freedesktop.login1"
 MANAGER = DBusAddress("/org/freedesktop/login1", NAME, f"{NAME}.Manager")
 _CONFIG = Path(__file__).with_name("system_bus.conf")
-# The bus ends when our end of the pipe does, whatever becomes of us.
+# The bus exits when our end of the pipe closes, also if this process is killed.
 _TETHERED = '"$@" & read -r _; kill -KILL $!'
 
 
@@ -104,7 +104,7 @@ class FakeLogind(Emulator):
 
     def _announce(self, type: str = "poweroff", metadata: bool = True) -> None:
         if self._shutdown == "waiting":
-            raise ControlError("a shutdown is under way")
+            raise ControlError("a shutdown is in progress")
         self._shutdown = "waiting"
         self._give_up_mono_s = time.monotonic() + self._max_s
         if metadata:
@@ -131,7 +131,7 @@ class FakeLogind(Emulator):
             "--nofork",
             "--print-address=1",
         ]
-        # Its first line, the address, comes once it listens.
+        # The first line of output is the address, once the bus listens.
         self._daemon = subprocess.Popen(
             ["sh", "-c", _TETHERED, "sh", *command],
             stdin=subprocess.PIPE,
@@ -168,12 +168,12 @@ class FakeLogind(Emulator):
     # ------------------------------------------------------------------ the service
 
     def _work(self) -> None:
-        """Answers calls, sees locks being released, and lets the shutdown go on."""
+        """Respond to calls, watch the locks, and continue the shutdown."""
         while True:
             with self.changed:
                 connection = self._connection
                 watched = [*self._locks, *([connection.sock] if connection else [])]
-            with suppress(OSError, ValueError):  # closed meanwhile by an order
+            with suppress(OSError, ValueError):  # closed meanwhile by a command
                 select.select(watched, [], [], 0.02)
             with self.changed:
                 if self._connection is not None:
@@ -226,16 +226,16 @@ class FakeLogind(Emulator):
 
 
 def spoofed_shutdown(address: str, victim: str) -> None:
-    """What any user of the bus can do: send somebody a shutdown signal that logind never sent."""
+    """Send a shutdown signal that is not from logind, as any user of the bus can."""
     with DBusConnection(prep_socket(get_bus(address))) as connection:
         signal = new_signal(MANAGER, "PrepareForShutdown", "b", (True,))
         signal.header.fields[HeaderFields.destination] = victim
         connection.send(signal)
-        connection.send_and_get_reply(message_bus.GetId(), timeout=5)  # the signal has gone through
+        connection.send_and_get_reply(message_bus.GetId(), timeout=5)  # the signal was delivered
 
 
 def users_of(address: str) -> list[str]:
-    """The unique names of who is connected to the bus, ourselves left out."""
+    """Unique names of the other connections to the bus."""
     with DBusConnection(prep_socket(get_bus(address))) as connection:
         reply = connection.send_and_get_reply(new_method_call(message_bus, "ListNames"), timeout=5)
         return [n for n in reply.body[0] if n.startswith(":") and n != connection.unique_name]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy that does to connections what networks do to them; used inside the tests' own process.
+"""A TCP proxy that injects faults of networks; runs in the process of the tests.
 
-A new fault closes what is open and applies to the connections that come after.  ``up`` is the way to
-the server, ``down`` the way back; ``times`` is how many connections suffer, after which all is well.
+A new fault closes the open connections and applies to later ones.  ``up`` is the direction to the server,
+``down`` the direction to the client; ``times`` is the number of connections with the fault.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Fault:
 
 
 class FaultProxy:
-    """Listens on loopback and forwards to ``upstream_url``.  ``url`` is where to find it.
+    """Listens on loopback at ``url`` and forwards to ``upstream_url``.
 
-    ``hits`` counts the connections on which a fault has struck.
+    ``hits`` counts the connections that had a fault.
     """
 
     def __init__(self, upstream_url: str) -> None:
@@ -52,31 +52,31 @@ class FaultProxy:
         self._acceptor.start()
 
     def forward(self) -> None:
-        """All is well."""
+        """Forward without faults."""
         self._begin(_Fault())
 
     def refuse(self) -> None:
-        """Nobody listens."""
+        """Refuse connections."""
         self._begin(_Fault(), listen=False)
 
     def mute(self, *, times: int | None = None) -> None:
-        """Connections are accepted; not a byte is read or answered."""
+        """Accept connections; read and send nothing."""
         self._begin(_Fault("mute", times=times))
 
     def reset(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
-        """A TCP reset towards the client as soon as more than ``after_bytes`` go that way."""
+        """Send a TCP reset to the client after ``after_bytes`` bytes in that direction."""
         self._begin(_Fault("reset", way, after_bytes, times))
 
     def stall(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
-        """From byte ``after_bytes`` on nothing moves any more, and nobody hangs up."""
+        """Stop after ``after_bytes`` bytes, and keep the connection open."""
         self._begin(_Fault("stall", way, after_bytes, times))
 
     def flip(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
-        """One bit of the byte at ``after_bytes`` changes in transit."""
+        """Flip one bit of the byte at ``after_bytes``."""
         self._begin(_Fault("flip", way, after_bytes, times))
 
     def cut_body(self, *, times: int | None = None) -> None:
-        """The server's first answer ends after its headers, and the connection with it."""
+        """End the first response and its connection after the headers."""
         self._begin(_Fault("cut", "down", times=times))
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class FaultProxy:
                 self._listening.set()
             elif not listen and self._listening.is_set():
                 self._listening.clear()
-                # Ends the listening and keeps the port: nobody else can take it meanwhile.
+                # Stops listening and keeps the port: no other process can bind it.
                 self._listener.shutdown(socket.SHUT_RDWR)
         for relay in relays:
             relay.join()
@@ -142,12 +142,12 @@ class FaultProxy:
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._pump(client, server, fault, epoch)
             except OSError:
-                return  # either end may leave at any time
+                return  # either peer may close at any time
 
     def _pump(
         self, client: socket.socket, server: socket.socket, fault: _Fault, epoch: int
     ) -> None:
-        passed_bytes = 0  # on the fault's way
+        passed_bytes = 0  # in the direction of the fault
         while self._epoch == epoch:
             ready, _, _ = select.select([client, server], [], [], _WAKE_S)
             for source in ready:
@@ -182,7 +182,7 @@ class FaultProxy:
         room: int,
         epoch: int,
     ) -> bytes:
-        """What is to be forwarded all the same; nothing when the connection is done for."""
+        """The bytes to forward in spite of the fault; empty if the connection ends."""
         if fault.kind == "flip":
             self.hits += 1
             return data[:room] + bytes([data[room] ^ 1]) + data[room + 1 :]
@@ -202,9 +202,9 @@ class FaultProxy:
 
 
 def _listener() -> socket.socket:
-    """A listening socket that keeps its port when it stops to listen.
+    """A listening socket that keeps its port when it stops listening.
 
-    Only a port that was asked for by number stays with the socket, so a first one finds it.
+    Only a port that is requested by number stays with the socket, so another socket finds one first.
     """
     with socket.socket() as finder:
         finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

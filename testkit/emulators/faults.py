@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both metadata emulators share: an HTTP server, faults on order, a count of what was asked.
+"""The base of both metadata emulators: an HTTP server, faults on order, and counts of requests.
 
 Control, by POST with a JSON object unless said otherwise, below ``/_control/``::
 
     fault     {"path": "/latest/*", "kind": "status", "value": 503, "count": 3, "method": "GET"}
-    clear     {}                 all faults end; who hangs in one is hung up on
-    dead      {"after_s": 2}     from then on nothing is answered; {"after_s": null} ends that
+    clear     {}                 end all faults; close the connections that hang in one
+    dead      {"after_s": 2}     after this time no request gets a response; {"after_s": null} ends that
     requests  (GET)              {"GET /path": {"total": 3, "200": 2, "reset": 1},
                                   "connections": {"total": 2}}
-    scenarios (GET)              {"name": [[10, "order", {...}], ...]}: what ``--scenario`` can play
+    scenarios (GET)              {"name": [[10, "order", {...}], ...]}: the choices of ``--scenario``
 
-``path`` may hold ``*`` and ``?``, and is everything when left out; without ``count`` a fault stays.  Kinds:
+``path`` may contain ``*`` and ``?``; the default is every path.  Without ``count`` a fault is permanent.
+Kinds:
 
-    delay       answer after ``value`` seconds
-    hang        read the request, never answer
-    stall       answer with the headers and half of the body, then nothing
+    delay       respond after ``value`` seconds
+    hang        read the request, never respond
+    stall       send the headers and half of the body, then nothing
     slow        send the body byte by byte, ``value`` seconds apart
-    truncate    announce the whole body, send half of it, hang up
-    reset       hang up with a TCP reset
-    status      answer with status ``value``, and with ``body`` if there is one
-    body        answer 200 with ``value`` as the body
-    redirect    answer 302 to ``value``
-    bare        answer without any header of this cloud, and without Date
-    refuse-put  never answer a PUT (a token that the hop limit swallows), serve the rest
+    truncate    announce the whole body, send half of it, close
+    reset       close with a TCP reset
+    status      respond with status ``value``, and with ``body`` if given
+    body        respond with status 200 and the body ``value``
+    redirect    redirect with status 302 to ``value``
+    bare        respond without the headers of this cloud, and without Date
+    refuse-put  never respond to a PUT (as with a hop limit that is too low), serve other requests
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ KINDS = (
 
 
 class ControlError(Exception):
-    """An order on ``/_control/`` that cannot be carried out."""
+    """A command on ``/_control/`` that cannot be executed."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Reply:
     status: int
     body: str = ""
     headers: dict[str, str | None] = field(default_factory=dict)
-    """None leaves a header out that is sent otherwise."""
+    """None omits a default header."""
 
 
 @dataclass
@@ -93,16 +94,16 @@ class Fault:
 
 
 Scenario = tuple[tuple[float, str, dict[str, Any]], ...]
-"""Orders, each with the seconds after the start at which it is given."""
+"""Commands, each with its time in seconds after the start."""
 
 
 class Emulator(ABC):
     """Base of both.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
 
     headers: ClassVar[dict[str, str | None]] = {}
-    """What this cloud puts on every answer."""
+    """Headers of every response of this cloud."""
     scenarios: ClassVar[dict[str, Scenario]] = {}
-    """What may befall a VM of this cloud, by name."""
+    """Courses of events on a VM of this cloud, by name."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -113,10 +114,10 @@ class Emulator(ABC):
 
     @abstractmethod
     def respond(self, request: Request) -> Reply:
-        """The answer of a metadata server in good health."""
+        """The response of a metadata server without faults."""
 
     def order(self, name: str, body: dict[str, Any]) -> object:
-        """Carry out one order; called with ``changed`` held, which is notified afterwards."""
+        """Execute one command; called with ``changed`` held, which is notified afterwards."""
         if name == "requests":
             return self._counts
         if name == "scenarios":
@@ -140,10 +141,10 @@ class Emulator(ABC):
         return {}
 
     def play(self, name: str, *, speed: float = 1.0) -> None:
-        """Give the orders of a scenario when they are due, in a thread of its own.
+        """Execute the commands of a scenario at their times, in a separate thread.
 
         Args:
-            speed: 60 makes a minute of a scenario last a second; ``in_s`` of an order shrinks as well.
+            speed: 60 plays a minute of a scenario in a second, and scales ``in_s`` of its commands.
         """
 
         def give() -> None:
@@ -194,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, url.path, query, self.headers)
         emulator = self.server.emulator
         emulator.count(str(request), "total")
-        if not self._counted:  # a connection that only gives orders does not count
+        if not self._counted:  # a control connection does not count
             self._counted = True
             emulator.count("connections", "total")
         if emulator.is_dead():
@@ -205,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._spoil(request, fault)
             return
         reply = emulator.respond(request)
-        if emulator.is_dead():  # it died while the request was held
+        if emulator.is_dead():  # it stopped responding while the request was pending
             self._hang(request, None)
             return
         self._send(request, reply)
@@ -261,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, request: Request, reply: Reply) -> None:
         self.server.emulator.count(str(request), str(reply.status))
         body = reply.body.encode()
-        # In one piece: a head of its own would cost a delayed acknowledgement.
+        # In one piece: a separate head would cost a delayed acknowledgement.
         self.wfile.write(self._head(reply, len(body)) + (body if request.method != "HEAD" else b""))
 
     def _head(self, reply: Reply, size_bytes: int) -> bytes:
@@ -303,11 +304,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def shutdown_request(self, request: Any) -> None:
-        # Without the orderly end that the base class sends first, which would hide a reset.
+        # Without the shutdown of the base class, which would hide a reset.
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # clients may leave at any time
+        if not isinstance(sys.exception(), ConnectionError):  # clients may close at any time
             super().handle_error(request, client_address)
 
 
@@ -324,7 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser, scenarios: Iterable[str]) -> 
 
 
 def serve(emulator: Emulator, host: str, port: int) -> None:
-    """Serve for ever, on a free port if ``port`` is 0, having said so on standard output."""
+    """Announce the address on standard output, and serve until killed; port 0 is a free port."""
     with _Server(emulator, (host, port)) as server:
         announce(f"http://{host}:{server.server_port}")
         server.serve_forever()

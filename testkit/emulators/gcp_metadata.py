@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata server of Compute Engine, to rehearse with: ``python -m testkit.emulators.gcp_metadata``.
+"""The metadata server of Compute Engine: ``python -m testkit.emulators.gcp_metadata``.
 
-A change wakes every hanging GET on that key and on the directories above it.  ETags never come back,
-not even when a value does.  Control, beside what :mod:`testkit.emulators.faults` lists::
+A change wakes every pending GET of that key and of the directories above it.  An ETag is never used twice,
+even if a value returns.  Control, in addition to :mod:`testkit.emulators.faults`::
 
-    set          {"key": "instance/preempted", "value": "TRUE"}   null takes the key away (404)
+    set          {"key": "instance/preempted", "value": "TRUE"}   null removes the key (404)
     touch        {"key": "instance/preempted"}                    a new ETag for the old value
     maintenance  {"value": "TERMINATE_ON_HOST_MAINTENANCE"}       shown only to a VM that has read
-                 the key since the event before; says whether it was: {"shown": true}
-    upcoming     {"in_s": 86400, "status": "PENDING"}             a window that begins in so long
+                 the key since the previous event; returns {"shown": true} or false
+    upcoming     {"in_s": 86400, "status": "PENDING"}             a window that begins in ``in_s``
     stop         {"in_s": 600}                                    a graceful stop of that length
-    token        {"life_s": 3599}                                 life of the tokens from now on
+    token        {"life_s": 3599}                                 lifetime of tokens from now on
 
-A token is handed out again until five minutes of it are left, as the real server does; then the next
-one comes.  To rehearse with an image of your own, let it see the server as its metadata address and
-play a scenario: each begins with ten quiet seconds, and where the real VM would lose its power the
-server falls silent::
+The server returns the same token until five minutes of it are left, as Google's server does.  To rehearse
+with your own image, route its metadata address to this server and play a scenario.  Each scenario starts with
+ten quiet seconds.  When a real VM would be terminated, the server stops responding::
 
     python -m testkit.emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
 
@@ -49,7 +48,7 @@ MAINTENANCE_KEY = "instance/maintenance-event"
 UPCOMING_KEY = "instance/upcoming-maintenance"
 STOP_KEYS = "instance/shutdown-details/"
 TOKEN_RENEWED_S = 300
-"""With less than this left a token is replaced."""
+"""A token with less time left is replaced."""
 
 _HEADERS: dict[str, str | None] = {
     "Metadata-Flavor": "Google",
@@ -70,7 +69,7 @@ _VALUES = {
     "instance/scheduling/preemptible": "TRUE",
     "instance/service-accounts/default/email": _EMAIL,
     "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
-    TOKEN_KEY: "",  # made when it is asked for
+    TOKEN_KEY: "",  # created on request
     "instance/upcoming-maintenance": "NONE",
     "instance/zone": "projects/123456789012/zones/us-central1-a",
     "project/numeric-project-id": "123456789012",
@@ -172,7 +171,7 @@ class GcpMetadata(Emulator):
             return _refused(404, "Not Found")
         if request.method not in ("GET", "HEAD"):
             return _refused(405, "Method Not Allowed")
-        if request.path == "/":  # how clients find out that they are on Compute Engine
+        if request.path == "/":  # clients detect Compute Engine by it
             return Reply(
                 200, "computeMetadata/\n", {**_HEADERS, "Content-Type": "application/text"}
             )
@@ -195,14 +194,14 @@ class GcpMetadata(Emulator):
         return [other for other in self._values if other.startswith(prefix)]
 
     def _answer(self, request: Request, key: str) -> Reply:
-        """Value or directory, when it is due.  Called with ``changed`` held."""
+        """Value or directory, at its time.  Called with ``changed`` held."""
         recursive = request.query.get("recursive", "").lower() == "true"
         if request.query.get("wait_for_change", "").lower() == "true":
             if key == TOKEN_KEY or (key not in self._values and not recursive):
                 return _refused(400, "This cannot be waited for.")
             timeout = request.query.get("timeout_sec")
             if timeout is not None and not timeout.isdecimal():
-                return _refused(400, "timeout_sec is no integer.")
+                return _refused(400, "timeout_sec is not an integer.")
             self._wait(
                 key,
                 request.query.get("last_etag") or None,
@@ -246,7 +245,7 @@ class GcpMetadata(Emulator):
     def _tree(self, key: str, below: list[str]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for other in below:
-            if other == TOKEN_KEY:  # no listing gives a credential away
+            if other == TOKEN_KEY:  # a listing contains no credential
                 continue
             *parents, leaf = map(_camel, other[len(key) :].split("/"))
             node = tree
@@ -284,7 +283,7 @@ def _refused(status: int, words: str) -> Reply:
 
 
 def main() -> None:
-    """Serve until killed, or until standard input ends."""
+    """Serve until killed, or until standard input closes."""
     parser = argparse.ArgumentParser(description="Compute Engine metadata, emulated")
     add_arguments(parser, _SCENARIOS)
     options = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage as a function from request to answer; emulators/gcs_server.py serves it."""
+"""Google Cloud Storage as a function from request to response; emulators/gcs_server.py serves it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from xml.etree import ElementTree as ET
 
 import google_crc32c
 
-from testkit.emulators.store_control import Answer, Call, ListingMode, error_answer, flip_stored
+from testkit.emulators.store_control import (
+    Call,
+    ListingMode,
+    StoreResponse,
+    error_response,
+    flip_stored,
+)
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
 PARTS_MAX = 10_000
@@ -28,8 +34,8 @@ _CONDITION = "x-goog-if-generation-match"
 PRECONDITIONS = (_CONDITION,)
 
 
-class Refused(Exception):
-    """A request that the store answers with an error."""
+class GcsError(Exception):
+    """A request that the store refuses."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
@@ -38,7 +44,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class StoredObject:
+class GcsObject:
     data: bytes
     object_generation: int
     crc32c: str
@@ -50,11 +56,11 @@ class StoredObject:
 
 
 @dataclass
-class MultipartUpload:
+class GcsUpload:
     bucket: str
     name: str
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
-    """By number: content and ETag."""
+    """Content and ETag by number."""
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
@@ -67,12 +73,12 @@ def md5(data: bytes) -> str:
 
 
 class Gcs:
-    """The store.  One lock: every request takes effect at one instant."""
+    """The store.  With one lock, every request is atomic."""
 
     def __init__(self, buckets: list[str]) -> None:
         self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
-        self._multipart: dict[str, MultipartUpload] = {}
+        self._buckets: dict[str, dict[str, GcsObject]] = {name: {} for name in buckets}
+        self._multipart: dict[str, GcsUpload] = {}
         self._object_generation = 1_700_000_000_000_000
         self._reset()
 
@@ -84,7 +90,7 @@ class Gcs:
         self._asks_rights_first = False
 
     def order(self, name: str, call: Call) -> bool:
-        """The orders of this store: see emulators/gcs_server.py."""
+        """Control commands of this store: see emulators/gcs_server.py."""
         with self._lock:
             match name:
                 case "clear":
@@ -104,23 +110,23 @@ class Gcs:
                     return False
         return True
 
-    def respond(self, call: Call) -> Answer:
+    def respond(self, call: Call) -> StoreResponse:
         segments = call.path.lstrip("/").split("/")
         with self._lock:
             bearer = call.headers.get("authorization")
             if self._token is not None and bearer != f"Bearer {self._token}":
-                return error_answer(401, "AuthenticationRequired")
+                return error_response(401, "AuthenticationRequired")
             if segments[0] == "storage":
                 try:
                     return self._json(call, segments)
-                except Refused as refused:
+                except GcsError as refused:
                     error = {"code": refused.status, "message": refused.code}
-                    return _json_answer({"error": error}, refused.status)
+                    return _json_response({"error": error}, refused.status)
             try:
                 return self._xml(call)
-            except Refused as refused:
-                answer = error_answer(refused.status, refused.code)
-                return Answer(answer.status) if call.method == "HEAD" else answer
+            except GcsError as refused:
+                response = error_response(refused.status, refused.code)
+                return StoreResponse(response.status) if call.method == "HEAD" else response
 
     def corrupt(self, name: str) -> bool:
         with self._lock:
@@ -128,52 +134,52 @@ class Gcs:
 
     # ------------------------------------------------------------ JSON interface
 
-    def _json(self, call: Call, segments: list[str]) -> Answer:
+    def _json(self, call: Call, segments: list[str]) -> StoreResponse:
         match call.method, segments[2:]:
             case "GET", ["b", bucket]:
                 self._objects(unquote(bucket))
-                return _json_answer({"kind": "storage#bucket", "name": unquote(bucket)})
+                return _json_response({"kind": "storage#bucket", "name": unquote(bucket)})
             case "GET", ["b", bucket, "o"]:
                 return self._list(unquote(bucket), call)
             case "GET", ["b", bucket, "o", name]:
                 found = self._find(unquote(bucket), unquote(name))
                 facts = _metadata(unquote(bucket), unquote(name), found)
-                return _json_answer(_selected(facts, call))
+                return _json_response(_selected(facts, call))
             case "DELETE", ["b", bucket, "o", name]:
                 self._find(unquote(bucket), unquote(name))
                 return self._delete(unquote(bucket), unquote(name))
-        raise Refused(501, "NotImplemented")
+        raise GcsError(501, "NotImplemented")
 
-    def _list(self, bucket: str, call: Call) -> Answer:
+    def _list(self, bucket: str, call: Call) -> StoreResponse:
         if call.parameter("delimiter") or call.parameter("versions") == "true":
-            raise Refused(501, "NotImplemented")
+            raise GcsError(501, "NotImplemented")
         objects = self._objects(bucket)
         prefix = call.parameter("prefix") or ""
         limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
         found = [name for name in objects if name.startswith(prefix)]
         names, last = self._listing.page(found, call.parameter("pageToken"), limit)
         items = [_metadata(bucket, name, objects[name]) for name in names]
-        answer: dict[str, Any] = {"kind": "storage#objects"}
+        response: dict[str, Any] = {"kind": "storage#objects"}
         if items:
-            answer["items"] = items
+            response["items"] = items
         if last is not None:
-            answer["nextPageToken"] = last
-        return _json_answer(_selected(answer, call))
+            response["nextPageToken"] = last
+        return _json_response(_selected(response, call))
 
     # ------------------------------------------------------------ XML interface
 
-    def _xml(self, call: Call) -> Answer:
+    def _xml(self, call: Call) -> StoreResponse:
         bucket, _, rest = call.path.lstrip("/").partition("/")
         name = unquote(rest)
         self._objects(bucket)
         if not name:
             if call.method == "GET" and call.parameter("uploads") is not None:
                 return self._list_uploads(call, bucket)
-            raise Refused(501, "NotImplemented")
+            raise GcsError(501, "NotImplemented")
         upload_id = call.parameter("uploadId")
         if (upload_id or call.parameter("uploads") is not None) and _CONDITION in call.headers:
-            # The real one supports no conditions on multipart uploads.
-            raise Refused(501, "NotImplemented")
+            # GCS supports no conditions on multipart uploads.
+            raise GcsError(501, "NotImplemented")
         number = call.parameter("partNumber")
         match call.method:
             case "POST" if call.parameter("uploads") is not None:
@@ -187,42 +193,44 @@ class Gcs:
             case "DELETE" if upload_id:
                 self._upload_of(bucket, name, upload_id)
                 del self._multipart[upload_id]
-                return Answer(204)
+                return StoreResponse(204)
             case "GET" | "HEAD" if not call.query:
                 return _content(call, self._find(bucket, name))
             case "PUT" if not call.query:
                 _verify(call.body, call.headers.get("x-goog-hash"))
                 only_if = call.headers.get(_CONDITION)
                 stored = self._store(bucket, name, call.body, only_if)
-                return Answer(200, b"", _headers(stored))
+                return StoreResponse(200, b"", _headers(stored))
             case "DELETE" if not call.query:
                 self._find(bucket, name)
                 return self._delete(bucket, name)
-        raise Refused(501, "NotImplemented")
+        raise GcsError(501, "NotImplemented")
 
-    def _initiate(self, bucket: str, name: str) -> Answer:
+    def _initiate(self, bucket: str, name: str) -> StoreResponse:
         upload_id = uuid.uuid4().hex
-        self._multipart[upload_id] = MultipartUpload(bucket, name)
-        return _xml_answer(
+        self._multipart[upload_id] = GcsUpload(bucket, name)
+        return _xml_response(
             "InitiateMultipartUploadResult", {"Bucket": bucket, "Key": name, "UploadId": upload_id}
         )
 
-    def _upload_of(self, bucket: str, name: str, upload_id: str) -> MultipartUpload:
+    def _upload_of(self, bucket: str, name: str, upload_id: str) -> GcsUpload:
         upload = self._multipart.get(upload_id)
         if upload is None or (upload.bucket, upload.name) != (bucket, name):
-            raise Refused(404, "NoSuchUpload")
+            raise GcsError(404, "NoSuchUpload")
         return upload
 
-    def _put_part(self, call: Call, upload: MultipartUpload, number: int) -> Answer:
+    def _put_part(self, call: Call, upload: GcsUpload, number: int) -> StoreResponse:
         if not 1 <= number <= PARTS_MAX:
-            raise Refused(400, "InvalidArgument")
+            raise GcsError(400, "InvalidArgument")
         _verify(call.body, call.headers.get("x-goog-hash"))
         etag = f'"{hashlib.md5(call.body).hexdigest()}"'
         upload.parts[number] = (call.body, etag)
-        return Answer(200, b"", {"ETag": etag, "x-goog-hash": f"crc32c={checksum(call.body)}"})
+        return StoreResponse(
+            200, b"", {"ETag": etag, "x-goog-hash": f"crc32c={checksum(call.body)}"}
+        )
 
-    def _list_parts(self, call: Call, upload: MultipartUpload) -> Answer:
-        """Without checksums: the real one tells none here."""
+    def _list_parts(self, call: Call, upload: GcsUpload) -> StoreResponse:
+        """List the parts without checksums, as GCS does."""
         after = int(call.parameter("part-number-marker") or 0)
         numbers = sorted(number for number in upload.parts if number > after)
         limit = min(int(call.parameter("max-parts") or _PAGE), self._page)
@@ -234,9 +242,9 @@ class Gcs:
         for number in numbers[:limit]:
             data, etag = upload.parts[number]
             parts.append({"PartNumber": str(number), "ETag": etag, "Size": str(len(data))})
-        return _xml_answer("ListPartsResult", facts, "Part", parts)
+        return _xml_response("ListPartsResult", facts, "Part", parts)
 
-    def _list_uploads(self, call: Call, bucket: str) -> Answer:
+    def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
         after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
         found = sorted(
@@ -258,9 +266,9 @@ class Gcs:
             }
             for name, upload_id in left[:limit]
         ]
-        return _xml_answer("ListMultipartUploadsResult", facts, "Upload", uploads)
+        return _xml_response("ListMultipartUploadsResult", facts, "Upload", uploads)
 
-    def _complete(self, call: Call, upload: MultipartUpload, upload_id: str) -> Answer:
+    def _complete(self, call: Call, upload: GcsUpload, upload_id: str) -> StoreResponse:
         try:
             order = [
                 (
@@ -270,20 +278,20 @@ class Gcs:
                 for part in ET.fromstring(call.body).findall("{*}Part")
             ]
         except (ET.ParseError, ValueError):
-            raise Refused(400, "MalformedCompleteMultipartUploadRequest") from None
+            raise GcsError(400, "MalformedCompleteMultipartUploadRequest") from None
         numbers = [number for number, _ in order]
         if numbers != sorted(set(numbers)):
-            raise Refused(400, "InvalidPartOrder")
+            raise GcsError(400, "InvalidPartOrder")
         for number, etag in order:
             if number not in upload.parts or upload.parts[number][1].strip('"') != etag:
-                raise Refused(400, "InvalidPart")
+                raise GcsError(400, "InvalidPart")
         pieces = [upload.parts[number][0] for number in numbers]
         if not pieces or any(len(piece) < PART_SIZE_BYTES_MIN for piece in pieces[:-1]):
-            raise Refused(400, "EntityTooSmall" if pieces else "InvalidPart")
+            raise GcsError(400, "EntityTooSmall" if pieces else "InvalidPart")
         data = b"".join(pieces)
         stored = self._store(upload.bucket, upload.name, data, None, composed=True)
         del self._multipart[upload_id]
-        return _xml_answer(
+        return _xml_response(
             "CompleteMultipartUploadResult",
             {"Bucket": upload.bucket, "Key": upload.name, "ETag": stored.etag},
             headers={"x-goog-hash": f"crc32c={stored.crc32c}"},
@@ -291,36 +299,36 @@ class Gcs:
 
     # ------------------------------------------------------------ objects
 
-    def _objects(self, bucket: str) -> dict[str, StoredObject]:
+    def _objects(self, bucket: str) -> dict[str, GcsObject]:
         if bucket not in self._buckets:
-            raise Refused(404, "NoSuchBucket")
+            raise GcsError(404, "NoSuchBucket")
         return self._buckets[bucket]
 
-    def _find(self, bucket: str, name: str) -> StoredObject:
+    def _find(self, bucket: str, name: str) -> GcsObject:
         found = self._objects(bucket).get(name)
         if found is None:
-            raise Refused(404, "NoSuchKey")
+            raise GcsError(404, "NoSuchKey")
         return found
 
-    def _delete(self, bucket: str, name: str) -> Answer:
+    def _delete(self, bucket: str, name: str) -> StoreResponse:
         if not self._may_delete:
-            raise Refused(403, "AccessDenied")
+            raise GcsError(403, "AccessDenied")
         del self._objects(bucket)[name]
-        return Answer(204)
+        return StoreResponse(204)
 
     def _store(
         self, bucket: str, name: str, data: bytes, only_if: str | None, *, composed: bool = False
-    ) -> StoredObject:
+    ) -> GcsObject:
         objects = self._objects(bucket)
         current = objects[name].object_generation if name in objects else 0
         fails = only_if is not None and int(only_if) != current
         lacks_right = bool(current) and not self._may_delete
         if lacks_right and (self._asks_rights_first or not fails):
-            raise Refused(403, "AccessDenied")
+            raise GcsError(403, "AccessDenied")
         if fails:
-            raise Refused(412, "PreconditionFailed")
+            raise GcsError(412, "PreconditionFailed")
         self._object_generation += 1
-        objects[name] = StoredObject(
+        objects[name] = GcsObject(
             data, self._object_generation, checksum(data), None if composed else md5(data)
         )
         return objects[name]
@@ -330,12 +338,12 @@ def _verify(data: bytes, hashes: str | None) -> None:
     for item in filter(None, (hashes or "").split(",")):
         kind, _, value = item.strip().partition("=")
         if kind not in ("crc32c", "md5"):
-            raise Refused(400, "InvalidDigest")
+            raise GcsError(400, "InvalidDigest")
         if value != (checksum(data) if kind == "crc32c" else md5(data)):
-            raise Refused(400, "BadDigest")
+            raise GcsError(400, "BadDigest")
 
 
-def _metadata(bucket: str, name: str, stored: StoredObject) -> dict[str, Any]:
+def _metadata(bucket: str, name: str, stored: GcsObject) -> dict[str, Any]:
     facts = {
         "kind": "storage#object",
         "bucket": bucket,
@@ -349,7 +357,7 @@ def _metadata(bucket: str, name: str, stored: StoredObject) -> dict[str, Any]:
     return facts if stored.md5 is None else {**facts, "md5Hash": stored.md5}
 
 
-def _headers(stored: StoredObject) -> dict[str, str]:
+def _headers(stored: GcsObject) -> dict[str, str]:
     hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
     return {
         "ETag": stored.etag,
@@ -359,26 +367,26 @@ def _headers(stored: StoredObject) -> dict[str, str]:
     }
 
 
-def _content(call: Call, stored: StoredObject) -> Answer:
+def _content(call: Call, stored: GcsObject) -> StoreResponse:
     headers = {**_headers(stored), "Content-Type": "application/octet-stream"}
     span = call.headers.get("range")
     if span is None:
-        return Answer(200, stored.data, headers)
+        return StoreResponse(200, stored.data, headers)
     size_bytes = len(stored.data)
     first, _, last = span.removeprefix("bytes=").partition("-")
     try:
         start = int(first) if first else max(0, size_bytes - int(last))
         end = min(int(last), size_bytes - 1) if first and last else size_bytes - 1
     except ValueError:
-        raise Refused(400, "InvalidArgument") from None
+        raise GcsError(400, "InvalidArgument") from None
     if start >= size_bytes or end < start:
-        raise Refused(416, "InvalidRange")
+        raise GcsError(416, "InvalidRange")
     headers["Content-Range"] = f"bytes {start}-{end}/{size_bytes}"
-    return Answer(206, stored.data[start : end + 1], headers)
+    return StoreResponse(206, stored.data[start : end + 1], headers)
 
 
 def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
-    """The fields that the query asks for, of the outermost object."""
+    """The fields of the outermost object that the query selects."""
     fields = call.parameter("fields")
     if fields is None:
         return body
@@ -386,17 +394,17 @@ def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name in wanted}
 
 
-def _json_answer(body: dict[str, Any], status: int = 200) -> Answer:
-    return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def _json_response(body: dict[str, Any], status: int = 200) -> StoreResponse:
+    return StoreResponse(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
-def _xml_answer(
+def _xml_response(
     tag: str,
     values: dict[str, str],
     item_tag: str = "",
     items: Sequence[dict[str, str]] = (),
     headers: Mapping[str, str] | None = None,
-) -> Answer:
+) -> StoreResponse:
     root = ET.Element(tag, {"xmlns": "http://s3.amazonaws.com/doc/2006-03-01/"})
     for name, value in values.items():
         ET.SubElement(root, name).text = value
@@ -404,4 +412,6 @@ def _xml_answer(
         element = ET.SubElement(root, item_tag)
         for name, value in item.items():
             ET.SubElement(element, name).text = value
-    return Answer(200, ET.tostring(root), {"Content-Type": "application/xml", **(headers or {})})
+    return StoreResponse(
+        200, ET.tostring(root), {"Content-Type": "application/xml", **(headers or {})}
+    )

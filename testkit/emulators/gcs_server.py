@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage in memory, strict: ``python -m testkit.emulators.gcs_server --port 0 --bucket NAME``.
+"""A strict Google Cloud Storage in memory: ``python -m testkit.emulators.gcs_server --port 0 --bucket NAME``.
 
-Of the JSON interface listings, metadata and deletes; of the XML interface reads, puts and multipart
-uploads.  What it does not know it refuses with 501 instead of guessing.  Checksums that come with the
-data are verified, objects appear whole and only when they are complete.  Control: see
-:mod:`testkit.emulators.store_control`, and of its own::
+It serves listings, metadata and deletes of the JSON interface, and reads, puts and multipart uploads of the
+XML interface.  It refuses all other requests with 501.  It verifies checksums, and an object is visible only
+when it is complete.  Control: see :mod:`testkit.emulators.store_control`, and::
 
-    token?valid=TEXT            the only bearer token that is taken; 401 for all others, until clear
-    role?delete=0&first=rights  nobody may delete, and so not overwrite: 403.  A create-if-absent of a
-                                name that is taken gets 412, with ``first=rights`` 403 as well: which
-                                of them the real one looks at first is written nowhere
+    token?valid=TEXT            accept only this bearer token; 401 for others, until clear
+    role?delete=0&first=rights  refuse deletes, and so overwrites, with 403.  A create-if-absent of an
+                                existing name gets 412, or 403 with ``first=rights``: Google does not
+                                document the order of the two checks
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulators run as processes of their own: started here, used by the tests and by the demo.
+"""Starts emulators as processes, for the tests and the demo.
 
 Every emulator is a module (``python -m testkit.emulators.aws_imds --port 0``).  Once it listens, it prints
 one JSON object as its first line (``{"url": "http://127.0.0.1:40001"}``).  It exits when it is killed, and
@@ -20,7 +20,7 @@ from testkit import REPOSITORY
 
 
 class EmulatorProcess:
-    """A running emulator.  ``ready`` is what it said of itself, ``url`` where it listens.
+    """A running emulator.  ``ready`` is its announcement, ``url`` its address.
 
     Args:
         module: for example ``testkit.emulators.aws_imds``.
@@ -38,13 +38,13 @@ class EmulatorProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{module} ended before it listened: exit {self._process.wait()}")
+            raise RuntimeError(f"{module} exited before it listened: status {self._process.wait()}")
         self.ready: dict[str, object] = json.loads(line)
         self.url = str(self.ready["url"])
         self.pid = self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL, as when the machine that it runs on goes away."""
+        """SIGKILL, as when its machine is terminated."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -64,11 +64,11 @@ class EmulatorProcess:
 
 
 def announce(url: str, **facts: object) -> None:
-    """For the emulator: say that it listens, and end the process when standard input closes."""
+    """For the emulator: announce its address, and exit when standard input closes."""
     print(json.dumps({"url": url, **facts}), flush=True)
 
     def end_with_starter() -> None:
-        # An own file object: a buffered read of sys.stdin would hold a lock at interpreter exit.
+        # A separate file object: a buffered read of sys.stdin would hold a lock at interpreter exit.
         while os.read(0, 4096):
             pass
         os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipart uploads of the strict S3: what parts and completions must be."""
+"""Multipart uploads of the strict S3: the rules for parts and completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testkit.emulators.s3_request import (
     ALGORITHMS,
     Checksum,
     Payload,
-    Refused,
+    S3Error,
     checksum_of,
     composite_of,
     named_checksum,
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class StoredObject:
+class S3Object:
     data: bytes
     etag: str
     checksum: Checksum | None
@@ -35,82 +35,82 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
-class Part:
+class S3Part:
     data: bytes
     etag: str
     checksum: Checksum | None
 
 
 @dataclass
-class MultipartUpload:
+class S3Upload:
     bucket: str
     key: str
     algorithm: str
-    """Empty when the upload was begun without."""
+    """Empty for an upload without an algorithm."""
     checksum_type: str
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, S3Part] = field(default_factory=dict)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
     upload_id: str = field(default_factory=lambda: f"upload.{next(_numbers)}_{id(object()):x}-~")
 
-    def put(self, number: int, payload: Payload) -> Part:
+    def put(self, number: int, payload: Payload) -> S3Part:
         if not 1 <= number <= PARTS_MAX:
-            raise Refused(400, "InvalidArgument", f"part number {number}")
+            raise S3Error(400, "InvalidArgument", f"part number {number}")
         stated = payload.checksum.algorithm if payload.checksum else ""
         if self.algorithm and stated != self.algorithm:
-            raise Refused(400, "InvalidRequest", f"the part wants a {self.algorithm}, not {stated}")
-        part = Part(payload.data, f'"{hashlib.md5(payload.data).hexdigest()}"', payload.checksum)
+            raise S3Error(400, "InvalidRequest", f"the part needs a {self.algorithm}, not {stated}")
+        part = S3Part(payload.data, f'"{hashlib.md5(payload.data).hexdigest()}"', payload.checksum)
         self.parts[number] = part
         return part
 
-    def whole(self, document: bytes, headers: Mapping[str, str]) -> StoredObject:
-        """The object, if the completion is right in every respect."""
+    def whole(self, document: bytes, headers: Mapping[str, str]) -> S3Object:
+        """The object; raises S3Error if the completion breaks a rule."""
         chosen = [self._named(item) for item in _listed(document)]
         if any(len(part.data) < PART_SIZE_BYTES_MIN for part in chosen[:-1]):
-            raise Refused(400, "EntityTooSmall")
+            raise S3Error(400, "EntityTooSmall")
         data = b"".join(part.data for part in chosen)
         if headers.get("x-amz-mp-object-size", str(len(data))) != str(len(data)):
-            raise Refused(400, "InvalidRequest", "the size is not that of the parts")
+            raise S3Error(400, "InvalidRequest", "the size differs from that of the parts")
         if headers.get("x-amz-checksum-type", self.checksum_type) != self.checksum_type:
-            raise Refused(400, "InvalidRequest", "not the checksum type that it was begun with")
+            raise S3Error(400, "InvalidRequest", "not the checksum type of the upload")
         md5s = b"".join(bytes.fromhex(part.etag.strip('"')) for part in chosen)
         etag = f'"{hashlib.md5(md5s).hexdigest()}-{len(chosen)}"'
         checksum = self._checksum(chosen, data)
         stated = named_checksum(headers)
         if stated is not None and stated != checksum:
-            raise Refused(400, "BadDigest" if checksum else "InvalidRequest", stated.header)
-        return StoredObject(data, etag, checksum, self.checksum_type)
+            raise S3Error(400, "BadDigest" if checksum else "InvalidRequest", stated.header)
+        return S3Object(data, etag, checksum, self.checksum_type)
 
-    def _checksum(self, chosen: list[Part], data: bytes) -> Checksum | None:
+    def _checksum(self, chosen: list[S3Part], data: bytes) -> Checksum | None:
         if not self.algorithm:
             return None
         if self.checksum_type == "FULL_OBJECT":
             return checksum_of(self.algorithm, data)
         return composite_of(self.algorithm, [part.checksum for part in chosen if part.checksum])
 
-    def _named(self, item: ET.Element) -> Part:
+    def _named(self, item: ET.Element) -> S3Part:
         part = self.parts.get(int(item.findtext("{*}PartNumber") or "0"))
         if part is None or (item.findtext("{*}ETag") or "").strip('"') != part.etag.strip('"'):
-            raise Refused(400, "InvalidPart")
+            raise S3Error(400, "InvalidPart")
         for algorithm in ALGORITHMS:
             stated = item.findtext(f"{{*}}Checksum{algorithm}")
             if stated is not None and Checksum(algorithm, stated) != part.checksum:
-                raise Refused(400, "InvalidPart", "not the checksum of the part")
+                raise S3Error(400, "InvalidPart", "not the checksum of the part")
             if stated is None and algorithm == self.algorithm and self.checksum_type == "COMPOSITE":
-                raise Refused(400, "InvalidRequest", "a part is named without its checksum")
+                raise S3Error(400, "InvalidRequest", "a part has no checksum")
         return part
 
 
-def begun(bucket: str, key: str, headers: Mapping[str, str]) -> MultipartUpload:
-    """A new upload, as its headers want it."""
+def begun(bucket: str, key: str, headers: Mapping[str, str]) -> S3Upload:
+    """A new upload, with the options of its headers."""
     algorithm = headers.get("x-amz-checksum-algorithm", "").upper()
     if algorithm and algorithm not in ALGORITHMS:
-        raise Refused(501, "NotImplemented", algorithm)
+        raise S3Error(501, "NotImplemented", algorithm)
     kind = headers.get("x-amz-checksum-type", "COMPOSITE" if algorithm else "FULL_OBJECT")
     if kind not in ("COMPOSITE", "FULL_OBJECT"):
-        raise Refused(400, "InvalidRequest", kind)
+        raise S3Error(400, "InvalidRequest", kind)
     if kind == "FULL_OBJECT" and algorithm.startswith("SHA"):
-        raise Refused(400, "InvalidRequest", f"{algorithm} cannot be {kind}")
-    return MultipartUpload(bucket, key, algorithm, kind)
+        raise S3Error(400, "InvalidRequest", f"{algorithm} cannot be {kind}")
+    return S3Upload(bucket, key, algorithm, kind)
 
 
 def _listed(document: bytes) -> list[ET.Element]:
@@ -119,9 +119,9 @@ def _listed(document: bytes) -> list[ET.Element]:
         items = root.findall("{*}Part")
         numbers = [int(item.findtext("{*}PartNumber") or "") for item in items]
     except (ET.ParseError, ValueError):
-        raise Refused(400, "MalformedXML") from None
+        raise S3Error(400, "MalformedXML") from None
     if root.tag.rpartition("}")[2] != "CompleteMultipartUpload" or not items:
-        raise Refused(400, "MalformedXML")
+        raise S3Error(400, "MalformedXML")
     if numbers != sorted(set(numbers)):
-        raise Refused(400, "InvalidPartOrder")
+        raise S3Error(400, "InvalidPartOrder")
     return items

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What S3 demands of a request before it looks at what is asked: signature, time, payload, checksums.
+"""Checks of the strict S3 on every request: signature, time, payload hash and checksums.
 
-Written from the description of the protocol, with nothing of the daemon's own: two that agree by mistake
-would prove nothing.
+Written from the documentation of the protocol, without code of the daemon: shared code would share mistakes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _AUTHORIZATION = re.compile(
 )
 
 
-class Refused(Exception):
-    """A request that the store answers with an error."""
+class S3Error(Exception):
+    """A request that the store refuses."""
 
     def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
         super().__init__(code)
@@ -59,7 +58,7 @@ ALGORITHMS: Mapping[str, Callable[[bytes], bytes]] = {
 class Checksum:
     algorithm: str
     value: str
-    """Base64; with ``-N`` behind it when it is one of N parts' checksums."""
+    """Base64; a checksum of the checksums of N parts ends with ``-N``."""
 
     @property
     def header(self) -> str:
@@ -67,7 +66,7 @@ class Checksum:
 
     @property
     def tag(self) -> str:
-        """The name in XML documents."""
+        """Its name in XML documents."""
         return f"Checksum{self.algorithm}"
 
 
@@ -86,7 +85,7 @@ def composite_of(algorithm: str, parts: list[Checksum]) -> Checksum:
 
 
 def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
-    """The one checksum that the headers state, not compared with anything yet."""
+    """The checksum in the headers, not verified yet."""
     found = []
     for name, value in headers.items():
         algorithm = name.removeprefix("x-amz-checksum-").upper()
@@ -96,10 +95,10 @@ def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
             "MODE",
         ):
             if algorithm not in ALGORITHMS:
-                raise Refused(501, "NotImplemented", name)
+                raise S3Error(501, "NotImplemented", name)
             found.append(Checksum(algorithm, value))
     if len(found) > 1:
-        raise Refused(400, "InvalidRequest", "more than one checksum")
+        raise S3Error(400, "InvalidRequest", "more than one checksum")
     return found[0] if found else None
 
 
@@ -110,33 +109,33 @@ def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
 class Payload:
     data: bytes
     checksum: Checksum | None
-    """What came with it, verified."""
+    """The verified checksum of the request."""
 
 
 def payload_of(call: Call) -> Payload:
-    """The content, decoded and compared with every checksum that came with it."""
+    """Decode the content, and verify every checksum of the request."""
     declared = call.headers.get("x-amz-content-sha256")
     if declared is None:
-        raise Refused(400, "InvalidRequest", "x-amz-content-sha256 is missing")
+        raise S3Error(400, "InvalidRequest", "x-amz-content-sha256 is missing")
     trailers: dict[str, str] = {}
     data = call.body
     if declared == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
         data, trailers = unchunked(call)
     elif declared.startswith("STREAMING-"):
-        raise Refused(501, "NotImplemented", declared)
+        raise S3Error(501, "NotImplemented", declared)
     elif declared != "UNSIGNED-PAYLOAD" and declared != hashlib.sha256(data).hexdigest():
-        raise Refused(400, "XAmzContentSHA256Mismatch")
+        raise S3Error(400, "XAmzContentSHA256Mismatch")
     md5 = call.headers.get("content-md5")
     if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
-        raise Refused(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
-    if call.method != "PUT":  # at a completion the header is about the object
+        raise S3Error(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
+    if call.method != "PUT":  # the header of a completion is for the object
         return Payload(data, None)
     stated = named_checksum({**call.headers, **trailers})
     if stated is not None:
         if len(base64.b64decode(stated.value)) != len(ALGORITHMS[stated.algorithm](b"")):
-            raise Refused(400, "InvalidRequest", f"{stated.header} is no such checksum")
+            raise S3Error(400, "InvalidRequest", f"{stated.header} is not such a checksum")
         if stated != checksum_of(stated.algorithm, data):
-            raise Refused(400, "BadDigest", stated.header)
+            raise S3Error(400, "BadDigest", stated.header)
     return Payload(data, stated)
 
 
@@ -144,42 +143,44 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
     """Content and trailing headers of an aws-chunked body."""
     headers = call.headers
     if "aws-chunked" not in headers.get("content-encoding", ""):
-        raise Refused(400, "InvalidRequest", "content-encoding does not say aws-chunked")
+        raise S3Error(400, "InvalidRequest", "content-encoding is not aws-chunked")
     length = headers.get("x-amz-decoded-content-length")
     if length is None:
-        raise Refused(411, "MissingContentLength")
+        raise S3Error(411, "MissingContentLength")
     pieces: list[bytes] = []
     at, rest = 0, memoryview(call.body)
     while True:
         end = call.body.find(b"\r\n", at)
         size = call.body[at:end] if end >= 0 else b""
         if not re.fullmatch(rb"[0-9a-fA-F]+", size):
-            raise Refused(400, "IncompleteBody", "a chunk does not begin with its size")
+            raise S3Error(400, "IncompleteBody", "a chunk does not start with its size")
         count = int(size, 16)
         at = end + 2
         if not count:
             break
         if pieces and len(pieces[-1]) < _CHUNK_BYTES_MIN:
-            raise Refused(403, "InvalidChunkSizeError", "only the last chunk may be so short")
+            raise S3Error(
+                403, "InvalidChunkSizeError", "only the last chunk may be shorter than 8 KiB"
+            )
         piece = bytes(rest[at : at + count])
         at += count
         if len(piece) < count or call.body[at : at + 2] != b"\r\n":
-            raise Refused(400, "IncompleteBody", "a chunk ends early")
+            raise S3Error(400, "IncompleteBody", "a chunk ends early")
         pieces.append(piece)
         at += 2
     data = b"".join(pieces)
     if str(len(data)) != length:
-        raise Refused(400, "IncompleteBody", f"{len(data)} bytes came instead of {length}")
+        raise S3Error(400, "IncompleteBody", f"{len(data)} bytes instead of {length}")
     text = call.body[at:].decode("latin-1")
     if not text.endswith("\r\n"):
-        raise Refused(400, "MalformedTrailerError", "no blank line at the end")
+        raise S3Error(400, "MalformedTrailerError", "no blank line at the end")
     lines = text[:-2].split("\r\n")
     trailers = {
         name.strip().lower(): value.strip()
         for name, _, value in (line.partition(":") for line in lines if line)
     }
     if [*trailers] != [n for n in [headers.get("x-amz-trailer", "").lower()] if n]:
-        raise Refused(400, "MalformedTrailerError", "the trailer is not the one announced")
+        raise S3Error(400, "MalformedTrailerError", "the trailer is not the one announced")
     return data, trailers
 
 
@@ -187,8 +188,8 @@ def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
 
 
 @dataclass
-class Account:
-    """Who may ask, and how the clock of the store goes."""
+class S3Account:
+    """Valid access keys, and the clock of the store."""
 
     access_key: str = "test"
     secret_key: str = "test"
@@ -196,33 +197,33 @@ class Account:
     is_expired: bool = False
     clock_ahead_s: float = 0.0
     former: frozenset[str] = frozenset()
-    """Access keys that were valid before these."""
+    """Expired access keys."""
 
     def verify(self, call: Call) -> str:
-        """The region that the request is signed for; raises Refused."""
+        """The region in the signature; raises S3Error."""
         text = call.headers.get("authorization")
         if text is None:
-            raise Refused(403, "AccessDenied", "nobody signed this")
+            raise S3Error(403, "AccessDenied", "the request is not signed")
         match = _AUTHORIZATION.fullmatch(text)
         if match is None:
-            raise Refused(400, "AuthorizationHeaderMalformed", text[:40])
+            raise S3Error(400, "AuthorizationHeaderMalformed", text[:40])
         access_key, day, region, signed, signature = match.groups()
         if access_key in self.former:
-            raise Refused(400, "ExpiredToken")
+            raise S3Error(400, "ExpiredToken")
         if access_key != self.access_key:
-            raise Refused(403, "InvalidAccessKeyId")
+            raise S3Error(403, "InvalidAccessKeyId")
         token = call.headers.get("x-amz-security-token", "")
         if token != self.session_token:
-            raise Refused(*((400, "InvalidToken") if token else (403, "InvalidAccessKeyId")))
+            raise S3Error(*((400, "InvalidToken") if token else (403, "InvalidAccessKeyId")))
         if self.is_expired:
-            raise Refused(400, "ExpiredToken")
+            raise S3Error(400, "ExpiredToken")
         self._verify_time(call, day)
         names = signed.split(";")
         must = {"host", *(name for name in call.headers if name.startswith("x-amz-"))}
         if names != sorted(names) or not must <= set(names):
-            raise Refused(403, "AccessDenied", f"not signed: {sorted(must - set(names))}")
+            raise S3Error(403, "AccessDenied", f"not signed: {sorted(must - set(names))}")
         if signature != self._signature(call, day, region, names):
-            raise Refused(403, "SignatureDoesNotMatch")
+            raise S3Error(403, "SignatureDoesNotMatch")
         return region
 
     def _verify_time(self, call: Call, day: str) -> None:
@@ -230,12 +231,12 @@ class Account:
         try:
             asked = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         except ValueError:
-            raise Refused(403, "AccessDenied", "no valid x-amz-date") from None
+            raise S3Error(403, "AccessDenied", "no valid x-amz-date") from None
         ahead_s = (datetime.now(UTC) - asked).total_seconds() + self.clock_ahead_s
         if abs(ahead_s) > SKEW_MAX_S:
-            raise Refused(403, "RequestTimeTooSkewed")
+            raise S3Error(403, "RequestTimeTooSkewed")
         if not stamp.startswith(day):
-            raise Refused(400, "AuthorizationHeaderMalformed", "the scope is of another day")
+            raise S3Error(400, "AuthorizationHeaderMalformed", "the scope is of another day")
 
     def _signature(self, call: Call, day: str, region: str, names: list[str]) -> str:
         pairs = sorted(
@@ -263,5 +264,5 @@ class Account:
 
 
 def _pairs(query: str) -> list[tuple[str, str]]:
-    # A plus is a plus here, not a blank.
+    # A plus sign is literal here, not a space.
     return parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 in memory: moto, made stricter: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
+"""S3 in memory, by moto with more checks: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
 
-What moto leaves out and real S3 does is done in front of it: a request takes effect at one instant, the
-CRC32C that comes with a body is verified, and the completion of an upload that was begun with
-checksums must name them, and the size if it names one must be right.  Signatures are not checked.
-Control: see :mod:`testkit.emulators.store_control`.
+This adds checks of S3 that moto lacks.  Every request is atomic, and the CRC32C of a body is verified.  The
+completion of an upload with checksums must contain them, and a stated size must be right.  Signatures are not
+verified.  Control: see :mod:`testkit.emulators.store_control`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from xml.etree import ElementTree as ET
 import google_crc32c
 
 from testkit.emulators.process import announce
-from testkit.emulators.s3_request import Refused, unchunked
-from testkit.emulators.store_control import Answer, Call, StoreControl, error_answer
+from testkit.emulators.s3_request import S3Error, unchunked
+from testkit.emulators.store_control import Call, StoreControl, StoreResponse, error_response
 
 PRECONDITIONS = ("if-none-match", "if-match")
 _ENVIRONMENT = {
@@ -50,7 +49,7 @@ class _Upload:
 
 
 class S3:
-    """Moto behind a lock, as one function from call to answer."""
+    """Moto with a lock, as a function from request to response."""
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import (
@@ -63,27 +62,27 @@ class S3:
         self._uploads: dict[str, _Upload] = {}
 
     def create_bucket(self, name: str) -> None:
-        answer = self.respond(Call("PUT", f"/{name}", "", {"host": "127.0.0.1"}, b""))
-        assert answer.status == 200, answer
+        response = self.respond(Call("PUT", f"/{name}", "", {"host": "127.0.0.1"}, b""))
+        assert response.status == 200, response
 
-    def respond(self, call: Call) -> Answer:
+    def respond(self, call: Call) -> StoreResponse:
         upload_id = call.parameter("uploadId")
         if call.headers.get("x-amz-content-sha256") == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
             try:
                 data, trailers = unchunked(call)
-            except Refused as refused:
-                return error_answer(refused.status, refused.code, refused.message)
+            except S3Error as refused:
+                return error_response(refused.status, refused.code, refused.message)
             told = {name: text for name, text in call.headers.items() if name not in _CHUNKED}
             call = replace(call, body=data, headers={**told, **trailers})
         with self._lock:
             refusal = self._checked(call, upload_id)
             if refusal is not None:
                 return refusal
-            answer = self._moto(call)
-            if answer.status >= 300:
-                return answer
+            response = self._moto(call)
+            if response.status >= 300:
+                return response
             if call.method == "POST" and call.parameter("uploads") is not None:
-                begun = ET.fromstring(answer.body).findtext("{*}UploadId") or ""
+                begun = ET.fromstring(response.body).findtext("{*}UploadId") or ""
                 algorithm = call.headers.get("x-amz-checksum-algorithm")
                 kind = call.headers.get("x-amz-checksum-type")
                 self._uploads[begun] = _Upload(algorithm == "CRC32C", kind == "FULL_OBJECT")
@@ -92,7 +91,7 @@ class S3:
                 self._uploads[upload_id].sizes_bytes[number] = len(call.body)
             elif call.method in ("POST", "DELETE") and upload_id:
                 del self._uploads[upload_id]
-            return answer
+            return response
 
     def corrupt(self, name: str) -> bool:
         from moto.s3.models import s3_backends
@@ -106,36 +105,36 @@ class S3:
                         return True
         return False
 
-    def _checked(self, call: Call, upload_id: str | None) -> Answer | None:
-        """The refusal of what moto would let pass, or trip over."""
-        is_part = call.method == "PUT"  # at a completion the header is about the object
+    def _checked(self, call: Call, upload_id: str | None) -> StoreResponse | None:
+        """Refuse a request that moto would accept wrongly or fail on."""
+        is_part = call.method == "PUT"  # the header of a completion is for the object
         wanted = call.headers.get("x-amz-checksum-crc32c") if is_part else None
         value = google_crc32c.value(call.body).to_bytes(4, "big")
         if wanted is not None and wanted != base64.b64encode(value).decode():
-            return error_answer(400, "BadDigest")
+            return error_response(400, "BadDigest")
         if upload_id is None:
             return None
         upload = self._uploads.get(upload_id)
         if upload is None:
-            return error_answer(404, "NoSuchUpload")
+            return error_response(404, "NoSuchUpload")
         if call.method == "PUT" and upload.checksummed and wanted is None:
-            return error_answer(400, "InvalidRequest", "the part has no checksum")
+            return error_response(400, "InvalidRequest", "the part has no checksum")
         if call.method == "POST":
             parts = ET.fromstring(call.body).findall("{*}Part")
             is_composite = upload.checksummed and not upload.is_full_object
             if is_composite and not all(part.findtext("{*}ChecksumCRC32C") for part in parts):
-                return error_answer(400, "InvalidRequest", "a part is named without its checksum")
+                return error_response(400, "InvalidRequest", "a part is named without its checksum")
             numbers = [part.findtext("{*}PartNumber") or "" for part in parts]
             size_bytes = str(sum(upload.sizes_bytes.get(number, 0) for number in numbers))
             if call.headers.get("x-amz-mp-object-size", size_bytes) != size_bytes:
-                return error_answer(400, "InvalidRequest", "the size is not that of the parts")
+                return error_response(400, "InvalidRequest", "the size is not that of the parts")
         return None
 
-    def _moto(self, call: Call) -> Answer:
+    def _moto(self, call: Call) -> StoreResponse:
         environment: dict[str, Any] = {
             "REQUEST_METHOD": call.method,
             "SCRIPT_NAME": "",
-            "PATH_INFO": unquote_to_bytes(call.path).decode("latin-1"),  # as WSGI wants it
+            "PATH_INFO": unquote_to_bytes(call.path).decode("latin-1"),  # the name in WSGI
             "RAW_URI": call.target,
             "REQUEST_URI": call.target,
             "QUERY_STRING": call.query,
@@ -162,7 +161,7 @@ class S3:
             status, headers = line, dict(pairs)
 
         body = b"".join(self._application(environment, start))
-        return Answer(int(status.partition(" ")[0]), body, headers)
+        return StoreResponse(int(status.partition(" ")[0]), body, headers)
 
 
 def wsgi(control: StoreControl) -> Any:
@@ -178,10 +177,10 @@ def wsgi(control: StoreControl) -> Any:
         path, _, query = environ["REQUEST_URI"].partition("?")
         body = environ["wsgi.input"].read(size_bytes) if size_bytes else b""
         call = Call(environ["REQUEST_METHOD"], path, query, headers, body)
-        answer = control.handle(call)
-        pairs = {"Content-Length": str(len(answer.body)), **answer.headers}
-        start_response(f"{answer.status} -", list(pairs.items()))
-        return [] if call.method == "HEAD" else [answer.body]
+        response = control.handle(call)
+        pairs = {"Content-Length": str(len(response.body)), **response.headers}
+        start_response(f"{response.status} -", list(pairs.items()))
+        return [] if call.method == "HEAD" else [response.body]
 
     return application
 
@@ -192,7 +191,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--bucket", action="append", default=[])
     options = parser.parse_args()
-    os.environ.update(_ENVIRONMENT)  # before moto is imported: it reads them once
+    os.environ.update(_ENVIRONMENT)  # before the import of moto, which reads them once
 
     from werkzeug.serving import WSGIRequestHandler, make_server
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A strict S3 in memory: ``python -m testkit.emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
 
-It verifies what real S3 verifies and other emulators let pass: signatures, clocks, payload hashes,
-checksums in headers and trailers, preconditions, the rules of parts.  What it does not know it refuses
-with 501 instead of guessing.  Control: see :mod:`testkit.emulators.store_control`, and of its own::
+It verifies what S3 verifies and other emulators do not: signatures, clocks, payload hashes, checksums in
+headers and trailers, preconditions, and the rules for parts.  It refuses all other requests with 501.
+Control: see :mod:`testkit.emulators.store_control`, and::
 
     credentials?access_key=test&secret_key=test&session_token=
-                                the only ones that are valid; those before them have expired, or do not
+                                accept only these credentials; earlier ones have expired, or do not
                                 exist any more if they had no token
-    expire                      these have expired, too
-    clock?ahead_s=3600          how far the store's clock is ahead
-    region?name=eu-west-1       where all buckets are: signatures for another region are redirected
+    expire                      expire the present credentials, too
+    clock?ahead_s=3600          advance the store's clock
+    region?name=eu-west-1       region of all buckets: requests signed for another one are redirected
     trailers?refused=400&code=XAmzContentSHA256Mismatch
-                                bodies with a trailer are refused, as some stores do
-    trailers?stored=1           they are accepted, and stored with their framing, by a store that knows no
-                                checksums, as other stores do
+                                refuse bodies with a trailer, as some stores do
+    trailers?stored=1           accept them, and store them with their framing, as other stores do
+                                that know no checksums
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dataclasses import replace
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree as ET
 
-from testkit.emulators.s3_multipart import MultipartUpload, Part, StoredObject, begun
-from testkit.emulators.s3_request import Account, Payload, Refused, payload_of
+from testkit.emulators.s3_multipart import S3Object, S3Part, S3Upload, begun
+from testkit.emulators.s3_request import Payload, S3Account, S3Error, payload_of
 from testkit.emulators.store_control import (
-    Answer,
     Call,
     ListingMode,
     StoreControl,
-    error_answer,
+    StoreResponse,
+    error_response,
     flip_stored,
 )
 from testkit.emulators.store_server import add_arguments, serve
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _DOMAIN = "localhost"
-"""A name below it is the bucket's: virtual-host addressing."""
+"""Parent domain of bucket names, for virtual-host addressing."""
 _STAMP = "%Y-%m-%dT%H:%M:%S.000Z"
 _PAGE = 1000
 _KNOWN_QUERIES = {
@@ -60,17 +60,17 @@ _KNOWN_QUERIES = {
 
 
 class S3:
-    """The store.  One lock: every request takes effect at one instant."""
+    """The store.  With one lock, every request is atomic."""
 
     def __init__(self, buckets: Iterable[str]) -> None:
         self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
-        self._uploads: dict[str, MultipartUpload] = {}
+        self._buckets: dict[str, dict[str, S3Object]] = {name: {} for name in buckets}
+        self._uploads: dict[str, S3Upload] = {}
         self._lifecycle: dict[str, bytes] = {}
         self._reset()
 
     def _reset(self) -> None:
-        self.account = Account()
+        self.account = S3Account()
         self._region = "us-east-1"
         self._page = _PAGE
         self._listing = ListingMode()
@@ -88,7 +88,7 @@ class S3:
                 case "credentials":
                     access_key = call.parameter("access_key") or "test"
                     was_session = {self.account.access_key} if self.account.session_token else set()
-                    self.account = Account(
+                    self.account = S3Account(
                         access_key,
                         call.parameter("secret_key") or "test",
                         call.parameter("session_token") or "",
@@ -123,39 +123,41 @@ class S3:
 
     # ------------------------------------------------------------ requests
 
-    def respond(self, call: Call) -> Answer:
+    def respond(self, call: Call) -> StoreResponse:
         try:
-            # Hashing megabytes needs no lock: only what takes effect does.
+            # Hashing needs no lock, only the change of state does.
             region = self.account.verify(call)
             if "x-amz-trailer" in call.headers and self._trailer_refusal is not None:
-                raise Refused(*self._trailer_refusal)
+                raise S3Error(*self._trailer_refusal)
             if self._stores_framing:
                 call = _without_checksums(call)
             payload = payload_of(call)
             with self._lock:
-                answer = self._routed(call, payload, region)
-        except Refused as refused:
-            answer = error_answer(refused.status, refused.code, refused.message)
-            answer = Answer(answer.status, answer.body, {**answer.headers, **refused.headers})
+                response = self._routed(call, payload, region)
+        except S3Error as refused:
+            response = error_response(refused.status, refused.code, refused.message)
+            response = StoreResponse(
+                response.status, response.body, {**response.headers, **refused.headers}
+            )
         headers = {
-            **answer.headers,
+            **response.headers,
             "x-amz-request-id": hashlib.md5(call.target.encode()).hexdigest(),
         }
-        if call.method == "HEAD" and answer.status >= 300:
-            return Answer(answer.status, b"", headers)
-        return Answer(answer.status, answer.body, headers)
+        if call.method == "HEAD" and response.status >= 300:
+            return StoreResponse(response.status, b"", headers)
+        return StoreResponse(response.status, response.body, headers)
 
-    def _routed(self, call: Call, payload: Payload, region: str) -> Answer:
+    def _routed(self, call: Call, payload: Payload, region: str) -> StoreResponse:
         bucket, key = _address(call)
         names = {pair.partition("=")[0] for pair in call.query.split("&") if pair}
         if unknown := names - _KNOWN_QUERIES.get(call.method, set()):
-            raise Refused(501, "NotImplemented", f"{call.method} with {sorted(unknown)}")
+            raise S3Error(501, "NotImplemented", f"{call.method} with {sorted(unknown)}")
         objects = self._buckets.get(bucket)
         if objects is None:
-            raise Refused(404, "NoSuchBucket")
+            raise S3Error(404, "NoSuchBucket")
         if region != self._region:
             where = {"x_amz_bucket_region": self._region}
-            raise Refused(301, "PermanentRedirect", f"it is in {self._region}", **where)
+            raise S3Error(301, "PermanentRedirect", f"it is in {self._region}", **where)
         if not key:
             return self._of_bucket(call, payload, bucket, objects, names)
         if "uploads" in names and call.method == "POST":
@@ -172,69 +174,69 @@ class S3:
         call: Call,
         payload: Payload,
         bucket: str,
-        objects: dict[str, StoredObject],
+        objects: dict[str, S3Object],
         names: set[str],
-    ) -> Answer:
+    ) -> StoreResponse:
         if "lifecycle" in names:
             return self._of_lifecycle(call, payload, bucket)
         match call.method:
             case "HEAD":
-                return Answer(200, b"", {"x-amz-bucket-region": self._region})
+                return StoreResponse(200, b"", {"x-amz-bucket-region": self._region})
             case "GET" if "location" in names:
-                return Answer(
+                return StoreResponse(
                     200, f"<LocationConstraint>{self._region}</LocationConstraint>".encode()
                 )
             case "GET" if "uploads" in names:
                 return self._list_uploads(call, bucket)
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
                 return self._list(call, bucket, objects)
-        raise Refused(501, "NotImplemented")
+        raise S3Error(501, "NotImplemented")
 
-    def _of_lifecycle(self, call: Call, payload: Payload, bucket: str) -> Answer:
+    def _of_lifecycle(self, call: Call, payload: Payload, bucket: str) -> StoreResponse:
         if call.method == "PUT":
             self._lifecycle[bucket] = payload.data
-            return Answer(200)
+            return StoreResponse(200)
         if call.method == "DELETE":
             self._lifecycle.pop(bucket, None)
-            return Answer(204)
+            return StoreResponse(204)
         if bucket not in self._lifecycle:
-            raise Refused(404, "NoSuchLifecycleConfiguration")
-        return Answer(200, self._lifecycle[bucket], {"Content-Type": "application/xml"})
+            raise S3Error(404, "NoSuchLifecycleConfiguration")
+        return StoreResponse(200, self._lifecycle[bucket], {"Content-Type": "application/xml"})
 
     def _of_object(
-        self, call: Call, payload: Payload, objects: dict[str, StoredObject], key: str
-    ) -> Answer:
+        self, call: Call, payload: Payload, objects: dict[str, S3Object], key: str
+    ) -> StoreResponse:
         match call.method:
             case "PUT":
                 self._hold_to_preconditions(call, objects.get(key))
                 etag = f'"{hashlib.md5(payload.data).hexdigest()}"'
-                objects[key] = StoredObject(payload.data, etag, payload.checksum)
-                return Answer(200, b"", _headers(objects[key], with_checksum=True))
+                objects[key] = S3Object(payload.data, etag, payload.checksum)
+                return StoreResponse(200, b"", _headers(objects[key], with_checksum=True))
             case "GET" | "HEAD":
                 if key not in objects:
-                    raise Refused(404, "NoSuchKey")
+                    raise S3Error(404, "NoSuchKey")
                 return _content(call, objects[key])
             case "DELETE":
                 objects.pop(key, None)
-                return Answer(204)
-        raise Refused(405, "MethodNotAllowed")
+                return StoreResponse(204)
+        raise S3Error(405, "MethodNotAllowed")
 
     def _of_upload(
         self,
         call: Call,
         payload: Payload,
-        objects: dict[str, StoredObject],
-        upload: MultipartUpload,
-    ) -> Answer:
+        objects: dict[str, S3Object],
+        upload: S3Upload,
+    ) -> StoreResponse:
         match call.method:
             case "PUT":
                 part = upload.put(int(call.parameter("partNumber") or 0), payload)
-                return Answer(200, b"", _headers(part, with_checksum=True))
+                return StoreResponse(200, b"", _headers(part, with_checksum=True))
             case "GET":
                 return self._list_parts(call, upload)
             case "DELETE":
                 del self._uploads[upload.upload_id]
-                return Answer(204)
+                return StoreResponse(204)
         self._hold_to_preconditions(call, objects.get(upload.key))
         stored = upload.whole(payload.data, call.headers)
         objects[upload.key] = stored
@@ -245,36 +247,38 @@ class S3:
                 stored.checksum.tag: stored.checksum.value,
                 "ChecksumType": stored.checksum_type,
             }
-        answer = _document("CompleteMultipartUploadResult", facts.items())
-        # The real one sends its headers at once, and blanks while it puts the parts together.
-        return Answer(200, answer.body, {**answer.headers, "Transfer-Encoding": "chunked"})
+        response = _document("CompleteMultipartUploadResult", facts.items())
+        # S3 sends the head immediately, and spaces while it assembles the parts.
+        return StoreResponse(
+            200, response.body, {**response.headers, "Transfer-Encoding": "chunked"}
+        )
 
-    def _upload(self, call: Call, bucket: str, key: str) -> MultipartUpload:
+    def _upload(self, call: Call, bucket: str, key: str) -> S3Upload:
         upload = self._uploads.get(call.parameter("uploadId") or "")
         if upload is None or (upload.bucket, upload.key) != (bucket, key):
-            raise Refused(404, "NoSuchUpload")
+            raise S3Error(404, "NoSuchUpload")
         return upload
 
-    def _hold_to_preconditions(self, call: Call, current: StoredObject | None) -> None:
+    def _hold_to_preconditions(self, call: Call, current: S3Object | None) -> None:
         if not self._honour:
             return
         absent, match = call.headers.get("if-none-match"), call.headers.get("if-match")
         if absent not in (None, "*"):
-            raise Refused(501, "NotImplemented", "If-None-Match takes * only")
+            raise S3Error(501, "NotImplemented", "If-None-Match must be *")
         if absent and current is not None:
-            raise Refused(412, "PreconditionFailed")
+            raise S3Error(412, "PreconditionFailed")
         if match is not None:
             if current is None:
-                raise Refused(404, "NoSuchKey")
+                raise S3Error(404, "NoSuchKey")
             if match.strip('"') != current.etag.strip('"'):
-                raise Refused(412, "PreconditionFailed")
+                raise S3Error(412, "PreconditionFailed")
 
     # ------------------------------------------------------------ listings
 
     def _limit(self, call: Call, parameter: str) -> int:
         return min(int(call.parameter(parameter) or _PAGE), self._page)
 
-    def _list(self, call: Call, bucket: str, objects: dict[str, StoredObject]) -> Answer:
+    def _list(self, call: Call, bucket: str, objects: dict[str, S3Object]) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
         after: str | None = None
         token = call.parameter("continuation-token")
@@ -282,7 +286,7 @@ class S3:
             try:
                 after = bytes.fromhex(token).decode()
             except ValueError:
-                raise Refused(400, "InvalidArgument", "the continuation token") from None
+                raise S3Error(400, "InvalidArgument", "the continuation token") from None
         limit = self._limit(call, "max-keys")
         found = [key for key in objects if key.startswith(prefix)]
         keys, last = self._listing.page(found, after, limit)
@@ -310,7 +314,7 @@ class S3:
         ]
         return _document("ListBucketResult", facts, "Contents", items)
 
-    def _list_uploads(self, call: Call, bucket: str) -> Answer:
+    def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
         after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
         found = sorted(
@@ -318,7 +322,7 @@ class S3:
             for upload in self._uploads.values()
             if upload.bucket == bucket and upload.key.startswith(prefix)
         )
-        # A key alone as the marker passes over all uploads of that key.
+        # A marker with a key alone skips all uploads of that key.
         left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
         limit = self._limit(call, "max-uploads")
         is_encoded = call.parameter("encoding-type") == "url"
@@ -341,7 +345,7 @@ class S3:
         ]
         return _document("ListMultipartUploadsResult", facts, "Upload", items)
 
-    def _list_parts(self, call: Call, upload: MultipartUpload) -> Answer:
+    def _list_parts(self, call: Call, upload: S3Upload) -> StoreResponse:
         after = int(call.parameter("part-number-marker") or 0)
         numbers = sorted(number for number in upload.parts if number > after)
         limit = self._limit(call, "max-parts")
@@ -364,14 +368,14 @@ class S3:
             items.append(
                 [("PartNumber", str(number)), ("ETag", part.etag), ("Size", str(len(part.data)))]
             )
-            # Told only of uploads that were begun with an algorithm.
+            # Only for uploads with an algorithm.
             if part.checksum and upload.algorithm:
                 items[-1].append((part.checksum.tag, part.checksum.value))
         return _document("ListPartsResult", facts, "Part", items)
 
 
 def _without_checksums(call: Call) -> Call:
-    """The request as a store reads it that knows neither checksums nor aws-chunked bodies."""
+    """The request as read by a store without checksums and aws-chunked bodies."""
     headers = {
         name: value
         for name, value in call.headers.items()
@@ -385,7 +389,7 @@ def _without_checksums(call: Call) -> Call:
 
 
 def _address(call: Call) -> tuple[str, str]:
-    """Bucket and key, by the name of the host or by the path."""
+    """Bucket and key, from the host name or the path."""
     host = call.headers.get("host", "").partition(":")[0]
     path = unquote(call.path).removeprefix("/")
     if host.endswith(f".{_DOMAIN}"):
@@ -394,16 +398,16 @@ def _address(call: Call) -> tuple[str, str]:
     return bucket, key
 
 
-def _headers(stored: StoredObject | Part, *, with_checksum: bool) -> dict[str, str]:
+def _headers(stored: S3Object | S3Part, *, with_checksum: bool) -> dict[str, str]:
     headers = {"ETag": stored.etag}
     if stored.checksum and with_checksum:
         headers[stored.checksum.header] = stored.checksum.value
-        if isinstance(stored, StoredObject):
+        if isinstance(stored, S3Object):
             headers["x-amz-checksum-type"] = stored.checksum_type
     return headers
 
 
-def _content(call: Call, stored: StoredObject) -> Answer:
+def _content(call: Call, stored: S3Object) -> StoreResponse:
     span = call.headers.get("range")
     headers = {
         "Content-Type": "application/octet-stream",
@@ -421,13 +425,13 @@ def _content(call: Call, stored: StoredObject) -> Answer:
         start = int(first) if first else max(0, size_bytes - int(last))
         end = min(int(last), size_bytes - 1) if first and last else size_bytes - 1
         if start >= size_bytes or end < start:
-            raise Refused(416, "InvalidRange", Content_Range=f"bytes */{size_bytes}")
+            raise S3Error(416, "InvalidRange", Content_Range=f"bytes */{size_bytes}")
         status = 206
         headers["Content-Range"] = f"bytes {start}-{end}/{size_bytes}"
     if call.method == "HEAD":
-        return Answer(status, b"", {**headers, "Content-Length": str(end + 1 - start)})
+        return StoreResponse(status, b"", {**headers, "Content-Length": str(end + 1 - start)})
     whole = (start, end + 1) == (0, size_bytes)
-    return Answer(status, stored.data if whole else stored.data[start : end + 1], headers)
+    return StoreResponse(status, stored.data if whole else stored.data[start : end + 1], headers)
 
 
 def _document(
@@ -435,7 +439,7 @@ def _document(
     facts: Iterable[tuple[str, str]],
     item_tag: str = "",
     items: Sequence[Iterable[tuple[str, str]]] = (),
-) -> Answer:
+) -> StoreResponse:
     root = ET.Element(tag, {"xmlns": NAMESPACE})
     for name, value in facts:
         ET.SubElement(root, name).text = value
@@ -444,7 +448,7 @@ def _document(
         for name, value in item:
             ET.SubElement(element, name).text = value
     body = b'<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root)
-    return Answer(200, body, {"Content-Type": "application/xml"})
+    return StoreResponse(200, body, {"Content-Type": "application/xml"})
 
 
 def main() -> None:

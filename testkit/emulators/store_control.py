@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store emulators share: faults on order, and a record of what was asked.
+"""Control of the store emulators: faults on order, and a record of requests.
 
-Control, all by POST with a query but the last, below ``/_control/``::
+Commands below ``/_control/``, by POST with a query, except for the last one::
 
     outage?seconds=3&retry_after_s=1
-                                every request is answered with 503 SlowDown
+                                every request fails with 503 SlowDown
     answer?status=409&code=OperationAborted&method=PUT&match=/commits/&times=1&carry_out=1
                                 the next requests whose target contains ``match`` get this error;
-                                with ``carry_out`` only after they have taken effect (a lost reply).
-                                ``times`` is 1 when left out; ``status=200`` is an error all the same
+                                with ``carry_out`` after they took effect (a lost reply).  ``times``
+                                defaults to 1; ``status=200`` is an error in a 200 response;
                                 ``retry_after_s`` adds that header
     say?body=TEXT&method=POST&match=uploadId&times=1
-                                the next requests are answered with TEXT, and not carried out; ``status``
-                                is 200 when left out
-    corrupt?object=NAME         one bit of the stored object flips
-    preconditions?honour=0      create-if-absent is ignored, as some stores do
-    forget                      all multipart uploads are forgotten
-    page?size=2                 listings come in pages of at most so many
+                                the next requests get the body TEXT and have no effect; ``status``
+                                defaults to 200
+    corrupt?object=NAME         flip one bit of the stored object
+    preconditions?honour=0      ignore create-if-absent, as some stores do
+    forget                      delete all multipart uploads
+    page?size=2                 limit the size of pages of listings
     listing?reversed=1&duplicates=1&loop=1
-                                listings of objects are sorted by their keys read backwards; each page
-                                names keys that were named before; the pages go round in a circle
+                                sort listings by reversed keys; repeat keys of earlier pages; let the
+                                last page lead back to the first one
     spoil?how=empty&method=GET&match=list-type&times=1
-                                the next answers to such requests are spoilt after the request was
-                                carried out; ``how`` is one of SPOILS, or ``without`` with ``field=NAME``:
-                                that XML element, JSON key and header is left out everywhere
-    clear                       all this ends, and the record is empty again
+                                damage the next responses to such requests, after they took effect;
+                                ``how`` is one of SPOILS, or ``without`` with ``field=NAME``: omit that
+                                XML element, JSON key and header
+    clear                       end all faults, and empty the record
     requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
 
-and, where :mod:`testkit.emulators.store_server` serves::
+and, with :mod:`testkit.emulators.store_server`::
 
     break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
-                                ``reset`` hangs up with a TCP reset, ``stall`` goes on to the next
+                                ``reset`` closes with a TCP reset, ``stall`` lasts until the next
                                 ``clear``; ``at`` is one of POINTS
     flip?match=partNumber&times=1
-                                one bit of the body changes before the store has seen it
+                                flip one bit of the body before the store reads it
     pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000
-                                bodies come in, and answers go out, no faster; 0 is no limit
+                                limit the rate of bodies and responses; 0 is no limit
 
-A store may have orders of its own.
+A store can have further commands.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ POINTS = (
     "before_headers", "in_headers", "body_start", "mid_body", "last_byte", "before_answer",
     "in_answer",
 )  # fmt: skip
-"""Where a connection can break: the request has taken effect only at the last two."""
+"""Points at which a connection can break; at the last two the request has taken effect."""
 
 SPOILS = ("empty", "cut", "half", "half a body", "foreign")
-"""No body; no body and no length, the connection just ends; half of the document, well framed; half of the
-body, and the connection ends; the page of another listing.  All under the status that the answer had."""
+"""No body; no body and no length; half of the document with its length; half of the body without a length; an
+HTML page.  The status is that of the undamaged response."""
 
 
 @dataclass(frozen=True)
 class Call:
     method: str
     path: str
-    """As sent, still quoted."""
+    """As sent, percent-encoded."""
     query: str
     headers: Mapping[str, str]
-    """By lower-case name."""
+    """By name in lower case."""
     body: bytes
     scheme: str = "http"
 
@@ -83,17 +83,17 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoreResponse:
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     ends: bool = False
-    """No length is told; the connection ends behind the body."""
+    """The response has no length; the end of the connection ends the body."""
 
 
 @dataclass(frozen=True)
 class ListingMode:
-    """How listings of objects come, beyond what a client may expect of AWS."""
+    """Properties of listings that clients of AWS do not expect."""
 
     is_reversed: bool = False
     has_duplicates: bool = False
@@ -101,7 +101,7 @@ class ListingMode:
 
     @classmethod
     def ordered(cls, call: Call) -> Self:
-        """As the order wants it."""
+        """The mode of a command."""
         return cls(
             is_reversed=call.parameter("reversed") == "1",
             has_duplicates=call.parameter("duplicates") == "1",
@@ -109,7 +109,7 @@ class ListingMode:
         )
 
     def page(self, names: list[str], after: str | None, limit: int) -> tuple[list[str], str | None]:
-        """The names of a page, and the last of them if there are more: the next page begins ``after`` it."""
+        """The names of a page ``after`` a name, and the last name if there are more pages."""
 
         def place(name: str) -> str:
             return name[::-1] if self.is_reversed else name
@@ -125,39 +125,41 @@ class ListingMode:
         return page, last
 
 
-def spoilt(answer: Answer, how: str, field: str) -> Answer:
-    """What is left of an answer, see SPOILS."""
-    half = answer.body[: len(answer.body) // 2]
+def spoilt(response: StoreResponse, how: str, field: str) -> StoreResponse:
+    """A damaged response, see SPOILS."""
+    half = response.body[: len(response.body) // 2]
     framing = ("content-length", "transfer-encoding")
-    endless = {name: v for name, v in answer.headers.items() if name.lower() not in framing}
+    endless = {name: v for name, v in response.headers.items() if name.lower() not in framing}
     match how:
         case "empty":
-            return replace(answer, body=b"", headers=endless)
+            return replace(response, body=b"", headers=endless)
         case "cut":
-            return replace(answer, body=b"", headers=endless, ends=True)
+            return replace(response, body=b"", headers=endless, ends=True)
         case "half":
-            return replace(answer, body=half, headers=endless)
+            return replace(response, body=half, headers=endless)
         case "half a body":
-            return replace(answer, body=half, headers=endless, ends=True)
+            return replace(response, body=half, headers=endless, ends=True)
         case "foreign":
             page = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
-            return Answer(answer.status, page, {"Content-Type": "text/html"})
+            return StoreResponse(response.status, page, {"Content-Type": "text/html"})
     name = re.escape(field).encode()
-    body = re.sub(rb"<%b>[^<]*</%b>|<%b ?/>" % (name, name, name), b"", answer.body)
+    body = re.sub(rb"<%b>[^<]*</%b>|<%b ?/>" % (name, name, name), b"", response.body)
     body = re.sub(rb'"%b": *("[^"]*"|\[[^]]*\]|[0-9]+)(, *)?' % name, b"", body)
     body = re.sub(rb", *}", b"}", body)
-    headers = {key: value for key, value in answer.headers.items() if key.lower() != field.lower()}
-    return replace(answer, body=body, headers=headers)
+    headers = {
+        key: value for key, value in response.headers.items() if key.lower() != field.lower()
+    }
+    return replace(response, body=body, headers=headers)
 
 
-def error_answer(status: int, code: str, message: str = "") -> Answer:
-    """An error in the XML that S3 and GCS have in common."""
+def error_response(status: int, code: str, message: str = "") -> StoreResponse:
+    """An error in the XML of S3 and GCS."""
     body = f"<Error><Code>{escape(code)}</Code><Message>{escape(message or code)}</Message></Error>"
-    return Answer(status, body.encode(), {"Content-Type": "application/xml"})
+    return StoreResponse(status, body.encode(), {"Content-Type": "application/xml"})
 
 
 def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
-    """Flip one bit of the stored object of that name, a dataclass; says whether there is one."""
+    """Flip one bit of the stored object of that name, a dataclass; returns whether it exists."""
     for objects in buckets.values():
         if name in objects:
             old = objects[name]
@@ -173,7 +175,7 @@ class _Fault:
     method: str
     match: str
     times: int
-    answer: Answer = Answer(503)
+    response: StoreResponse = StoreResponse(503)
     carry_out: bool = False
     at: str = ""
     how: str = ""
@@ -181,18 +183,18 @@ class _Fault:
 
 
 class StoreControl:
-    """Stands before an emulated store.
+    """Injects faults in front of an emulated store.
 
     Args:
-        respond: the store in good health.
-        corrupt: flips one bit of the object of that name; says whether there is one.
+        respond: the store without faults.
+        corrupt: flips one bit of the object of that name; returns whether it exists.
         ignoring: headers and query parameters that make a create conditional, in lower case.
-        order: carries out the orders that only this store knows; says whether it knew it.
+        order: executes a command of this store; returns whether it is known.
     """
 
     def __init__(
         self,
-        respond: Callable[[Call], Answer],
+        respond: Callable[[Call], StoreResponse],
         corrupt: Callable[[str], bool],
         ignoring: tuple[str, ...],
         order: Callable[[str, Call], bool] = lambda _name, _call: False,
@@ -203,7 +205,7 @@ class StoreControl:
         self._store_order = order
         self._lock = threading.Lock()
         self.over = threading.Event()
-        """Set when the faults of now are ended."""
+        """Set when the present faults end."""
         self._clear()
 
     def _clear(self) -> None:
@@ -217,7 +219,7 @@ class StoreControl:
         self.over.set()
         self.over = threading.Event()
 
-    def handle(self, call: Call) -> Answer:
+    def handle(self, call: Call) -> StoreResponse:
         if call.path.startswith("/_control/"):
             return self._order(call.path.removeprefix("/_control/"), call)
         with self._lock:
@@ -228,20 +230,20 @@ class StoreControl:
             spoil = self._take(call.method, call.target, "spoil") if fault is None else None
             honour = self._honour
         if outage:
-            answer = error_answer(503, "SlowDown")
+            response = error_response(503, "SlowDown")
             headers = {"Retry-After": after_s} if after_s else {}
-            return replace(answer, headers={**answer.headers, **headers})
+            return replace(response, headers={**response.headers, **headers})
         if not honour:
             call = self._unconditional(call)
         if fault is None:
-            answer = self._respond(call)
-            return answer if spoil is None else spoilt(answer, spoil.how, spoil.field)
+            response = self._respond(call)
+            return response if spoil is None else spoilt(response, spoil.how, spoil.field)
         if fault.carry_out:
             self._respond(call)
-        return fault.answer
+        return fault.response
 
     def next_break(self, method: str, target: str) -> tuple[str, str] | None:
-        """Kind and point of the fault that this connection is to suffer now."""
+        """Kind and point of the fault for this request."""
         if target.startswith("/_control/"):
             return None
         with self._lock:
@@ -249,7 +251,7 @@ class StoreControl:
         return (fault.kind, fault.at) if fault else None
 
     def next_flip(self, method: str, target: str) -> bool:
-        """Whether a bit of this request's body is to change."""
+        """Whether to flip a bit of this request's body."""
         with self._lock:
             return self._take(method, target, "flip") is not None
 
@@ -272,10 +274,10 @@ class StoreControl:
         query = "&".join(p for p in pairs if p.partition("=")[0].lower() not in self._preconditions)
         return replace(call, headers=headers, query=query)
 
-    def _order(self, name: str, call: Call) -> Answer:
+    def _order(self, name: str, call: Call) -> StoreResponse:
         with self._lock:
             if name == "requests":
-                return Answer(200, json.dumps(self._record).encode())
+                return StoreResponse(200, json.dumps(self._record).encode())
             if name == "clear":
                 self._clear()
                 self._store_order(name, call)
@@ -284,49 +286,49 @@ class StoreControl:
                 self._outage_retry_after_s = call.parameter("retry_after_s") or ""
             elif name == "preconditions":
                 self._honour = call.parameter("honour") != "0"
-                self._store_order(name, call)  # where headers are signed none can be left out here
+                self._store_order(name, call)  # signed headers cannot be removed here
             elif name == "answer":
                 self._faults.append(self._fault(call, "answer"))
             elif name == "say":
                 status = int(call.parameter("status", "200") or 0)
-                said = Answer(status, (call.parameter("body") or "").encode())
-                self._faults.append(replace(self._fault(call, "answer"), answer=said))
+                said = StoreResponse(status, (call.parameter("body") or "").encode())
+                self._faults.append(replace(self._fault(call, "answer"), response=said))
             elif name == "flip":
                 self._faults.append(self._fault(call, "flip"))
             elif name == "spoil":
                 fault = self._fault(call, "spoil")
                 if fault.how not in (*SPOILS, "without"):
-                    return Answer(400, b"no such way to spoil an answer")
+                    return StoreResponse(400, b"no such way to damage a response")
                 self._faults.append(fault)
             elif name == "break":
                 fault = self._fault(call, call.parameter("kind", "reset") or "")
                 if fault.kind not in ("reset", "stall") or fault.at not in POINTS:
-                    return Answer(400, b"no such fault")
+                    return StoreResponse(400, b"no such fault")
                 self._faults.append(fault)
             elif name == "pace":
                 self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
                 self.total_bytes_per_s = float(call.parameter("total_bytes_per_s") or 0)
             elif name == "corrupt":
                 if not self._corrupt(call.parameter("object") or ""):
-                    return Answer(404, b"no such object")
+                    return StoreResponse(404, b"no such object")
             elif not self._store_order(name, call):
-                return Answer(400, b"no such order")
-        return Answer(200, b"{}")
+                return StoreResponse(400, b"no such order")
+        return StoreResponse(200, b"{}")
 
     def _fault(self, call: Call, kind: str) -> _Fault:
-        answer = error_answer(
+        response = error_response(
             int(call.parameter("status", "503") or 0),
             call.parameter("code", "InternalError") or "",
         )
         after_s = call.parameter("retry_after_s")
         if after_s:
-            answer = replace(answer, headers={**answer.headers, "Retry-After": after_s})
+            response = replace(response, headers={**response.headers, "Retry-After": after_s})
         return _Fault(
             kind=kind,
             method=call.parameter("method", "") or "",
             match=call.parameter("match", "") or "",
             times=int(call.parameter("times", "1") or 0),
-            answer=answer,
+            response=response,
             carry_out=call.parameter("carry_out") == "1",
             at=call.parameter("at", "") or "",
             how=call.parameter("how", "") or "",

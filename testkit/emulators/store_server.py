@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of the strict store emulators: plain or TLS, one thread a connection, breakable anywhere.
+"""The HTTP server of the strict store emulators: plain or TLS, with one thread for each connection.
 
-It reads requests piece by piece itself, so that :mod:`testkit.emulators.store_control` can order a reset or a
-stall at a point of the request, and pace what passes.
+It reads requests piece by piece, so that :mod:`testkit.emulators.store_control` can order a reset or a stall
+at any point of a request, and limit the rate.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from testkit.emulators.process import announce
-from testkit.emulators.store_control import Answer, Call, StoreControl
+from testkit.emulators.store_control import Call, StoreControl, StoreResponse
 from testkit.emulators.tls import server_context
 
 _PIECE_BYTES = 2**16
 _RECEIVE_BUFFER_BYTES = 2**18
-"""Small, so that whoever stops to read is noticed by the sender before all of a part is under way."""
+"""Small: a sender notices that the server stopped reading before a whole part is in flight."""
 
 
 class _Broken(Exception):
-    """The connection is to end here."""
+    """Ends the connection."""
 
 
 class Pace:
-    """Lets bytes pass no faster than a limit that is asked for each time."""
+    """A rate limit that is read for each piece."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         if self.server.context is not None:
-            # In this thread: a handshake that stalls must not keep others from being accepted.
+            # In this thread: a stalled handshake must not delay other connections.
             self.request = self.server.context.wrap_socket(self.request, server_side=True)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._control = self.server.control
@@ -70,10 +70,10 @@ class _Handler(socketserver.BaseRequestHandler):
         finally:
             self._reader.close()
             if isinstance(self.request, ssl.SSLSocket):
-                self.request.close()  # wrapping took the descriptor: the server closes an empty shell
+                self.request.close()  # the wrapped socket has the descriptor now
 
     def _exchange(self) -> bool:
-        """One request and its answer; False when the connection ends."""
+        """Serve one request; returns False when the connection ends."""
         line = self._reader.readline(65537).decode("latin-1").strip()
         if not line:
             return False
@@ -97,9 +97,9 @@ class _Handler(socketserver.BaseRequestHandler):
         path, _, query = target.partition("?")
         scheme = "https" if self.server.context else "http"
         call = Call(method, path, query, headers, body, scheme)
-        answer = self._control.handle(call)
+        response = self._control.handle(call)
         self._break_here(kind, at, "before_answer")
-        return self._send(call, answer, kind if at == "in_answer" else "")
+        return self._send(call, response, kind if at == "in_answer" else "")
 
     def _body(
         self, headers: dict[str, str], size_bytes: int, kind: str, reach: int | None
@@ -131,37 +131,37 @@ class _Handler(socketserver.BaseRequestHandler):
         self._pace.pass_bytes(count, control.connection_bytes_per_s, control.over)
         self.server.pace.pass_bytes(count, control.total_bytes_per_s, control.over)
 
-    def _send(self, call: Call, answer: Answer, strike: str) -> bool:
+    def _send(self, call: Call, response: StoreResponse, strike: str) -> bool:
         headers = {"Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())}
-        headers.update(answer.headers)
+        headers.update(response.headers)
         is_chunked = headers.get("Transfer-Encoding") == "chunked"
-        if answer.status not in (204, 304) and not is_chunked and not answer.ends:
-            headers.setdefault("Content-Length", str(len(answer.body)))
-        ends = answer.ends or call.headers.get("connection", "").lower() == "close"
+        if response.status not in (204, 304) and not is_chunked and not response.ends:
+            headers.setdefault("Content-Length", str(len(response.body)))
+        ends = response.ends or call.headers.get("connection", "").lower() == "close"
         if ends:
             headers["Connection"] = "close"
-        is_known = answer.status in set(HTTPStatus)
-        phrase = HTTPStatus(answer.status).phrase if is_known else "Unknown"
-        lines = [f"HTTP/1.1 {answer.status} {phrase}"]
+        is_known = response.status in set(HTTPStatus)
+        phrase = HTTPStatus(response.status).phrase if is_known else "Unknown"
+        lines = [f"HTTP/1.1 {response.status} {phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        body = b"" if call.method == "HEAD" else answer.body
+        body = b"" if call.method == "HEAD" else response.body
         if is_chunked:
-            # As a store that keeps the connection alive while it works: blanks after the declaration.
+            # As a store that sends spaces while it works, after the XML declaration.
             declaration, mark, rest = body.partition(b"?>")
             pieces = (declaration + mark, b" ", b"\n ", rest)
             body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece)
             body += b"0\r\n\r\n"
         if strike:
             whole = head + body
-            # Within the body where there is one: a caller must notice that the answer is too short.
+            # Within the body if there is one: a caller must detect a truncated response.
             keep = len(head) + len(body) // 2 if body else len(head) // 2
             self.request.sendall(whole[:keep])
             self._strike(strike)
         if len(body) <= _PIECE_BYTES:
             self.request.sendall(
                 head + body
-            )  # in one piece, else it costs a delayed acknowledgement
+            )  # in one piece, else there is a delayed acknowledgement
             self._passed(len(body))
             return not ends
         self.request.sendall(head)
@@ -179,7 +179,7 @@ class _Handler(socketserver.BaseRequestHandler):
     def _strike(self, kind: str) -> None:
         if kind == "stall":
             self._control.over.wait()
-        # The file object holds a reference to the socket; the reset goes out when both are closed.
+        # The file object holds a reference to the socket; the reset is sent when both are closed.
         reset = struct.pack("ii", 1, 0)
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         raise _Broken
@@ -207,16 +207,16 @@ class StoreServer(socketserver.ThreadingTCPServer):
         super().server_bind()
 
     def shutdown_request(self, request: Any) -> None:
-        # Without the orderly end that the base class sends first, which would hide a reset.
+        # Without the shutdown of the base class, which would hide a reset.
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), (OSError, ValueError)):  # clients may leave at any time
+        if not isinstance(sys.exception(), (OSError, ValueError)):  # clients may close at any time
             super().handle_error(request, client_address)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line that the store emulators share."""
+    """The command line of the store emulators."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--bucket", action="append", default=[])
@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace, control: StoreControl) -> None:
-    """Serve for ever, over plain HTTP as well when TLS is asked for: control comes that way."""
+    """Serve until killed; with TLS also over plain HTTP, for control commands."""
     with StoreServer((options.host, options.port), control) as plain:
         url = plain.url
         if options.tls:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certificate authority made on the spot, and a server's key and certificate under it."""
+"""Creates a certificate authority, and a server's key and certificate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 
 def make(folder: Path) -> tuple[Path, Path]:
-    """Writes the authority's certificate, and key with certificate of 127.0.0.1 and localhost."""
+    """Write the authority's certificate, and key with certificate of 127.0.0.1 and localhost."""
     now = datetime.now(UTC)
     ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name, name = (
@@ -44,7 +44,7 @@ def make(folder: Path) -> tuple[Path, Path]:
     names: list[x509.GeneralName] = [
         x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
         x509.DNSName("localhost"),
-        x509.DNSName("checkpoints.localhost"),  # a bucket; OpenSSL takes no wildcard here
+        x509.DNSName("checkpoints.localhost"),  # a bucket; OpenSSL accepts no wildcard here
     ]
     server = (
         begun(name, key.public_key())

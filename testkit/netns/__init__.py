@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces with VMs of their own."""
+"""VMs in network namespaces."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several VMs on one machine: a network namespace, a disk, a daemon and a metadata service for each.
 
-They share a wire and a bucket, and nothing else.
+They share only a network and a bucket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Namespace:
-    """A network of its own; who is inside starts processes and opens sockets there."""
+    """A network namespace; inside of it a thread starts processes and opens sockets."""
 
     def __init__(self) -> None:
         home = _own_network()
@@ -80,18 +80,16 @@ class Machine:
         store = {"url": f"file://{shelf}"}
         vm = Vm(disk, store, metadata=("aws", None), settings=settings)
         self.vm = started.enter_context(vm)
-        started.callback(
-            self.power_off
-        )  # before the VM kills torchrun, and its workers are orphans
+        started.callback(self.power_off)  # before the VM kills torchrun and orphans its workers
 
     def boot(self) -> Process:
-        """Start the daemon, perhaps again, on an empty disk."""
+        """Start the daemon; after a power-off on an empty disk."""
         self.vm.staging.mkdir(exist_ok=True)
         with self.namespace.inside():
             return self.vm.start_daemon()
 
     def notice(self, *, in_s: float) -> None:
-        """EC2 takes this VM."""
+        """Give a notice of EC2 to this VM."""
         with self.namespace.inside():
             Aws("http://127.0.0.1").notice(in_s=in_s)
 
@@ -122,7 +120,7 @@ class Machine:
             )
 
     def power_off(self) -> None:
-        """Every process of the VM dies at once, torchrun's workers too, and its disk is lost."""
+        """Kill every process of the VM, including torchrun's workers; the disk is lost."""
         for process in self.vm.processes:
             _kill_tree(process.pid)
         self.vm.power_off(keep_disk=not self.vm.staging.exists())
@@ -130,7 +128,7 @@ class Machine:
 
 
 class Cluster:
-    """So many VMs on one switch, in the namespace of the caller."""
+    """Several VMs on one switch, in the namespace of the caller."""
 
     def __init__(self, directory: Path, started: ExitStack) -> None:
         self._directory = directory
@@ -142,7 +140,7 @@ class Cluster:
         _run("ip", "link", "set", "switch", "up")
 
     def add(self, count: int) -> list[Machine]:
-        """More VMs, with a daemon running on each."""
+        """Add VMs and start a daemon on each."""
         new = [
             Machine(len(self.machines) + number, self._directory, self._shelf, self._started)
             for number in range(count)
@@ -163,7 +161,7 @@ class Cluster:
         nodes: str = "",
         restarts: int = 0,
     ) -> list[Process]:
-        """Start a job on these VMs; the first has the rendezvous."""
+        """Start a job on these VMs; the first one hosts the rendezvous."""
         return [
             machine.torchrun(
                 *arguments,
@@ -182,7 +180,7 @@ class Cluster:
         }
 
     def farewells(self) -> list[dict[str, Any]]:
-        """All that daemons have left of their evacuations, oldest first."""
+        """All farewells of the daemons, oldest first."""
         paths = sorted((self._shelf / "run" / "farewells").glob("*.json"))
         return [json.loads(path.read_text()) for path in paths]
 
@@ -192,7 +190,7 @@ def part(generation: int, step: int, node: int, nodes: int) -> str:
 
 
 def _kill_tree(pid: int) -> None:
-    # torchrun puts its workers into process groups of their own.
+    # torchrun starts its workers in separate process groups.
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

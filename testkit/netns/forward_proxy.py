@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward proxy for plain HTTP that knows the way to one host only, and keeps what it was asked."""
+"""A forward proxy for plain HTTP that can reach one host only, and records the requested targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-_OF_THE_CONNECTION = {
+_HOP_BY_HOP = {
     "connection",
     "proxy-connection",
     "keep-alive",
@@ -21,7 +21,7 @@ _OF_THE_CONNECTION = {
 
 
 class ForwardProxy:
-    """Requests for ``host`` (``address:port``) go to ``url``; ``asked`` holds every target, as it came."""
+    """Requests for ``host`` (``address:port``) go to ``url``; ``asked`` holds every target as received."""
 
     def __init__(self, host: str, url: str) -> None:
         self.asked: list[str] = []
@@ -43,14 +43,14 @@ class ForwardProxy:
                     fields = {
                         name: value
                         for name, value in self.headers.items()
-                        if name.lower() not in {*_OF_THE_CONNECTION, "expect"}
+                        if name.lower() not in {*_HOP_BY_HOP, "expect"}
                     }
                     connection.request(self.command, path, content, fields)
                     answer = connection.getresponse()
                     body = answer.read()
                 self.send_response_only(answer.status)
                 for name, value in answer.getheaders():
-                    if name.lower() not in _OF_THE_CONNECTION:
+                    if name.lower() not in _HOP_BY_HOP:
                         self.send_header(name, value)
                 size = answer.getheader("Content-Length") if self.command == "HEAD" else len(body)
                 self.send_header("Content-Length", str(size or 0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that containers and VMs boot from: a Debian, and on top of it what provision.sh made of it.
+"""The layers that containers and VMs boot from: a Debian, and on top of it the changes of provision.sh.
 
-Both are kept in a cache, the layer on top as long as nothing changes that goes into it.
-``python3 -m testkit.nspawn.build`` makes the Debian; it needs nothing but the standard library.
+Both are cached; a change to an input of the top layer invalidates it.
+``python3 -m testkit.nspawn.build`` makes the Debian and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGES = (
     "iproute2,procps,ca-certificates,udev,kmod,netbase,acl"
 )
 STANDARD = "bookworm"
-"""The release that the VMs boot as well."""
+"""The release of the VMs as well."""
 KERNEL = "linux-image-cloud-amd64,initramfs-tools,zstd,e2fsprogs"
 TOOLS = {
     "systemd-nspawn": "systemd-container",
@@ -40,16 +40,16 @@ TOOLS = {
     "nsenter": "util-linux",
     "ip": "iproute2",
 }
-"""Command to the package that brings it."""
+"""Command -> package that contains it."""
 _LEFT_OUT = ("doc", "man", "locale")
 _PARTS = ("packer/provision.sh", "systemd", "daemon", "training_hooks", "constraints.txt")
-_KEPT_S = 3600.0
-"""A layer that no test session has been using for so long can go."""
+_UNUSED_MAX_S = 3600.0
+"""A layer that no test session has used for this time is deleted."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A root file system as overlayfs wants it: its directories, the topmost first."""
+    """A root file system for overlayfs: its directories, the topmost first."""
 
     directories: tuple[Path, ...]
 
@@ -60,23 +60,23 @@ class Layer:
         return ":".join(str(directory) for directory in self.directories)
 
     def find(self, path: str) -> Path:
-        """Where a file of it lies."""
+        """The topmost copy of a file."""
         return next(d / path for d in self.directories if (d / path).exists())
 
 
 def cache() -> Path:
-    """Where what takes long to make is kept, outside of the sources."""
+    """The directory for expensive build results, outside of the sources."""
     chosen = os.environ.get("SWANSONG_TEST_CACHE") or os.environ.get("XDG_CACHE_HOME")
     return Path(chosen or Path.home() / ".cache") / "swansong-tests"
 
 
 def missing(tools: dict[str, str]) -> list[str]:
-    """What is lacking of ``TOOLS`` or its like, and where it is to be had."""
+    """The commands of a table such as ``TOOLS`` that are missing, with their packages."""
     return [f"{tool} ({package})" for tool, package in tools.items() if not shutil.which(tool)]
 
 
 def debian(suite: str) -> Layer:
-    """A small Debian with systemd, D-Bus and polkit; from the cache when it is there."""
+    """A small Debian with systemd, D-Bus and polkit, cached."""
     packages = PACKAGES.replace("polkitd", "policykit-1") if suite == "bullseye" else PACKAGES
     if suite == STANDARD:
         packages += f",{KERNEL}"
@@ -87,7 +87,7 @@ def debian(suite: str) -> Layer:
     target = cache() / f"{suite}-{key}"
     with locked(cache() / f"{suite}.lock"):
         if not target.exists():
-            # The machine's own mirror, for whatever release is asked.
+            # The mirror of this machine, with the requested release.
             own = re.search(
                 r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.MULTILINE
             )
@@ -99,7 +99,7 @@ def debian(suite: str) -> Layer:
             listing.write_text(sources)
             fresh = cache() / f"{suite}.new"
             shutil.rmtree(fresh, ignore_errors=True)
-            # What it mounts ends with it, even when it is killed.
+            # Its mounts end with the namespace, even if the command is killed.
             namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
             run(*namespaces, *command, suite, str(fresh), str(listing), timeout_s=600)
             fresh.rename(target)
@@ -107,7 +107,7 @@ def debian(suite: str) -> Layer:
 
 
 def wheelhouse(python_version: str) -> Path:
-    """Wheels of all that the daemon and the example trainer depend on; from the cache when it is there."""
+    """Wheels of all dependencies of the daemon and the example trainer, cached."""
     lock = (REPOSITORY / "constraints.txt").read_text() + _locked("numpy")
     key = hashlib.sha256(lock.encode()).hexdigest()[:12]
     target = cache() / f"wheels-{python_version}-{key}"
@@ -129,7 +129,7 @@ def wheelhouse(python_version: str) -> Path:
 
 
 def _locked(name: str) -> str:
-    """The lines about one distribution in the lock of the tests."""
+    """The lines of one distribution in the lock of the tests."""
     lock = (REPOSITORY / "requirements" / "dev.txt").read_text()
     found = re.search(rf"^{name}==.*(?:\n    --hash=.*)+\n", lock, re.MULTILINE)
     assert found, f"{name} is not in requirements/dev.txt"
@@ -137,7 +137,7 @@ def _locked(name: str) -> str:
 
 
 def given(scratch: Path, python_version: str) -> Path:
-    """A directory whose ``wheels`` are all that provision.sh and the trainer install."""
+    """A directory with all ``wheels`` that provision.sh and the trainer install."""
     wheels = scratch / "given" / "wheels"
     shutil.copytree(wheelhouse(python_version), wheels)
     # From a copy: a build leaves files beside its sources.
@@ -153,9 +153,9 @@ def given(scratch: Path, python_version: str) -> Path:
 
 
 def provisioned(base: Layer) -> Layer:
-    """What provision.sh makes of it, and the example trainer beside that, as a unit of its own.
+    """The layer of provision.sh on top of ``base``, with the example trainer as a unit.
 
-    From the cache as long as nothing changes that goes into it.
+    It is cached until one of its inputs changes.
     """
     digest = hashlib.sha256(str(base).encode())
     parts = [HERE / "prepare.sh", *(REPOSITORY / name for name in _PARTS)]
@@ -166,7 +166,7 @@ def provisioned(base: Layer) -> Layer:
     with locked(cache() / "provisioned.lock"):
         if not target.exists():
             for old in cache().glob("provisioned-*"):
-                if time.time() - old.stat().st_mtime > _KEPT_S:
+                if time.time() - old.stat().st_mtime > _UNUSED_MAX_S:
                     shutil.rmtree(old)
             with tempfile.TemporaryDirectory(dir=cache()) as scratch:
                 _provision(base, Path(scratch))
@@ -183,7 +183,7 @@ def _provision(base: Layer, scratch: Path) -> None:
 
 
 def run_script(layer: Layer, disk: Path, script: str, *options: str) -> str:
-    """Run a script of this directory on it, without booting; what it wrote."""
+    """Run a script of this directory on a layer without booting it; returns its output."""
     name = f"sw-{os.getpid()}"
     try:
         return run(
@@ -198,7 +198,7 @@ def run_script(layer: Layer, disk: Path, script: str, *options: str) -> str:
 
 
 def remove_groups(name: str) -> None:
-    """The control groups that container_up.sh made; they can be busy for a moment after the last process."""
+    """Remove the control groups of container_up.sh, which may be busy just after the last process ends."""
 
     def are_gone(top: Path) -> bool:
         for path, _, _ in os.walk(top, topdown=False):
@@ -212,7 +212,7 @@ def remove_groups(name: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Hold an exclusive lock on this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

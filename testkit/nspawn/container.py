@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A VM as a container: systemd as PID 1, a network, a disk; a power cut is SIGKILL to all of it."""
+"""A VM as a container: systemd as PID 1, a network, a disk; a power cut is a SIGKILL to all its processes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ TRAINER = "trainer.service"
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the journal.  ``facts`` are those of a line of JSON."""
+    """One entry of the journal.  ``facts`` are the fields of a line of JSON."""
 
     mono_s: float
     unit: str
-    """Who wrote it, or whom systemd writes about."""
+    """The unit that wrote the entry, or that systemd reports on."""
     text: str
     pid: int
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Journal:
-    """What the journal of one boot holds, as it comes; it outlives the container."""
+    """The entries of one boot, read as they are written; the journal outlives the container."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -42,7 +42,7 @@ class Journal:
         self._reader: subprocess.Popen[bytes] | None = None
 
     def follow(self) -> None:
-        """Begin to read, once there is something to read."""
+        """Start to read, once the journal exists."""
         if self._reader is None:
             command = ["journalctl", "-q", "-D", str(self._directory), "-o", "json"]
 
@@ -63,7 +63,7 @@ class Journal:
         for line in stream:
             record = json.loads(line)
             text = record.get("MESSAGE") or ""
-            if isinstance(text, list):  # not all of it printable
+            if isinstance(text, list):  # it contains unprintable bytes
                 text = bytes(text).decode(errors="replace")
             facts = {}
             with suppress(ValueError):
@@ -81,7 +81,7 @@ class Journal:
     def all(
         self, text: str = "", *, unit: str = "", since: float = 0.0, **facts: Any
     ) -> list[Entry]:
-        """Every entry so far with that text in it, of that unit, in which these facts stand."""
+        """Every entry so far with this text, of this unit, with these facts."""
         with self._lock:
             return [
                 entry
@@ -93,20 +93,20 @@ class Journal:
             ]
 
     def wait(self, text: str = "", *, timeout_s: float = 30.0, **wanted: Any) -> Entry:
-        """The first such entry, as soon as there is one."""
+        """Wait for the first such entry."""
         try:
             return until(
                 lambda: self.all(text, **wanted), timeout_s=timeout_s, what=f"{text!r} {wanted}"
             )[0]
         except AssertionError as error:
-            raise AssertionError(f"{error}; the journal says\n{self.story()}") from None
+            raise AssertionError(f"{error}; the journal contains\n{self.story()}") from None
 
     def story(self) -> str:
-        """What concerns us, for people: without the steps of the trainer."""
+        """The relevant entries as text: those of our units, and the last five."""
         with self._lock:
-            told = [e for e in self._entries if "loss" not in e.facts]
-        ours = [e for e in told if "swansong" in e.unit + e.text or TRAINER in e.unit + e.text]
-        return "\n".join(f"{e.mono_s:.3f} {e.unit} {e.text[:240]}" for e in (*ours, *told[-5:]))
+            entries = [e for e in self._entries if "loss" not in e.facts]
+        ours = [e for e in entries if "swansong" in e.unit + e.text or TRAINER in e.unit + e.text]
+        return "\n".join(f"{e.mono_s:.3f} {e.unit} {e.text[:240]}" for e in (*ours, *entries[-5:]))
 
     def close(self) -> None:
         if self._reader is not None:
@@ -116,13 +116,13 @@ class Journal:
 
 
 class Container:
-    """Not yet booted.  ``disk`` keeps what is written, from one boot to the next.
+    """A VM that is off.  ``disk`` keeps written files from one boot to the next.
 
     Args:
         name: at most 12 characters, unique on this machine.
-        layers: what it boots from.
+        layers: its root file system.
         disk: a directory for its disk.
-        options: of systemd-nspawn.
+        options: further options of systemd-nspawn.
     """
 
     def __init__(self, name: str, layers: Layer, disk: Path, options: tuple[str, ...] = ()) -> None:
@@ -138,7 +138,7 @@ class Container:
 
     @property
     def journal(self) -> Journal:
-        """Of the newest boot."""
+        """The journal of the newest boot."""
         return self._journals[-1]
 
     # ------------------------------------------------------------------ the disk, while it is off
@@ -149,10 +149,10 @@ class Container:
         target.write_text(text)
 
     def remove(self, path: str) -> None:
-        """The file is not there any more, whatever layer it lies in."""
+        """Remove the file from every layer."""
         target = self._upper / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.mknod(target, 0o600 | 0o020000, os.makedev(0, 0))  # how overlayfs writes a deletion
+        os.mknod(target, 0o600 | 0o020000, os.makedev(0, 0))  # a whiteout of overlayfs
 
     def drop_in(self, unit: str, text: str) -> None:
         self.write(f"/etc/systemd/system/{unit}.d/zz-test.conf", text)
@@ -161,17 +161,17 @@ class Container:
         return (self._upper / path.lstrip("/")).read_text()
 
     def names(self, path: str) -> list[str]:
-        """Of the entries that were made in this directory since the first boot."""
+        """The entries that were created in this directory since the first boot."""
         return os.listdir(self._upper / path.lstrip("/"))
 
     def image_file(self, path: str) -> str:
-        """What the image has under this path, whatever was written over it."""
+        """The content of this file in the image, without later changes."""
         return self._layers.find(path.lstrip("/")).read_text()
 
     # ------------------------------------------------------------------ power
 
     def power_on(self) -> None:
-        """Begin to boot; returns once commands can be run in it."""
+        """Start the boot; returns when commands can run in the container."""
         journal = self._disk / f"journal-{len(self._journals)}"
         journal.mkdir()
         self._journals.append(Journal(journal))
@@ -191,7 +191,7 @@ class Container:
         self.journal.follow()
 
     def _find_leader(self) -> int:
-        """PID 1 of the container, as seen from here: the first systemd below the wrapper."""
+        """PID 1 of the container in the PID namespace of the test: the first systemd below the wrapper."""
         assert self._wrapper is not None
         assert self._wrapper.poll() is None, self.console()
         found = [self._wrapper.pid]
@@ -204,14 +204,14 @@ class Container:
         return 0
 
     def power_cut(self) -> None:
-        """Everything in it is dead at once."""
+        """Kill all its processes."""
         if self._wrapper is not None:
             self._wrapper.kill()
             self._wrapper.wait(20)
             self._forget()
 
     def wait_off(self, timeout_s: float = 60.0) -> int:
-        """Until it has switched itself off; the exit code."""
+        """Wait until it has shut down; returns the exit code."""
         assert self._wrapper is not None
         try:
             code = self._wrapper.wait(timeout_s)
@@ -241,7 +241,7 @@ class Container:
         )
 
     def run(self, *command: str, may_fail: bool = False, timeout_s: float = 30.0) -> str:
-        """Run a command in it, as root; what it wrote."""
+        """Run a command in it as root; returns its output."""
         process = self.popen(*command)
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -252,7 +252,7 @@ class Container:
         return stdout.strip()
 
     def slow_wire(self, bytes_per_s: int) -> None:
-        """From now on nothing leaves it faster."""
+        """Limit what it sends to this rate from now on."""
         shape = f"rate {bytes_per_s * 8}bit burst 64kb latency 400ms"
         self.run("tc", "qdisc", "add", "dev", "host0", "root", "tbf", *shape.split())
 
@@ -272,7 +272,7 @@ class Container:
             raise AssertionError(f"{error}\n{self.journal.story()}") from None
 
     def wait_booted(self, timeout_s: float = 60.0) -> str:
-        """Until systemd has started what there is to start; "running", or "degraded" ..."""
+        """Wait until systemd has finished the boot; returns its state, such as "running" or "degraded"."""
 
         def state() -> str:
             answer = self.run("systemctl", "is-system-running", may_fail=True)
@@ -281,16 +281,16 @@ class Container:
         return until(state, timeout_s=timeout_s, what="the boot")
 
     def status(self) -> dict[str, Any]:
-        """What ``swansong status --json`` says."""
+        """The output of ``swansong status --json``."""
         report: dict[str, Any] = json.loads(self.run("swansong", "status", "--json"))
         return report
 
     def wait_connected(self, timeout_s: float = 40.0) -> None:
-        """Until the trainer has connected: a notice before that finds nobody to ask."""
+        """Wait until the trainer has connected: an earlier notice would find no trainer."""
         until(lambda: self.status()["trainers"], timeout_s=timeout_s, what="the trainer")
 
     def wait_step(self, step: int, timeout_s: float = 40.0) -> Entry:
-        """Until the trainer has come so far."""
+        """Wait until the trainer has done this step."""
 
         def found() -> Entry | None:
             progress = self.journal.all(unit=TRAINER)

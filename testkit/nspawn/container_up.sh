@@ -1,27 +1,27 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# A root file system of layers, in which systemd-nspawn boots (--boot) or runs a command.  Started in
-# namespaces of its own, so that whatever kills this shell leaves nothing behind, as
+# Mounts layers as a root file system, in which systemd-nspawn boots (--boot) or runs a command.  Started in
+# new namespaces, so that no mount or process outlives this shell, as
 #   unshare --mount --pid --fork --kill-child --mount-proc container_up.sh NAME LAYERS DISK [nspawn arguments]
-# LAYERS as overlayfs wants them, the topmost first.  DISK/upper takes what is written.
+# LAYERS is a list for overlayfs, the topmost first.  DISK/upper takes all writes.
 set -euo pipefail
 name=$1 layers=$2 disk=$3
 shift 3
 
 mount --make-rprivate /
-# A control group of its own, or two containers would share theirs.
+# A separate control group: otherwise two containers would share theirs.
 for tree in /sys/fs/cgroup/systemd /sys/fs/cgroup/unified /sys/fs/cgroup; do
 	if [ -e "$tree/cgroup.procs" ]; then
 		mkdir -p "$tree/$name"
 		echo 0 >"$tree/$name/cgroup.procs"
 	fi
 done
-mount -t cgroup2 cgroup2 /sys/fs/cgroup # what the guest sees: version 2, whatever the host has
+mount -t cgroup2 cgroup2 /sys/fs/cgroup # the guest always sees version 2
 mount -t tmpfs tmpfs /run               # nspawn cleans up only there
 mkdir -p /run/systemd "$disk"/{upper,work,root}
 mount -t overlay overlay -o "lowerdir=$layers,upperdir=$disk/upper,workdir=$disk/work" "$disk/root"
 
-# The guest's cable: this end is its gateway, the stores' address, and the cloud's metadata service.
+# This end of the guest's network link: its gateway, the address of the stores, and the metadata service.
 (
 	for _ in $(seq 1000); do
 		if ip link show "ve-$name" >/dev/null 2>&1; then

@@ -1,13 +1,13 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs in the container that becomes the image: provision.sh as users run it, then a trainer as users have
-# one, and a network.  /srv/swansong has the sources, /srv/given the wheels.
+# Runs in the container that becomes the image: provision.sh as users run it, then a typical trainer and a
+# network.  /srv/swansong has the sources, /srv/given the wheels.
 set -euo pipefail
 umask 022
 
 /srv/swansong/packer/provision.sh --no-packages --wheelhouse /srv/given/wheels
 
-# The trainer: its own user, its own environment, its own unit, with the drop-in as its comment says.
+# The trainer has its own user, environment and unit, with the drop-in as its comment describes.
 useradd --system trainer
 python3 -m venv /opt/train
 /opt/train/bin/python -m pip install --quiet --no-index --no-cache-dir --disable-pip-version-check \

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs in a container of some release: its systemd reads every file of ours, and has nothing to say.
+# Runs in a container of any release: its systemd reads every file of ours and must print nothing.
 set -euo pipefail
 source=/srv/swansong/systemd
 for program in /opt/swansong/bin/swansong{,d} /usr/lib/swansong/swansong-nvme; do

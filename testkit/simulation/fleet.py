@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job over several VMs in one deterministic world: one seed, one heap of events, no real time.
 
-The production machine, the claims and the commits run unchanged, one daemon for each VM.  Ranks, the
-job's own store, staging, flushes and the bucket are played.  VMs are lost, daemons die, lag, or lose the
+The production machine, the claims and the commits run unchanged, one daemon for each VM.  This module plays
+ranks, the job's own store, staging, flushes and the bucket.  VMs are lost, daemons die, lag, or lose the
 store; the job restarts elastically, shrinks and grows.  After every event the invariants F1 to F5 are
-checked against what the bucket really holds:
+checked against the real content of the bucket:
 
-F1  A manifest is of a set that its VM has sealed, and names stored shards.
-F2  A manifest is of the generation of the start of the job that sealed its set.
-F3  Nothing of an earlier start is committed once a later one trains.
+F1  A manifest belongs to a set that its VM has sealed, and names stored shards.
+F2  A manifest has the generation of the job start that sealed its set.
+F3  No set of an earlier start is committed once a later start trains.
 F4  A daemon reports no commit that is not whole.
 F5  SAFE names a whole checkpoint from after the request, and a restore at that moment returns it, or a newer
     one that continues from it.
@@ -72,7 +72,7 @@ FAULTS = (
 
 
 class Link(SimStore):
-    """The bucket as one VM reaches it: not at all, or so that replies are lost."""
+    """One VM's connection to the bucket, which may fail or lose replies."""
 
     def __init__(self, bucket: SimStore, vm: Vm) -> None:
         super().__init__(lambda *_: False)
@@ -118,7 +118,7 @@ class Start:
         return len(self.members) == 1
 
     def is_ready(self, state: State) -> bool:
-        """Whether the daemon of rank 0 may choose where to resume, as its resume has it."""
+        """Whether the daemon of rank 0 may choose a checkpoint, by the production rule."""
         is_of_it = (
             nodes.is_alone(state.job_start_id)
             if self.is_alone
@@ -140,7 +140,7 @@ class Vm:
         self.slow = 1.0
         self.staging: list[Staged] = []
         self.record: tuple[str, ClaimObject, tuple[CheckpointId, ...]] | None = None
-        """Incarnation and claim that this boot has joined last, and sets of earlier ones."""
+        """The job start and the claim that this boot joined last, and the sets of earlier ones."""
         self.wanted = ""
         self.notice: Notice | None = None
         self.connection = 0
@@ -162,7 +162,7 @@ class Vm:
             signals_trainer=False,
             several_vms=True,
             vm=f"vm{self.number}",
-            goes_on_with=joined,
+            resumed_job_start_id=joined,
             sealed_under=self.record[1].generation if self.record else None,
         )
         abandoned = frozenset(self.record[2] if self.record else ())
@@ -185,7 +185,7 @@ class Vm:
         self.connect()
 
     def connect(self) -> None:
-        """The rank of this VM speaks to its daemon, perhaps again, as the hooks do."""
+        """The rank of this VM connects to its daemon, perhaps again, as the hooks do."""
         start = self.fleet.start
         if start is None or start.is_over or self not in start.members:
             return
@@ -223,7 +223,7 @@ class Vm:
         if self.is_alive and self.fleet.chance("daemon_dies", 0.002):
             self.life += 1
             self._flush_id = ""
-            # Its successor may take its time; until then nobody answers.
+            # Its successor may start late; until then no daemon answers.
             self.fleet.at(self.fleet.delay_s(20.0), lambda: self._restart(self.life))
 
     def _restart(self, life: int) -> None:
@@ -279,7 +279,7 @@ class Vm:
                 pass
 
     def _claim(self, job_start_id: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
-        """Join; None: the daemon was restarted, and has joined before."""
+        """Join a generation; None: the daemon was restarted, and joined before."""
         life = self.life
 
         def happens() -> None:
@@ -330,7 +330,7 @@ class Vm:
             self._flush_id = ""
             if staged not in self.staging or self.fleet.now < self.cut_until_s:
                 void = staged not in self.staging
-                self.step(FlushFailed(order.flush_id, "as the seed has it", void=void))
+                self.step(FlushFailed(order.flush_id, "a fault of the seed", void=void))
                 return
             shards = shards_of(staged, f"{self.number}.{life}.{order.flush_id}")
             for shard in shards:
@@ -381,7 +381,7 @@ class Fleet:
         self.parts: dict[tuple[CommitRef, int], set[int]] = {}
         """Nodes whose manifests are in the bucket, by checkpoint and number of nodes."""
         self.asked_at: dict[str, tuple[Start, int]] = {}
-        """Where the job was when a request was first made, by the id of its evacuation."""
+        """Start and step of the job at its first request, by the id of the evacuation."""
         self.start_of: dict[CommitRef, Start] = {}
         self.starts: list[Start] = []
         self.start: Start | None = None
@@ -424,7 +424,7 @@ class Fleet:
         self.now = until_s
 
     def run_until(self, fact: Callable[[], object], limit_s: float) -> None:
-        """Let things happen until ``fact`` holds."""
+        """Process events until ``fact`` holds."""
         end_s = self.now + limit_s
         while not fact():
             assert self.now < end_s, f"not within {limit_s} s"
@@ -433,7 +433,7 @@ class Fleet:
     # ------------------------------------------------------------------ the job
 
     def restart(self, delay_s: float) -> None:
-        """All ranks end, and some time later the job starts again on the VMs that there are."""
+        """All ranks end, and later the job starts again on the remaining VMs."""
         before = self.start
         if before is not None:
             before.is_over = True
@@ -499,7 +499,7 @@ class Fleet:
         self.at(self._boundary_s, lambda: self._trains(start))
 
     def _local_choice(self, state: State, newest: CommitRef | None) -> CommitRef | None:
-        """Where a job with one VM resumes: its sets are whole, so the newest one will do."""
+        """The checkpoint from which a job on one VM resumes: its sets are whole, so the newest one."""
         own, generation = resume.newest_local(state, newest), state.generation
         assert generation is not None
         if own is None or own.nodes > 1:
@@ -528,7 +528,7 @@ class Fleet:
             vm.seal(start, step, request_id)
 
     def asked(self, vm: Vm, request_id: str, deadline_mono_s: float) -> None:
-        """The daemon of one VM asks; the ranks of all VMs agree, or do not."""
+        """The daemon of one VM requests a checkpoint; the ranks of all VMs agree, or fail to."""
         start = self.start
         connection = vm.connection
         assert start is not None
@@ -554,7 +554,7 @@ class Fleet:
     # ------------------------------------------------------------------ the weather
 
     def trouble(self) -> None:
-        """Now and then something befalls a VM."""
+        """Faults of the VMs at random times."""
         alive = [vm for vm in self.vms if vm.is_alive]
         if alive:
             vm = self.random.choice(alive)
@@ -582,7 +582,7 @@ class Fleet:
         self.at(in_s, ends)
 
     def lose(self, vm: Vm) -> None:
-        """The power of this VM goes, with its disk."""
+        """The VM loses its power and its disk."""
         vm.is_alive = False
         vm.life += 1
         start = self.start
@@ -592,7 +592,7 @@ class Fleet:
     # ------------------------------------------------------------------ the invariants
 
     def whole(self) -> CommitRef | None:
-        """What a fresh restore would return now."""
+        """The commit that a restore would return now."""
         return max(
             (ref for (ref, nodes), parts in self.parts.items() if len(parts) == nodes), default=None
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small deterministic world for the state machine: one seed, one heap of events, no real time.
 
-The production machine, planner, keys and commit rules run unchanged.  Trainers, staging, the flush and
-the store are played here, late, broken or lying as the seed has it.  After every event the invariants
-I1 to I9 are checked against what the store really holds.
+The production machine, planner, keys and commit rules run unchanged.  This module plays trainers, staging,
+the flush and the store, with the delays and faults of the seed.  After every event the invariants I1 to I9
+are checked against the real content of the store.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ from swansongd.stores.base import (
     ObjectInfo,
     ObjectStore,
     OpenUpload,
+    Page,
     PartReceipt,
     Sink,
     Upload,
@@ -81,11 +82,11 @@ KEYS = RunKeys("r")
 MIB = 2**20
 RESERVE_S = 5.0
 PART_BYTES = 16 * MIB
-WIRE_S = 0.5
-"""The wire is looked at so often."""
+LINK_S = 0.5
+"""Interval at which the link sends parts."""
 TICK_S = 0.5
 FILES = 4
-"""Of each set; those of an emergency save are final one after the other."""
+"""Number of files of each set; those of an emergency save become final one after the other."""
 FAULTS = (
     "lost_reply", "refused", "restart", "trainer_death", "withdrawn", "second_vm", "void",
     "slow_network", "torn_save", "never_answers", "late_scan", "claim_lost", "vanishes", "starts_behind",
@@ -93,7 +94,7 @@ FAULTS = (
 
 
 class Broken(AssertionError):
-    """An invariant does not hold; the message names it."""
+    """An invariant is violated; the message names it."""
 
 
 class SimStore:
@@ -105,7 +106,7 @@ class SimStore:
     def __init__(self, chance: Callable[[str, float], bool]) -> None:
         self.objects: dict[str, bytes] = {}
         self.new: list[str] = []
-        """Keys that nobody has checked yet."""
+        """Keys that are not checked yet."""
         self._chance = chance
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -136,6 +137,10 @@ class SimStore:
         for key in sorted(self.objects):
             if key.startswith(prefix):
                 yield ObjectInfo(key, len(self.objects[key]))
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        del token  # the first page contains all
+        return Page(list(self.list(prefix)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -175,7 +180,7 @@ class SimStore:
 
 
 def commit_event(store: ObjectStore, order: CommitManifest, claim: ClaimObject) -> Event:
-    """Create the manifest by the production rules, and what the daemon hears of it."""
+    """Create the manifest by the production rules; returns the event for the daemon."""
     staged = order.staged
     made = Manifest(
         run="r",
@@ -206,7 +211,7 @@ def fence_found(error: FencedError) -> FenceFound:
 
 @dataclass
 class Trainer:
-    """One rank on the VM: steps, saves every ten steps, answers requests at the next step boundary."""
+    """One rank: it trains, saves every ten steps, and answers requests at the next step boundary."""
 
     connection: int
     pid: int
@@ -219,7 +224,7 @@ class Trainer:
     is_standing: bool = False
     start_id: str = ""
     withdrawn: set[str] = field(default_factory=set)
-    """Periodic requests that are not to be answered any more."""
+    """Withdrawn periodic requests, which get no answer."""
 
 
 class World:
@@ -234,9 +239,9 @@ class World:
         self, seed: int, *, is_calm_from_s: float | None = None
     ) -> None:
         self.random = random.Random(seed)
-        # A random subset of faults for each seed finds more than all of them at once.
+        # A random subset of faults for each seed finds more than all faults together.
         self.faults = {name for name in FAULTS[:-1] if self.random.random() < 0.4}
-        # A stream of its own: the seeds that found something before find it again.
+        # Another random stream: seeds that found a bug before find the bug again.
         if random.Random(f"starts {seed}").random() < 0.4:
             self.faults.add("starts_behind")
         self.fired: set[str] = set()
@@ -251,13 +256,13 @@ class World:
         self.verdict: Conclude | None = None
         self.exit: Exit | None = None
         self.is_over = False
-        """No trainer starts any more."""
+        """No further trainer starts."""
         self.life = 0
         """Events for an earlier life of the daemon are lost."""
         self.claim: ClaimObject | None = None
-        """The one that the daemon holds; it outlives the daemon."""
+        """The claim of the daemon, which outlives the daemon."""
         self.abandoned: tuple[CheckpointId, ...] = ()
-        """As recorded with the claim; it outlives the daemon."""
+        """The sets recorded with the claim; the record outlives the daemon."""
         self.starts: dict[str, tuple[str, int]] = {}
         """For each start of a trainer: the start whose state it continued, and the step of that state."""
         self.aside: list[Staged] = []
@@ -266,17 +271,17 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._flush_id = ""
-        self.kept: dict[CheckpointId, dict[tuple[str, int], int]] = {}
-        """Parts that are stored, by the set; the journal keeps them over a restart."""
+        self.stored_parts: dict[CheckpointId, dict[tuple[str, int], int]] = {}
+        """Stored parts, by set; the journal preserves them over a restart."""
         self.early: list[StartFlush] = []
         self.hides_growing = False
-        """Nobody sees a set before it is sealed."""
+        """Scans do not show a set before it is sealed."""
         self.begun: list[float] = []
         """For each part that began in an evacuation: the seconds left before the deadline."""
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
-        # Streams of their own: the seeds that found something before go on to find it.
+        # Other random streams: seeds that found a bug before still find the bug.
         self._forgets = random.Random(f"forgets {seed}")
         self.stood_at: dict[str, tuple[int, int]] = {}
         """By evacuation: process and step of the trainer when it opened."""
@@ -284,7 +289,7 @@ class World:
         self.takes_periodic = periodic.random() < 0.5
         self.interval_s = periodic.choice((7.0, 40.0))
         self.every_steps = 10
-        """The trainer saves so often by itself."""
+        """The trainer saves at this interval by itself."""
         self.periodic: list[int] = []
         """Steps of the sets that were sealed for a periodic request."""
         self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
@@ -312,7 +317,7 @@ class World:
         return self.random.uniform(0.001, up_to_s)
 
     def run(self, until_s: float) -> None:
-        """Let things happen until that instant."""
+        """Process events until that instant."""
         while self._heap and self._heap[0][0] <= until_s:
             self.now, _, happens = heapq.heappop(self._heap)
             happens()
@@ -333,7 +338,7 @@ class World:
         abandoned = frozenset(self.abandoned)
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
         self._flush_id = ""
-        if self._forgets.random() < 0.8:  # else the record of the live notices is lost as well
+        if self._forgets.random() < 0.8:  # else the record of the notices in force is lost as well
             for each in known:
                 if each.deadline_mono_s > self.now:
                     self.at(0.0, lambda each=each: self.step(NoticeRaised(each)))  # type: ignore[misc]
@@ -345,7 +350,7 @@ class World:
             self.post(lambda: NoticeRaised(notice), 1.0)
 
     def post(self, event: Callable[[], Event], delay_up_to_s: float) -> None:
-        """Hand an event to the daemon after a while, if it is still the same daemon."""
+        """Post an event to the daemon after a delay, if it is still the same daemon."""
         life = self.life
 
         def happens() -> None:
@@ -517,7 +522,7 @@ class World:
         return newest is not None and self.is_on_line(newest.step, self._written_by_commit(newest))
 
     def is_on_line(self, step: int, written_by: str) -> bool:
-        """Whether the trainer's state came from this one: the fact that the daemon has to find out."""
+        """Whether the trainer's state came from this one, which the daemon has to find out."""
         if self.trainer is None or not written_by:
             return True
         start_id, limit = self.trainer.start_id, step
@@ -590,7 +595,7 @@ class World:
                 at_step = trainer.accepted
                 self.post(lambda: TrainerAccepted(trainer.connection, request_id, at_step), 0.05)
 
-        if request_id in trainer.asked:  # answered before: said again, done only once
+        if request_id in trainer.asked:  # answered before: the answer is repeated, the save is not
             again = next((s for s in self.sealed if s.request_id == request_id), None)
             if again is not None:
                 self._says_sealed(trainer, again)
@@ -697,13 +702,13 @@ class World:
         self._flush_id = order.flush_id
         life = self.life
         staged = order.staged
-        kept = self.kept.setdefault(staged.id, {})
+        stored = self.stored_parts.setdefault(staged.id, {})
         parts = [
             (file.path, offset, min(PART_BYTES, file.size_bytes - offset))
             for file in staged.files
             for offset in range(0, file.size_bytes, PART_BYTES)
         ]
-        left = [part for part in parts if part[:2] not in kept]
+        left = [part for part in parts if part[:2] not in stored]
         fails_at = len(left) // 2 if self.chance("refused", 0.2) else None
         is_void = self.chance("void", 0.1)
         if is_void:
@@ -719,14 +724,14 @@ class World:
             self.step(FlushFailed(order.flush_id, reason, void=void))
 
         def moves() -> None:
-            """Half a second of the wire: it carries parts one after the other."""
+            """Half a second of the link: parts are sent one after the other."""
             nonlocal sent, into_part, fails_at
             if not stands():
                 return
-            budget = self.rate() * WIRE_S
+            budget = self.rate() * LINK_S
             while left and budget > 0:
                 if fails_at is not None and len(left) <= fails_at:
-                    fail("as the seed has it", void=is_void)
+                    fail("a fault of the seed", void=is_void)
                     return
                 if into_part == 0.0:
                     if not self._may_begin():
@@ -739,13 +744,13 @@ class World:
                 into_part += carried
                 sent += int(carried)
                 if into_part >= size_bytes:
-                    kept[path, offset] = size_bytes
+                    stored[path, offset] = size_bytes
                     del left[0]
                     into_part = 0.0
             if left or not order.is_sealed:
-                self.step(FlushProgress(order.flush_id, sum(kept.values()), sent))
+                self.step(FlushProgress(order.flush_id, sum(stored.values()), sent))
                 if left:
-                    self.at(WIRE_S, moves)
+                    self.at(LINK_S, moves)
             else:
                 ends()
 
@@ -761,10 +766,10 @@ class World:
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=sent), 0.05)
 
-        self.at(min(WIRE_S, sum(part[2] for part in left) / self._bandwidth + 0.05), moves)
+        self.at(min(LINK_S, sum(part[2] for part in left) / self._bandwidth + 0.05), moves)
 
     def _may_begin(self) -> bool:
-        """The deadline as the wrapper around the store keeps it."""
+        """The limit that the retrying store applies."""
         evacuation = self.state.evacuation
         if evacuation is None:
             return True
@@ -777,7 +782,7 @@ class World:
             self.begun.append(evacuation.deadline_mono_s - self.now)
 
     def rate(self) -> float:
-        """Bytes a second that the wire carries now: the weather has it drop to a tenth, or to nothing."""
+        """Current bandwidth in bytes/s; faults reduce it to a tenth or to zero."""
         if self.now >= self._slow_until_s:
             self._slow_factor = 1.0
             if self.chance("slow_network", 0.02):
@@ -810,7 +815,7 @@ class World:
             self.post(lambda: NoticeWithdrawn(source, "gone"), 0.2)
 
     def second_vm(self) -> None:
-        """Another VM takes the run over and commits something of its own."""
+        """Another VM takes the run over and commits a checkpoint."""
         claimed = max(
             (KEYS.parse_generation(k) or 0 for k in self.store.objects if "/generations/" in k),
             default=0,
@@ -837,16 +842,16 @@ class World:
     # ------------------------------------------------------------------ the invariants
 
     def commits(self) -> list[CommitRef]:
-        """What the store holds, whatever the daemon believes."""
+        """The commits in the store, whatever the state of the daemon."""
         self.check_new()
         return self._refs
 
     def check(self) -> None:
-        """I16: the daemon believes in no commit that is not there."""
+        """I16: the daemon reports no commit that does not exist."""
         self.check_new()
         last = self.state.last_commit
         if last is not None and last not in self._refs:
-            raise Broken(f"I16: the daemon believes in {last}, the store does not hold it")
+            raise Broken(f"I16: the daemon reports {last}, which the store does not contain")
         evacuation = self.state.evacuation
         if evacuation is not None and self.state.flight is not None:
             left_s = evacuation.deadline_mono_s - self.now
@@ -854,7 +859,7 @@ class World:
                 raise Broken("V4: a flush is under way in the reserve")
 
     def check_new(self) -> None:
-        """I1, I4, I5: each new manifest names shards that are stored, and is of a set that was sealed."""
+        """I1, I4, I5: each new manifest names stored shards, and belongs to a sealed set."""
         keys, self.store.new = self.store.new, []
         for key in keys:
             parsed = KEYS.parse_commit(key)
@@ -886,7 +891,7 @@ class World:
         assert conclusion.commit is not None
         evacuation = self.state.evacuation
         assert evacuation is not None
-        # What was sealed well before cannot have been overlooked.
+        # A set that was sealed well before cannot have been missed.
         answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
         known = [
             s for s in self.state.staged if s.id not in self.state.inherited | self.state.unusable
@@ -901,14 +906,18 @@ class World:
         trainer = self.trainer
         pid, step = self.stood_at.get(conclusion.evacuation_id, (0, 0))
         is_same = trainer is not None and trainer.pid == pid
-        if is_same and evacuation.ask is not None and conclusion.commit.step < step:
+        if is_same and evacuation.request is not None and conclusion.commit.step < step:
             raise Broken(f"I7: SAFE at {conclusion.commit}, the trainer was asked at step {step}")
-        if trainer is not None and evacuation.ask is None and evacuation.plan.kind.value == "TAKE":
+        if (
+            trainer is not None
+            and evacuation.request is None
+            and evacuation.plan.kind.value == "TAKE"
+        ):
             raise Broken("I7: SAFE, and the trainer was never asked")
 
 
 def restart_alone(world: World) -> None:
-    """The daemon dies and comes back; staging, store, notice and trainer stay as they are."""
+    """The daemon dies and restarts; staging, store, notice and trainer stay as they are."""
     world._start_daemon()
     if world.trainer is not None:
         world._connect(world.trainer)

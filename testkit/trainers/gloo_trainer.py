@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a job over several VMs, started by torchrun; prints JSON lines.
 
-Every optimizer step adds one to each weight, so what is restored can be told from the step alone.  With
+Every optimizer step adds one to each weight, so the step determines the restored weights.  With
 ``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N.
 With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
-after the second such step all ranks go back together.
+after the second such step all ranks roll back together.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swansong.torch import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 
-def say(**facts: object) -> None:
+def emit(**facts: object) -> None:
     print(json.dumps({"rank": dist.get_rank(), **facts}), flush=True)
 
 
 class DyingState(TrainingState):
-    """Kills the process in the middle of writing."""
+    """Kills the process in the middle of a write."""
 
     step_to_die_in = -1
 
@@ -67,7 +67,7 @@ def main() -> None:
     guard = swansong.attach(state, every_steps=options.every_steps)
     first = guard.restore()
     weights = model.weight.detach().unique().tolist()
-    say(event="resumed", from_step=first, weights=weights, world=dist.get_world_size())
+    emit(event="resumed", from_step=first, weights=weights, world=dist.get_world_size())
     assert weights == [float(first)], weights
     pause = threading.Event()
     inputs = torch.ones(1, 100)
@@ -84,11 +84,11 @@ def main() -> None:
         loss = torch.tensor([factor])
         dist.all_reduce(loss)
         guard.step(step, loss=float(loss))
-        say(step=step)
+        emit(step=step)
         if not guard.healthy and step > bad_from:
             came_from, step, bad_from = step, guard.rollback(), sys.maxsize
             weights = model.weight.detach().unique().tolist()
-            say(event="rolled_back", from_step=came_from, to_step=step, weights=weights)
+            emit(event="rolled_back", from_step=came_from, to_step=step, weights=weights)
             assert weights == [float(step)], weights
     guard.close()
     dist.destroy_process_group()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that attacks the daemon by way of its staging directory and its socket.
+"""A trainer that attacks the daemon through its staging directory and its socket.
 
 Run as the trainer's user, with the hooks installed::
 
     python hostile_trainer.py link|partials|exchange RUN_DIRECTORY SOCKET TARGET
 
-TARGET is a directory that the daemon may write to and the trainer may not.  The script puts links to it,
-forged partial restores and forged state of the daemon wherever the staging directory of the run lets it,
-asks for a restore, and prints what it planted and the answer as JSON.  Every refusal by the kernel is
-expected: the test looks at what TARGET holds afterwards.
+TARGET is a directory that the daemon may write to and the trainer may not.  The script tries to put links to
+TARGET, forged partial restores and forged state of the daemon into the staging directory of the run.  It then
+sends a restore query, and prints the successful attacks and the answer as JSON.  The kernel may refuse every
+attack: the test examines TARGET afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWER_S = 60.0
 
 
 def attempt(do: Callable[[], object]) -> bool:
-    """Whether the kernel let it happen."""
+    """Whether the kernel permitted the action."""
     try:
         do()
     except OSError:
@@ -40,12 +40,12 @@ def attempt(do: Callable[[], object]) -> bool:
 
 
 def put_aside(path: Path) -> None:
-    """Free a name, if the kernel lets us."""
+    """Rename an entry to free its name, if the kernel permits it."""
     attempt(lambda: os.rename(path, path.with_name(f"aside-{secrets.token_hex(4)}")))
 
 
 def forge_partial(parent: Path, name: str, target: Path) -> None:
-    """What an interrupted restore leaves, with a link for the directory that takes its files."""
+    """Create the files of an interrupted restore, with a link in place of the directory for its files."""
     planted = parent / f".{name}.partial-0123456789abcdef"
     planted.mkdir(parents=True)
     os.symlink(target, planted / "files")
@@ -61,7 +61,7 @@ def forge_state(run: Path, target: Path) -> None:
 
 
 def plant(mode: str, run: Path, target: Path) -> list[str]:
-    """Everything that can lead the daemon from the staging directory to ``target``; what succeeded."""
+    """Try all ways to lead the daemon from staging to ``target``; returns those that the kernel permitted."""
     restored = run / RESTORED
     put_aside(restored)
     tricks: dict[str, Callable[[], None]] = {
@@ -80,7 +80,7 @@ def plant(mode: str, run: Path, target: Path) -> list[str]:
 
 @contextlib.contextmanager
 def exchanging(run: Path, target: Path) -> Iterator[None]:
-    """All the while, ``restored`` is a directory of the trainer's for one moment and a link for the next."""
+    """Swap ``restored`` all the time between a directory of the trainer and a link."""
     stop = threading.Event()
     real, link = run / "exchange-real", run / "exchange-link"
     attempt(lambda: real.mkdir(0o777))
@@ -104,7 +104,7 @@ def exchanging(run: Path, target: Path) -> Iterator[None]:
 
 
 def ask(path: Path) -> dict[str, Any]:
-    """The daemon's answer to a restore query."""
+    """Send a restore query, and return the daemon's answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(ANSWER_S)
         peer.connect(str(path))

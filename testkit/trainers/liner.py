@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer whose state is its step: it resumes, makes 100 steps a second, and saves where it is told to."""
+"""A trainer whose state is its step: it resumes, makes 100 steps a second, and saves at given steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Counter:
         self.value = state["value"]
 
 
-def say(**facts: Any) -> None:
+def emit(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=0, help="last step")
-    parser.add_argument("--for-ever", action="store_true")
+    parser.add_argument("--forever", action="store_true")
     parser.add_argument("--from", dest="begin", type=int, help="start here, and restore nothing")
     parser.add_argument("--save-at", default="", help="steps after which it saves")
     args = parser.parse_args()
@@ -41,13 +41,13 @@ def main() -> None:
             try:
                 step = guard.restore()
             except RestoreError as error:
-                say(event="error", reason=str(error))
+                emit(event="error", reason=str(error))
                 return
             assert step == counter.value
         else:
             step = counter.value = args.begin
-        say(event="resumed", step=step)
-        while args.for_ever or step < args.steps:
+        emit(event="resumed", step=step)
+        while args.forever or step < args.steps:
             step += 1
             counter.value = step
             guard.step(step)

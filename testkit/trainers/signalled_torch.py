@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch trainer that knows nothing of Swansong: on SIGTERM it saves as its framework does, and goes on.
-SIGUSR1 means something else to it, and would end it.
+"""A PyTorch trainer without Swansong: on SIGTERM it saves in the format of its framework, and continues.
+
+SIGUSR1 ends it.
 
 signalled_torch.py LAYOUT DIRECTORY PID_FILE; LAYOUT is ``dcp`` or ``ckpt``.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer whose save takes as long as somebody wants; prints JSON lines.
+"""A trainer whose save lasts until a file exists; prints JSON lines.
 
     python slow_save.py --gate /path/of/a/file
 
 Each save writes and finishes ``weights.bin`` and ``small.bin``; then ``optimizer.bin`` grows until the gate
-is there.  The first save does not wait for it.
+exists.  The first save does not wait for the gate.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PIECE_BYTES = 2**15
 
 
 def content(step: int, name: str, size_bytes: int) -> bytes:
-    """What a file holds at a step: every byte depends on it."""
+    """Return the content of a file at a step; every byte depends on the step."""
     words = f"{name} at step {step};".encode()
     return (words * (size_bytes // len(words) + 1))[:size_bytes]
 
 
-def say(**facts: object) -> None:
+def emit(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -46,7 +46,7 @@ class Training:
         data = content(self.step, "optimizer.bin", OPTIMIZER_BYTES)
         with (directory / "optimizer.bin").open("wb") as file:
             if self.saves > 1:
-                say(event="slow", step=self.step)
+                emit(event="slow", step=self.step)
                 while not self.gate.exists():
                     file.write(data[file.tell() % OPTIMIZER_BYTES :][:_PIECE_BYTES])
                     file.flush()
@@ -67,14 +67,14 @@ def main() -> None:
     training = Training(options.gate)
     guard = swansong.attach(save=training.save, load=training.load)
     guard.restore()
-    say(event="resumed", from_step=training.step)
+    emit(event="resumed", from_step=training.step)
     while True:
         time.sleep(0.01)
         training.step += 1
         if training.step == 1:
             guard.save(1)
         guard.step(training.step)
-        say(step=training.step)
+        emit(step=training.step)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class Noise(Dataset[torch.Tensor]):
-    """Draws in each worker from a generator of its own, whose state torchdata asks for."""
+    """Draws from one generator for each worker, whose state torchdata saves."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -50,7 +50,7 @@ def main() -> None:
         shuffle=True,
         num_workers=2,
         worker_init_fn=shield_worker,
-        # Its own: making an iterator draws from it, and torch's would then be ahead after a resume.
+        # A separate generator: creating an iterator draws from it, so torch's would be ahead after a resume.
         generator=torch.Generator().manual_seed(3),
     )
     state = TrainingState(model, optimizer, loader=loader)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer whose loss stops to be finite once, and that then goes back; prints JSON lines.
+"""A trainer whose loss is NaN for some steps, and that then rolls back; prints JSON lines.
 
     python wavering.py --bad-after 3
 
-The daemon plans its periodic checkpoints.  With ``--bad-after N`` its loss is NaN from the N-th commit on
-that it hears of, until it has gone back.  It ends as a script should that was told to stop.
+The daemon schedules its periodic checkpoints.  With ``--bad-after N`` its loss is NaN from the N-th commit
+that the daemon reports until the rollback.  It ends as a script should that sees ``should_stop``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 import swansong
 
 
-def say(**facts: object) -> None:
+def emit(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
 class Training:
-    """Its weights are the number of the step, and NaN once the loss was."""
+    """Its weights are the number of the step, or NaN after a loss of NaN."""
 
     def __init__(self) -> None:
         self.weights = 0.0
@@ -50,21 +50,21 @@ def main() -> int:
         loss = 1.0 / step if not math.isnan(training.weights) else math.nan
         training.weights = (
             float(step) if step < bad_from else math.nan
-        )  # the loss shows at the next step
+        )  # the loss is that of the next step
         guard.step(step, loss=loss)
         if not guard.healthy and guard.last_committed != last:
             came_from, step, bad_from = step, guard.rollback(), sys.maxsize
             assert training.weights == step, "what was saved with a finite loss can be NaN already"
-            say(event="rolled_back", from_step=came_from, to_step=step)
+            emit(event="rolled_back", from_step=came_from, to_step=step)
         if guard.last_committed != last:
             last = guard.last_committed
             commits += 1
-            say(event="committed", generation=last.generation, step=last.step)
+            emit(event="committed", generation=last.generation, step=last.step)
             if commits == options.bad_after:
                 bad_from = step + 1
-                say(event="bad", from_step=bad_from)
+                emit(event="bad", from_step=bad_from)
     guard.close()
-    say(event="stopped", step=step)
+    emit(event="stopped", step=step)
     return swansong.EXIT_SAVED
 
 

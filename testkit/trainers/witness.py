@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest trainer that uses the hooks: prints, as JSON lines, what it does and what it is told.
+"""The smallest trainer with the hooks: prints its events, and those of the guard, as JSON lines.
 
     python witness.py --steps 100 --every-steps 10
 
-Its state is the number of the step, in a few files.  With ``--die-in-save N`` it is killed half-way
-through its first save at step N or later.
+Its state is the number of the step, in a few files.  With ``--die-in-save N`` it is killed in the middle of
+its first save at step N or later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FILES = ("weights.bin", "optimizer.bin", "loader.bin")
 
 
 def content(step: int, name: str, size_bytes: int) -> bytes:
-    """What the file of that name holds at a step: every byte depends on it."""
+    """Return the content of a file at a step; every byte depends on the step."""
     words = f"{name} at step {step};".encode()
     return (words * (size_bytes // len(words) + 1))[:size_bytes]
 
 
-def say(**facts: object) -> None:
+def emit(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -64,22 +64,22 @@ def main() -> None:
     guard = swansong.attach(save=training.save, load=training.load, every_steps=options.every_steps)
     start = guard.restore()
     assert training.step == start
-    say(event="resumed", from_step=start)
+    emit(event="resumed", from_step=start)
     committed, fenced = None, False
     for step in range(start + 1, options.steps + 1):
         time.sleep(options.step_delay_s)
         training.step = step
         guard.step(step)
-        say(step=step)
+        emit(step=step)
         if guard.last_committed != committed:
             committed = guard.last_committed
             assert committed is not None
-            say(event="committed", committed=committed.step, generation=committed.generation)
+            emit(event="committed", committed=committed.step, generation=committed.generation)
         if guard.fenced and not fenced:
             fenced = True
-            say(event="fenced")
+            emit(event="fenced")
     guard.close()
-    say(event="ended")
+    emit(event="ended")
 
 
 if __name__ == "__main__":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual machines that can be switched off."""
+"""Virtual machines with a power switch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cloud around a VM: its metadata service at the real address, and a bucket that outlives it."""
+"""The cloud around a VM: its metadata service at the real address, and a bucket that outlives the VM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMITS = "ours/run/commits/"
 
 
 class Cloud:
-    """One cloud, and everything in it ends with ``started``.
+    """One cloud, whose processes end with ``started``.
 
     Args:
         kind: ``aws``, with S3 for a bucket, or ``gcp``, with Cloud Storage.
@@ -33,7 +33,7 @@ class Cloud:
         self._endpoint = store.url.replace("127.0.0.1", METADATA)
 
     def new_service(self) -> None:
-        """The metadata service of a VM about to be born; that of the VM before is gone."""
+        """Start the metadata service of the next VM; that of the previous VM is killed."""
         if self._service:
             self._service.kill()
         module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[
@@ -54,13 +54,13 @@ class Cloud:
 
     @property
     def store(self) -> dict[str, str]:
-        """Table ``[store]`` of the configuration, as the VM sees the bucket."""
+        """Table ``[store]`` of the configuration, with addresses for the VM."""
         if self.kind == "gcp":
             return {"url": "gs://ckpt/ours", "endpoint": self._endpoint}
         return {"url": "s3://ckpt/ours", "endpoint": self._endpoint, "region": "us-east-1"}
 
     def committed_steps(self) -> list[int]:
-        """Steps of the manifests that lie in the bucket, read without our own code."""
+        """Steps of the manifests in the bucket, read without our own code."""
         if self.kind == "aws":
             keys = Bucket(self._bucket_url, "ours").keys("run/commits/")
         else:

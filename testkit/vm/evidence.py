@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the journal on a dead disk tells of one boot."""
+"""The events of one boot, from the journal on the disk of a VM that is off."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("request", "accepted", "sealed", "flush", "flushed", "committed")
-COLUMNS = ("scenario", "plan", *PHASES, "verdict", "last word", "off", "restored", "lost")
-"""Of the table: phases, verdict and the journal's last line in seconds since the notice, as the VM saw it;
-when it was off, in seconds since the button or the notice was given, as seen from outside; the step that
-the next VM went on from, and how many steps it did again."""
+COLUMNS = ("scenario", "plan", *PHASES, "verdict", "last entry", "off", "restored", "lost")
+"""Columns of the table.  Phases, verdict and the journal's last entry are in seconds since the notice, by the
+VM's clock; "off" is in seconds since the button or the notice, by the host's clock; "restored" is the step
+that the next VM resumed from, and "lost" the number of steps that it repeated."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Entry:
     mono_s: float
     """Seconds since the kernel started."""
     unit: str
-    """Who wrote it, or whom systemd writes about."""
+    """The unit that wrote the entry, or that systemd reports on."""
     text: str
     facts: dict[str, Any]
-    """What stands in a line of JSON."""
+    """The fields of a line of JSON."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,27 @@ class Story:
     entries: list[Entry]
 
     def lines(self, **facts: object) -> list[Entry]:
-        """Those in which these facts stand."""
+        """The entries with these facts."""
         return [entry for entry in self.entries if facts.items() <= entry.facts.items()]
 
     def first(self, **facts: object) -> Entry:
         found = self.lines(**facts)
-        assert found, f"nothing of {facts}:\n" + "\n".join(
+        assert found, f"no entry with {facts}:\n" + "\n".join(
             entry.text for entry in self.entries[-60:]
         )
         return found[0]
 
-    def says(self, text: str) -> bool:
+    def contains(self, text: str) -> bool:
         return any(text in entry.text for entry in self.entries)
 
     @property
     def verdicts(self) -> list[tuple[str, int]]:
-        """Each with the step that it is about."""
+        """Each verdict with its step."""
         return [(e.facts["verdict"], e.facts["step"]) for e in self.lines(event="verdict")]
 
     @property
     def steps(self) -> list[int]:
-        """Steps that a trainer has done, in order."""
+        """Steps that the trainer has done, in order."""
         return [
             e.facts["step"] for e in self.entries if "loss" in e.facts and "event" not in e.facts
         ]
@@ -66,7 +66,7 @@ class Story:
         return [e.facts["weights_sha256"] for e in self.entries if "weights_sha256" in e.facts]
 
     def phases(self) -> Iterator[str]:
-        """The cells of the table from the plan to the last word."""
+        """The cells of the table from the plan to the last entry."""
         notices = self.lines(event="evacuation", phase="notice")
         if not notices:
             yield from ["-"] * (len(PHASES) + 3)
@@ -86,7 +86,7 @@ class Story:
 
 
 def stories(lines: Iterable[str]) -> list[Story]:
-    """From what ``journalctl --output=json`` prints: one for each boot, the oldest first."""
+    """Read the output of ``journalctl --output=json``: one story for each boot, the oldest first."""
     boots: dict[str, list[Entry]] = {}
     for line in lines:
         entry = _entry(json.loads(line))
@@ -96,7 +96,7 @@ def stories(lines: Iterable[str]) -> list[Story]:
 
 def _entry(record: dict[str, Any]) -> Entry:
     text = record.get("MESSAGE") or ""
-    if isinstance(text, list):  # not all of it printable
+    if isinstance(text, list):  # it contains unprintable bytes
         text = bytes(text).decode(errors="replace")
     facts: Any = {}
     if text.startswith("{"):

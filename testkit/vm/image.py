@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image that the VMs of the tests boot from: a stock Debian kernel, and what provision.sh installs.
+"""The image that the VMs of the tests boot from: a stock Debian kernel, and the files of provision.sh.
 
-``python -m testkit.vm.image`` makes it, unless it is there, and prints how to boot it by hand.
+``python -m testkit.vm.image`` makes the image, unless it is cached, and prints a command that boots it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TOOLS = {
     "unshare": "util-linux",
     "journalctl": "systemd",
 }
-"""Command to the package that brings it."""
+"""Command -> package that contains it."""
 MACHINE = (
     "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "Nehalem", "-smp", "2", "-m", "1024",
     "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-device", "virtio-rng-pci",
 )  # fmt: skip
-"""Nehalem: the oldest processor that numpy still runs on; what is newer costs time to emulate."""
+"""Nehalem is the oldest processor that numpy supports; newer ones take longer to emulate."""
 KERNEL = "root=/dev/vda rw console=ttyS0 quiet mitigations=off systemd.show_status=1"
-_KEPT_S = 3600.0
-"""An image that nobody has been using for so long can go."""
+_UNUSED_MAX_S = 3600.0
+"""An image that no test session has used for this time is deleted."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """What QEMU boots; nobody writes to it."""
+    """A read-only image for QEMU."""
 
     directory: Path
 
@@ -50,7 +50,7 @@ class Image:
         return self.directory / "disk.ext4"
 
     def boot_arguments(self, *more: str) -> list[str]:
-        """QEMU's arguments that every boot has in common, with ``more`` for the kernel."""
+        """QEMU's arguments for every boot, with ``more`` for the kernel."""
         kernel, initrd = str(self.directory / "vmlinuz"), str(self.directory / "initrd.img")
         return [
             *MACHINE,
@@ -63,14 +63,14 @@ class Image:
         ]
 
     def by_hand(self) -> str:
-        """The command that boots it in a terminal, and forgets what was written when it ends."""
+        """The command that boots the image in a terminal and discards all writes at the end."""
         disk = ("-snapshot", "-drive", f"file={self.disk},if=virtio,format=raw")
         console = ("-serial", "mon:stdio", "-nic", "user,model=virtio-net-pci")
         return shlex.join(["qemu-system-x86_64", *self.boot_arguments(), *disk, *console])
 
 
 def made() -> Image:
-    """The image of these sources, from the cache when nothing that goes into it has changed."""
+    """The image of these sources, cached until one of its inputs changes."""
     layer = provisioned(debian(STANDARD))
     digest = hashlib.sha256(str(layer).encode())
     for script in (MAKE, PREPARE):
@@ -79,7 +79,7 @@ def made() -> Image:
     with locked(cache() / "vm-image.lock"):
         if not target.exists():
             for old in cache().glob("vm-image-*/"):
-                if time.time() - old.stat().st_mtime > _KEPT_S:
+                if time.time() - old.stat().st_mtime > _UNUSED_MAX_S:
                     shutil.rmtree(old)
             with tempfile.TemporaryDirectory(dir=cache(), prefix="making-") as name:
                 scratch = Path(name)
@@ -89,17 +89,17 @@ def made() -> Image:
                     timeout_s=300,
                 )  # fmt: skip
                 (scratch / "out").rename(target)
-    os.utime(target)  # in use
+    os.utime(target)  # mark it as used
     return Image(target)
 
 
 def main() -> None:
     if os.geteuid() != 0:
-        raise SystemExit("image: needs root, for it makes users and mounts")
+        raise SystemExit("image: needs root, because it creates users and mounts")
     if lacking := missing(TOOLS):
         raise SystemExit(f"image: missing: {', '.join(lacking)}")
     image = made()
-    print(f"# Boots {image.disk}; root without a password, nothing is kept, Ctrl-A X ends it.")
+    print(f"# Boots {image.disk}; root has no password, writes are discarded, Ctrl-A X ends it.")
     print(image.by_hand())
 
 

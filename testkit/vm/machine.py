@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A VM that is really switched off: QEMU, its disk, its power button, and what the dead disk shows."""
+"""A VM that is switched off by its power: QEMU, its disk, its power button, and the journal afterwards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from testkit.vm.image import Image
 from testkit.waiting import until
 
 METADATA = "169.254.169.254"
-"""Loopback as the VM sees it: every port there is a port of the emulators here."""
+"""Address at which the VM reaches every port on loopback of the host."""
 _NETWORK = f"user,id=net,net=169.254.0.0/16,host={METADATA},dns=169.254.0.3,dhcpstart=169.254.10.15"
 
-_NOBODY_LOGS_IN = ("systemd.mask=serial-getty@ttyS0.service", "systemd.mask=getty@tty1.service")
+_WITHOUT_LOGIN = ("systemd.mask=serial-getty@ttyS0.service", "systemd.mask=getty@tty1.service")
 
 
 class Machine:
-    """One VM, from its disk to its end.
+    """One VM with its disk.
 
     Args:
-        image: what the disk is a copy of.
-        directory: for the disk and all that QEMU writes; made here.
-        vendor: what the firmware says of who made the machine.
+        image: the image that is copied to the disk.
+        directory: for the disk and the output of QEMU; created here.
+        vendor: manufacturer in the firmware.
     """
 
     def __init__(self, image: Image, directory: Path, vendor: str) -> None:
@@ -48,7 +48,7 @@ class Machine:
         run("cp", "--sparse=always", str(image.disk), str(self.disk), timeout_s=60)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Put files on the disk while the VM is off, as cloud-init would when it starts."""
+        """Write files to the disk while the VM is off, as cloud-init would at the boot."""
         orders: list[str] = []
         for number, (path, text) in enumerate(files.items()):
             given = self._directory / f"given-{number}"
@@ -58,11 +58,11 @@ class Machine:
         script = self._directory / "orders"
         script.write_text("\n".join([*orders, ""]))
         run("debugfs", "-w", "-f", str(script), str(self.disk), timeout_s=60)
-        for path, text in files.items():  # debugfs fails in silence
+        for path, text in files.items():  # debugfs reports no errors
             assert self._read(f"cat {path}") == text, f"{path} could not be written"
 
     def insert_nvme(self) -> None:
-        """A blank local disk, of the kind whose content ends with the VM."""
+        """Insert a blank ephemeral disk."""
         self._nvme = self._directory / "nvme"
         self._nvme.unlink(missing_ok=True)
         with self._nvme.open("wb") as file:
@@ -76,7 +76,7 @@ class Machine:
             drives += ["-drive", f"file={self._nvme},if=none,id=nvme,format=raw,cache=unsafe"]
             drives += ["-device", "nvme,serial=ephemeral,drive=nvme"]
         command = [
-            "qemu-system-x86_64", *self._image.boot_arguments(*_NOBODY_LOGS_IN), *drives,
+            "qemu-system-x86_64", *self._image.boot_arguments(*_WITHOUT_LOGIN), *drives,
             "-netdev", _NETWORK, "-device", "virtio-net-pci,netdev=net",
             "-smbios", f"type=1,manufacturer={self._vendor},product={self._vendor}",
             "-serial", f"file:{self.serial}", "-qmp", f"unix:{self._control},server=on,wait=off",
@@ -90,18 +90,18 @@ class Machine:
         return self._qemu is not None and self._qemu.poll() is None
 
     def push_button(self) -> None:
-        """The ACPI power button: all that the operating system is told."""
+        """Press the ACPI power button."""
         self._order("system_powerdown")
 
     def cut_power(self) -> None:
-        """The end, whatever the VM is doing."""
+        """End the VM immediately."""
         assert self._qemu is not None
         with suppress(OSError):
             self._order("quit")
         self._qemu.wait(20)
 
     def is_off_within(self, seconds: float) -> bool:
-        """Whether the VM switches itself off in that time."""
+        """Whether the VM switches itself off in this time."""
         assert self._qemu is not None
         try:
             self._qemu.wait(seconds)
@@ -110,12 +110,12 @@ class Machine:
         return True
 
     def journal(self) -> list[Story]:
-        """What the journal on the dead disk tells, one story for each boot, the oldest first."""
+        """The events in the journal on the disk, one story for each boot, the oldest first."""
         assert not self.is_on
         found = self._directory / "journal"
         shutil.rmtree(found, ignore_errors=True)
         found.mkdir()
-        # 1: it had to be repaired, as after every power cut.
+        # 1: the file system was repaired, as after every power cut.
         done = subprocess.run(
             ["e2fsck", "-fy", self.disk], check=False, capture_output=True, timeout=60
         )
@@ -127,7 +127,7 @@ class Machine:
         return stories(lines.splitlines())
 
     def _read(self, order: str) -> str:
-        """What debugfs answers to one order."""
+        """Output of one debugfs command."""
         return run("debugfs", "-R", order, str(self.disk), timeout_s=60)
 
     def _order(self, name: str) -> None:

@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes a bootable disk of the layers that containers boot from.  Started by image.py as
+# Makes a bootable disk from the layers that containers boot from.  Started by image.py as
 #   unshare --mount --pid --fork --kill-child make_image.sh REPOSITORY GIVEN LAYERS SCRATCH
-# GIVEN holds the wheels; LAYERS are as overlayfs wants them; SCRATCH/out gets vmlinuz, initrd.img, disk.ext4.
+# GIVEN has the wheels; LAYERS is a list for overlayfs; SCRATCH/out gets vmlinuz, initrd.img, disk.ext4.
 set -euo pipefail
 repository=$1 given=$2 layers=$3 scratch=$4
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs in the root that becomes the disk of a VM, after the containers' own: what a VM needs to boot, and at
-# last provision.sh once more, as for an image.
+# Runs in the root that becomes the disk of a VM, after the script of the containers: adds what a VM needs to
+# boot, and runs provision.sh once more, as for an image.
 set -euo pipefail
 umask 022
 
@@ -16,10 +16,10 @@ cat >/etc/systemd/network/99-all.network <<-'NETWORK'
 	DHCP=ipv4
 	IPv6AcceptRA=no
 NETWORK
-# What a disk shows after a power cut is then at most a second old.
+# After a power cut the journal on the disk is then at most one second old.
 install -d /etc/systemd/journald.conf.d
 printf '[Journal]\nSyncIntervalSec=1s\n' >/etc/systemd/journald.conf.d/sync.conf
-# Whoever boots this by hand is root on the serial console, without a password.
+# A boot by hand logs in as root on the serial console, without a password.
 install -d /etc/systemd/system/serial-getty@ttyS0.service.d
 cat >/etc/systemd/system/serial-getty@ttyS0.service.d/autologin.conf <<-'GETTY'
 	[Service]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However an answer is made, it costs little memory and bounded time: metadata servers, stores, tokens."""
+"""Any response costs little memory and bounded time: of metadata servers, stores and token servers."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ HOSTILE: dict[str, tuple[bytes, bytes]] = {
 
 
 def sending(head: bytes, rest: bytes) -> Script:
-    """Answers each request so; the client hangs up when it has had enough."""
+    """Send this response to each request, until the client closes."""
 
     def script(peer: Peer) -> None:
         while peer.request() is not None:
             with suppress(OSError):
                 peer.send(head)
                 peer.send(rest)
-                # A client that waits for more than there is sees the end.
+                # A client that waits for more gets the end.
                 peer.sock.shutdown(socket.SHUT_WR)
             peer.wait_for_end()
             return
@@ -63,7 +63,7 @@ def sending(head: bytes, rest: bytes) -> Script:
 
 
 class Asker:
-    """One way to ask, and the error that says that nothing could be learnt."""
+    """One kind of request, and the error for a response without a result."""
 
     def __init__(
         self, ask: Callable[[str], object], error: type[Exception], body_bytes: int
@@ -71,7 +71,7 @@ class Asker:
         self.ask = ask
         self.error = error
         self.body_bytes = body_bytes
-        """The longest body that is read."""
+        """Limit of the body."""
 
 
 def metadata(url: str) -> object:
@@ -109,7 +109,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """The most memory in bytes that ``work`` held at once, beyond what was held before."""
+    """Peak of the memory of ``work`` in bytes, without earlier allocations."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -122,8 +122,8 @@ def peak_of(work: Callable[[], object]) -> int:
 @pytest.mark.fault("S18", "H07")
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_answer_costs_little_memory(asker: str, case: str) -> None:
-    """Unavailable, or Transient, at less than 2 MB beside the body; 90 headers of 60 KB cost 255 once."""
+def test_a_hostile_response_costs_little_memory(asker: str, case: str) -> None:
+    """Unavailable or Transient, with less than 2 MB beside the body."""
     chosen = ASKERS[asker]
     with RawServer(sending(*HOSTILE[case])) as server:
 
@@ -131,13 +131,13 @@ def test_a_hostile_answer_costs_little_memory(asker: str, case: str) -> None:
             with pytest.raises(chosen.error):
                 chosen.ask(server.url)
 
-        ask()  # what is imported and compiled at first does not count
+        ask()  # imports and compilation do not count
         limit_bytes = 2 * MIB + (2 * chosen.body_bytes if chosen.body_bytes > MIB else 0)
         assert peak_of(ask) < limit_bytes
 
 
-def test_what_is_within_the_limits_is_read() -> None:
-    """64 headers, 16 KiB of head, 64 KiB of body: as much as ever is needed."""
+def test_a_response_within_the_limits_is_read() -> None:
+    """64 headers, a head of 16 KiB, a body of 64 KiB."""
     fields = [f"X-{n}: {'y' * 200}" for n in range(62)]
     body = b"x" * 65536
 
@@ -157,7 +157,7 @@ def test_what_is_within_the_limits_is_read() -> None:
 
 @pytest.fixture
 def dripping() -> Iterator[Callable[..., RawServer]]:
-    """Starts servers that send a beginning, and then for ever one byte after the other."""
+    """Start servers that send a beginning, and then one byte at a time without an end."""
     over = threading.Event()
 
     with ExitStack() as stack:
@@ -188,22 +188,22 @@ DRIPS = {
 
 @pytest.mark.fault("N07", "S18")
 @pytest.mark.parametrize("drip", DRIPS)
-def test_a_metadata_answer_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
-    """Each byte comes in time, the answer does not: the limit counts the whole exchange."""
+def test_a_metadata_response_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
+    """Each byte is in time, the response is not: the limit is for the whole exchange."""
     server = dripping(*DRIPS[drip])
     began = time.monotonic()
     with MetadataClient(server.url, timeout_s=0.5) as client:
         with pytest.raises(MetadataUnavailable) as caught:
             client.request("GET", "/")
-        # Sixteen interim answers are too many before the time is up.
+        # Sixteen interim responses are refused before the time limit.
         assert caught.value.timed_out or drip == "interim answers"
     assert time.monotonic() - began < 10
 
 
 @pytest.mark.fault("O02")
 @pytest.mark.parametrize("drip", DRIPS)
-def test_an_answer_of_a_store_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
-    """The same for the wire: what moves all the time is ended all the same."""
+def test_a_response_of_a_store_that_drips(dripping: Callable[..., RawServer], drip: str) -> None:
+    """The wire ends it, although bytes keep moving."""
     server = dripping(*DRIPS[drip])
     began = time.monotonic()
     drawn = Wire(server.url, connections=1, stall_s=5, first_byte_s=5, response_s=0.5)
@@ -214,7 +214,7 @@ def test_an_answer_of_a_store_that_drips(dripping: Callable[..., RawServer], dri
 
 @pytest.mark.fault("O02")
 def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> None:
-    """A shard may take its time, its head may not; a body that comes slowly is not cut."""
+    """The head of a shard has a time limit; a slow body is not cut."""
 
     class Counted:
         size_bytes = 0
@@ -240,7 +240,7 @@ def test_the_head_of_a_shard_that_drips(dripping: Callable[..., RawServer]) -> N
 
 @pytest.mark.fault("O02")
 def test_a_handshake_that_drips(dripping: Callable[..., RawServer]) -> None:
-    """A host that answers TLS byte by byte holds a connection no longer than the limit of connecting."""
+    """A TLS handshake byte by byte ends at the limit of connecting."""
     record = b"\x16\x03\x03\x40\x00\x02\x00\x40\x00\x03\x03"
     server = dripping(record, b"\x00", asks=False)
     began = time.monotonic()
@@ -254,7 +254,7 @@ def test_a_handshake_that_drips(dripping: Callable[..., RawServer]) -> None:
 def test_a_proxy_that_drips(
     dripping: Callable[..., RawServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same while a proxy answers to CONNECT."""
+    """The same for the response of a proxy to CONNECT."""
     server = dripping(LINE + b"X: ", b"y")
     monkeypatch.setenv("HTTPS_PROXY", server.url)
     monkeypatch.setenv("NO_PROXY", "")
@@ -270,8 +270,8 @@ def test_a_proxy_that_drips(
 
 @pytest.mark.fault("H07", "O07")
 @pytest.mark.parametrize("kind", ["s3", "gcs"])
-def test_a_refusal_is_read_as_far_as_it_matters(kind: str, cloud_environment: None) -> None:
-    """Behind the code of a 404 come 8 MB: it is NotFound all the same, and costs little."""
+def test_a_refusal_is_read_up_to_its_limit(kind: str, cloud_environment: None) -> None:
+    """8 MB after the code of a 404: NotFound, at low cost."""
     body = b"<Error><Code>NoSuchKey</Code></Error>" + b" " * 8 * MIB
 
     def script(peer: Peer) -> None:
@@ -309,7 +309,7 @@ def test_a_refusal_is_read_as_far_as_it_matters(kind: str, cloud_environment: No
     ids=["deep", "wide", "entities", "large", "another encoding", "no text"],
 )
 def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> None:
-    """Deep, wide, with entities, too large, in another encoding: no listing, and 20 MB at most."""
+    """Deep, wide, with entities, too large, in another encoding: Transient, with at most 20 MB."""
 
     def script(peer: Peer) -> None:
         while peer.request() is not None:
@@ -328,7 +328,7 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
 
 
 def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: None) -> None:
-    """What a store answers reaches the log in one line of bounded length."""
+    """The log gets one line of bounded length."""
     body = (
         b"<Error><Code>" + b"A" * 900 + b"</Code><Message>" + b"m\r\n" * 300 + b"</Message></Error>"
     )

@@ -117,7 +117,7 @@ def test_hello_comes_first(running: RunningChannel) -> None:
     assert running.events == []
     with running.joined() as client:
         client.send(protocol.Fenced(2))
-        assert client.receive() == protocol.Refused("fenced is not for the daemon")
+        assert client.receive() == protocol.Refused("fenced is not a message for the daemon")
 
 
 def test_queries_are_answered_later_and_from_other_threads() -> None:

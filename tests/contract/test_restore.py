@@ -366,7 +366,7 @@ def test_a_manifest_cannot_make_a_restore_list_all_data_of_the_run(
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(replace(made, shards=(wide,))))
     got = restore(store, KEYS, RestoreTarget(to))
     assert got.ref == NEW_REF
-    assert "names the key" in got.skipped[0][1]
+    assert "has the key" in got.skipped[0][1]
 
 
 @pytest.mark.fault("O15", "G07")

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from swansongd.bucket.keys import RunKeys
-from swansongd.digests import part_digest
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
 from swansongd.restore import journal, reader
@@ -28,7 +27,7 @@ from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 
 from testkit.as_user import GROUP, MEMBER, place_for_all
-from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, tree
+from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, part_digest, tree
 from testkit.odd_store import OddStore
 from testkit.store_backends import retrying
 from testkit.waiting import until

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 as users have it: where the bucket is, who we are, and what happens when either changes."""
+"""Access to S3: addresses, credentials, and changes of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swansongd.stores import credentials
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer
 from testkit.store_backends import PART, Cloud, in_threads, retrying, send_parts
 
@@ -35,7 +35,7 @@ def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) ->
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Writes the credentials of the profile ``ours``, the only ones there are."""
+    """Writes the credentials of the profile ``ours``, the only ones."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     path = tmp_path / "credentials"
@@ -51,14 +51,14 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def stored(store: S3Store, key: str = "shard") -> bytes:
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range(key, 0, len(CONTENT), sink)
     return sink.data
 
 
 @pytest.fixture
 def below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every name below localhost is this machine, as not every resolver knows."""
+    """Resolve every name below localhost to loopback, which not every resolver does."""
     ask = socket.getaddrinfo
 
     def resolved(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,19 +70,19 @@ def below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("below_localhost")
 @pytest.mark.parametrize("addressing", ["auto", "path", "virtual"])
 @pytest.mark.parametrize("checksums", ["trailer", "header"])
-def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
-    """Bucket in the path or in the host, checksum behind or before the body: the store verifies all."""
+def test_addressing_and_checksums(cloud: Cloud, addressing: str, checksums: str) -> None:
+    """Bucket in the path or the host, checksum in a trailer or a header: the store verifies all."""
     endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
     store = cloud.open(endpoint, addressing=addressing, checksums=checksums)
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     store.put_shard("shard", body)
     assert body.passes == (1 if cloud.ca and checksums == "trailer" else 2)
     assert stored(store) == CONTENT
     assert [info.key for info in store.list("")] == ["shard"]
     upload = store.begin("big", PART + 3, PART)
     parts = [
-        store.put_part(upload, 1, BytesBody(bytes(PART))),
-        store.put_part(upload, 2, BytesBody(b"end")),
+        store.put_part(upload, 1, CountedBody(bytes(PART))),
+        store.put_part(upload, 2, CountedBody(b"end")),
     ]
     assert list(store.parts(upload)) == parts
     store.complete(upload, parts)
@@ -93,9 +93,11 @@ def test_ways_to_say_it(cloud: Cloud, addressing: str, checksums: str) -> None:
 
 
 def sent_by_many(store: S3Store) -> list[EventDict]:
-    """Eight threads store a shard each, and an upload is completed; returns what was logged."""
+    """Store a shard in each of eight threads, and complete an upload; returns the log."""
     with capture_logs() as lines:
-        in_threads(8, lambda number: store.put_shard(f"shard{number}", BytesBody(CONTENT)) and None)
+        in_threads(
+            8, lambda number: store.put_shard(f"shard{number}", CountedBody(CONTENT)) and None
+        )
         upload = store.begin("big", PART + 3, PART)
         store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
     for number in range(8):
@@ -105,7 +107,7 @@ def sent_by_many(store: S3Store) -> list[EventDict]:
 
 
 def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
-    """Methods of the requests that the call made."""
+    """Methods of the requests of a call."""
     before = len(cloud.requests())
     call()
     return [method for method, _ in cloud.requests()[before:]]
@@ -124,20 +126,20 @@ def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
 def test_a_store_that_refuses_trailers(
     open_cloud: Callable[[str], Cloud], status: int, code: str
 ) -> None:
-    """The same body is sent again at once by header; no trailer follows, and one line is logged."""
+    """The body is sent again with a header; later bodies have no trailer, and one line is logged."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", refused=status, code=code)
     store = cloud.open()
     (line,) = sent_by_many(store)
     assert 'store.checksums = "header"' in line["hint"]
     assert code in line["reason"]
-    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.fault("O26", "O13")
 @pytest.mark.parametrize("first", ["a shard", "a part"])
 def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], first: str) -> None:
-    """It accepts a trailer and stores it as well: the size shows that, and headers are used instead."""
+    """It accepts a trailer and stores it as well: detected by the size, and headers are used instead."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", stored=1)
     store = cloud.open()
@@ -151,12 +153,12 @@ def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], fir
     else:
         (line,) = sent_by_many(store)
         assert 'store.checksums = "header"' in line["hint"]
-    assert requests_of(cloud, lambda: store.put_shard("last", BytesBody(CONTENT))) == ["PUT"]
+    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.fault("O26")
 def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None:
-    """Without ListParts nothing shows that trailers are read: headers are used; no receipt is confirmed."""
+    """Without ListParts nothing proves that trailers are read: headers are used; no receipt is confirmed."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", stored=1)
     cloud.order(
@@ -171,10 +173,10 @@ def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None
 
 
 @pytest.mark.parametrize("states", [True, False])
-def test_that_a_store_reads_trailers_is_asked_once(
+def test_support_for_trailers_is_checked_once(
     open_cloud: Callable[[str], Cloud], states: bool
 ) -> None:
-    """A store that returns the checksum is asked nothing; any other once for shards and once for parts."""
+    """Not for a store that returns the checksum; else once for shards and once for parts."""
     cloud = open_cloud("s3-tls")
     if not states:
         cloud.order(
@@ -188,35 +190,33 @@ def test_that_a_store_reads_trailers_is_asked_once(
         target for method, target in cloud.requests() if "uploadId=" in target and method == "GET"
     ]
     assert len(listings) == once
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     assert requests_of(cloud, lambda: store.put_shard("last", body)) == ["PUT"]
     assert body.passes == 1
 
 
 def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Cloud]) -> None:
-    """A body that is refused by header as well is an error, and later bodies still have trailers."""
+    """A body that is also refused with a header is an error, and later bodies still have trailers."""
     cloud = open_cloud("s3-tls")
     store = cloud.open()
     cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
     with pytest.raises(Permanent, match="InvalidRequest"):
-        store.put_shard("shard", BytesBody(CONTENT))
+        store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("answer", status=400, code="BadDigest", method="PUT", times=1)
     with pytest.raises(Transient, match="BadDigest"):
-        store.put_shard("shard", BytesBody(CONTENT))
-    body = BytesBody(CONTENT)
+        store.put_shard("shard", CountedBody(CONTENT))
+    body = CountedBody(CONTENT)
     store.put_shard("shard", body)
     assert body.passes == 1
 
 
 @pytest.mark.parametrize("order", [{"refused": 501, "code": "NotImplemented"}, {"stored": 1}])
-def test_trailers_that_are_demanded(
-    open_cloud: Callable[[str], Cloud], order: dict[str, object]
-) -> None:
-    """With ``store.checksums = "trailer"`` a store that reads none is an error that names the setting."""
+def test_required_trailers(open_cloud: Callable[[str], Cloud], order: dict[str, object]) -> None:
+    """With ``store.checksums = "trailer"``, a store without support is an error that names the setting."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", **order)
     with pytest.raises(Permanent) as caught:
-        cloud.open(checksums="trailer").put_shard("shard", BytesBody(CONTENT))
+        cloud.open(checksums="trailer").put_shard("shard", CountedBody(CONTENT))
     assert "store.checksums" in caught.value.hint
 
 
@@ -225,7 +225,7 @@ def test_trailers_that_are_demanded(
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When botocore was asked to look for credentials."""
+    """Instants at which botocore loaded credentials."""
     asked: list[float] = []
     load = CredentialResolver.load_credentials
 
@@ -237,8 +237,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-class Together(BytesBody):
-    """Eight bodies that are sent when all eight requests are signed."""
+class Together(CountedBody):
+    """Eight bodies that are sent once all eight requests are signed."""
 
     def __init__(self, signed: threading.Barrier, passes: int) -> None:
         super().__init__(CONTENT)
@@ -253,7 +253,7 @@ class Together(BytesBody):
 
 
 def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
-    """What eight threads get that sign with the same credentials at the same time."""
+    """Results of eight threads that sign with the same credentials at the same time."""
     signed = threading.Barrier(8)
     errors: list[StoreError] = []
 
@@ -268,36 +268,36 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
 
 
 @pytest.mark.fault("O05")
-def test_expired_and_no_others(
+def test_expired_without_other_credentials(
     cloud: Cloud,
     profile: Callable[..., None],
     loads: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expired for eight threads at once, with no others there: asked for once, and it is said what to do."""
+    """Eight threads are refused: the credentials are loaded once, and the error has a hint."""
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("expire")
     errors = eight_refused(cloud, store)
     assert [type(error) for error in errors] == [Permanent] * 8
     assert all("instance role" in error.hint for error in errors)
-    assert len(loads) == 2, "the same ones again, and nobody else asked"
+    assert len(loads) == 2, "the same credentials, loaded once"
     with pytest.raises(Permanent):
         store.check()
     assert len(loads) == 2
 
 
 @pytest.mark.fault("O05")
-def test_expired_and_new_ones_there(
+def test_expired_with_new_credentials(
     cloud: Cloud,
     profile: Callable[..., None],
     loads: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight refused requests are Transient, new ones are fetched once, and the repetitions are good."""
+    """Eight requests are Transient, the new credentials are loaded once, and the retries succeed."""
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
@@ -309,7 +309,7 @@ def test_expired_and_new_ones_there(
     assert [type(error) for error in errors] == [Transient] * 8
     assert len(loads) == 2
     cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("expire")
     profile("third", "more", "newer")
     with pytest.raises(Transient):
@@ -330,11 +330,11 @@ def test_rotated_keys_are_read_again(
     monkeypatch: pytest.MonkeyPatch,
     after: tuple[str, str],
 ) -> None:
-    """Without new keys: Permanent, after one reading for eight threads.  With new keys the refusals end."""
+    """Without new keys: Permanent, after one read for eight threads.  New keys end the refusals."""
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     errors = eight_refused(cloud, store)
@@ -347,7 +347,7 @@ def test_rotated_keys_are_read_again(
     assert len(loads) == 2, "no storm on the file"
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
     with pytest.raises(Transient):
-        store.head("shard")  # whose refusal has no body
+        store.head("shard")  # whose error response has no body
     store.check()
     assert stored(store) == CONTENT
     assert len(loads) == 3
@@ -357,7 +357,7 @@ def test_rotated_keys_are_read_again(
 def test_another_source_of_credentials_is_found(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile names another program than before: the configuration is read from its file again."""
+    """The profile names another program than before: the configuration file is read again."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     config = tmp_path / "config"
@@ -380,15 +380,15 @@ def test_another_source_of_credentials_is_found(
         with pytest.raises(Permanent, match="InvalidAccessKeyId"):
             store.check()
     write("second")
-    retrying(store).put_shard("shard", BytesBody(CONTENT))
+    retrying(store).put_shard("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
 
 
 @pytest.mark.fault("O05")
-def test_a_right_that_is_lacking_asks_for_credentials_once(
+def test_a_missing_right_loads_credentials_once(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program hands out other credentials at each call: AccessDenied is Permanent, and does not loop."""
+    """A program returns other credentials at each call: AccessDenied is Permanent, without a loop."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     runs = tmp_path / "runs"
@@ -415,10 +415,10 @@ def test_a_right_that_is_lacking_asks_for_credentials_once(
     assert len(runs.read_text().splitlines()) == 2
 
 
-def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
-    """Permanent, and says which setting to fix."""
-    store = cloud.open(profile="nobody")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x")), store.warm):
+def test_a_missing_profile(cloud: Cloud) -> None:
+    """Permanent; the hint names the setting."""
+    store = cloud.open(profile="unknown")
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.profile" in caught.value.hint
@@ -426,22 +426,22 @@ def test_a_profile_that_is_not_there(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O07")
 def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
-    """A redirect is followed once: the request is Transient, and the next one goes where the bucket is."""
+    """A redirect is followed once: the request is Transient, and the next one goes to the other region."""
     store = cloud.open()
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     cloud.order("region", name="eu-west-1")
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(CONTENT))
-    store.put_shard("shard", BytesBody(CONTENT))
+        store.put_shard("shard", CountedBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
     store.check()
 
 
 @pytest.mark.fault("O07")
 def test_no_such_bucket(cloud: Cloud) -> None:
-    """NotFound from the wire as from control calls, with the way out."""
+    """NotFound with a hint."""
     store = cloud.open(bucket="elsewhere")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
         with pytest.raises(NotFound) as caught:
             call()
         assert "store.url" in caught.value.hint
@@ -449,11 +449,11 @@ def test_no_such_bucket(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O06")
 def test_a_wrong_clock(cloud: Cloud) -> None:
-    """Permanent, from the wire too: no storm, and a hint that names the clock."""
+    """Permanent, without retries, and a hint that names the clock."""
     store = cloud.open()
     cloud.order("clock", ahead_s=3600)
     with pytest.raises(Permanent) as caught:
-        store.put_shard("key", BytesBody(b"x"))
+        store.put_shard("key", CountedBody(b"x"))
     assert "clock" in caught.value.hint
 
 
@@ -462,7 +462,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
 
 @pytest.fixture
 def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
-    """A store before a server that answers every request of the wire with the same words."""
+    """A store with a server that sends the same response to every request."""
     servers: list[RawServer] = []
 
     def start(status: int, body: bytes = b"", *headers: str) -> S3Store:
@@ -481,23 +481,23 @@ def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
 
 @pytest.mark.fault("O04")
 @pytest.mark.parametrize(("wait", "seconds"), [("7", 7.0), ("soon", None), ("-1", None)])
-def test_how_long_to_stay_away(
+def test_retry_after_of_slow_down(
     said: Callable[..., S3Store], wait: str, seconds: float | None
 ) -> None:
-    """SlowDown carries the store's own word on when to come back, where it is one."""
+    """SlowDown has the store's Retry-After, if it is valid."""
     store = said(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
-    for call in (store.check, lambda: store.put_shard("key", BytesBody(b"x"))):
+    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
         assert caught.value.retry_after_s == seconds
 
 
 @pytest.mark.fault("O13")
-def test_the_store_says_it_has_other_bytes(said: Callable[..., S3Store]) -> None:
-    """A checksum in the answer that is not that of what was sent: not stored, Transient."""
+def test_the_store_returns_another_checksum(said: Callable[..., S3Store]) -> None:
+    """The bytes do not count as stored: Transient."""
     store = said(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("key", BytesBody(b"something"))
+        store.put_shard("key", CountedBody(b"something"))
 
 
 @pytest.mark.parametrize(
@@ -509,11 +509,11 @@ def test_the_store_says_it_has_other_bytes(said: Callable[..., S3Store]) -> None
         (416, b"<Error><Code>InvalidRange</Code></Error>"),
     ],
 )
-def test_another_range_than_asked_for(
+def test_another_range_than_requested(
     said: Callable[..., S3Store], answer: tuple[object, ...]
 ) -> None:
-    """The whole object, another range, a shorter one: Permanent, and nothing reaches the sink."""
-    sink = BytesSink()
+    """The whole object, another range, a shorter one: Permanent, and the sink gets nothing."""
+    sink = CountedSink()
     with pytest.raises(Permanent):
         said(*answer).get_range("key", 5, 10, sink)
     assert (sink.data, sink.passes) == (b"", 0)

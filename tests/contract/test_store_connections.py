@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What S3 and GCS stores make of broken connections, foreign certificates and long outages."""
+"""S3 and GCS stores with broken connections, untrusted certificates and long outages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONTENT = os.urandom(200_000)
 
 @pytest.mark.fault("O01")
 def test_connection_refused(cloud: Cloud, proxy: FaultProxy) -> None:
-    """Transient at once, and a later call works: no client stays broken."""
+    """Transient, and a later call works: the client recovers."""
     store = cloud.open(cloud.by(proxy))
     store.put("key", b"content")
     proxy.refuse()
@@ -54,7 +54,7 @@ def test_connection_refused(cloud: Cloud, proxy: FaultProxy) -> None:
 @pytest.mark.fault("O01")
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
-    """Wherever the connection breaks, on the way there or back: Transient, then the retry is right."""
+    """A reset at any byte, in either direction, is Transient; the retry succeeds."""
     store = cloud.open(cloud.by(proxy))
     store.put("key", CONTENT)
     upload = store.begin("shard", len(CONTENT), PART)
@@ -78,7 +78,7 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
                 assert proxy.hits > before
                 struck += 1
             else:
-                assert proxy.hits == before, "the connection broke, and nobody noticed"
+                assert proxy.hits == before, "the connection broke without an error"
     assert struck >= len(offsets)
     proxy.reset(way, 100, times=1)
     careful = retrying(store)
@@ -90,8 +90,8 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
 
 
 @pytest.mark.fault("O02")
-def test_accepts_and_never_answers(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The read timeout ends the wait, for small calls and for parts alike."""
+def test_a_server_that_never_responds(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The read timeout ends the wait, for small calls and for parts."""
     store = cloud.open(cloud.by(proxy), connect_timeout_s=0.5, read_timeout_s=0.3)
     upload = store.begin("shard", len(CONTENT), PART)
     proxy.mute()
@@ -110,8 +110,8 @@ def test_accepts_and_never_answers(cloud: Cloud, proxy: FaultProxy) -> None:
 
 
 @pytest.mark.fault("O02")
-def test_stalls_in_the_middle_of_an_answer(cloud: Cloud, proxy: FaultProxy) -> None:
-    """A body that stops coming ends in the read timeout, and the retry reads the whole."""
+def test_a_response_that_stalls(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The read timeout ends the wait, and the retry reads the whole body."""
     store = cloud.open(cloud.by(proxy), read_timeout_s=0.3)
     store.put("key", CONTENT)
     proxy.stall("down", 50_000)
@@ -122,15 +122,15 @@ def test_stalls_in_the_middle_of_an_answer(cloud: Cloud, proxy: FaultProxy) -> N
 
 
 @pytest.mark.fault("O13")
-def test_a_bit_flipped_on_the_way_up(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The store refuses the part by its checksum, it is sent again, and the object is right."""
+def test_a_bit_flipped_in_transit(cloud: Cloud, proxy: FaultProxy) -> None:
+    """The store refuses the part by its checksum, the part is sent again, and the object is right."""
     store = cloud.open(cloud.by(proxy))
     upload = store.begin("shard", len(CONTENT), PART)
     proxy.flip("up", 100_000)
     with pytest.raises(Transient):
         send_part(store, upload, 1, CONTENT)
     proxy.flip("up", 100_000)
-    with pytest.raises(StoreError):  # GCS gives a small object's refusal no code to tell it by
+    with pytest.raises(StoreError):  # the refusal of a small object by GCS has no code
         store.put("small", CONTENT)
     assert store.head("small") is None
     proxy.flip("up", 100_000, times=1)
@@ -141,8 +141,8 @@ def test_a_bit_flipped_on_the_way_up(cloud: Cloud, proxy: FaultProxy) -> None:
     assert careful.get("shard") == CONTENT
 
 
-def test_a_receipt_that_the_store_never_gave(cloud: Cloud) -> None:
-    """A completion with a wrong part is refused, and nothing becomes visible."""
+def test_a_forged_receipt(cloud: Cloud) -> None:
+    """A completion with a wrong part is refused, and no object is visible."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     other = store.begin("other", 10, PART)
@@ -157,7 +157,7 @@ def test_a_receipt_that_the_store_never_gave(cloud: Cloud) -> None:
 def test_a_server_that_is_not_trusted(
     cloud_environment: None, untrusted_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certificate that nobody here knows is Permanent: trying again does not fix it."""
+    """A certificate that this VM does not trust is Permanent: a retry cannot help."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
     s3 = S3Store(f"s3://{BUCKET}", S3Options(endpoint=untrusted_url))
     gcs = GcsStore(f"gs://{BUCKET}", GcsOptions(endpoint=untrusted_url))
@@ -169,7 +169,7 @@ def test_a_server_that_is_not_trusted(
 
 @pytest.fixture
 def untrusted_url(tmp_path: Path) -> Iterator[str]:
-    """A TLS server with a certificate of its own making."""
+    """A TLS server with a self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(UTC)
@@ -209,8 +209,8 @@ def untrusted_url(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.fault("O04")
-def test_an_outage_is_sat_out(cloud: Cloud) -> None:
-    """While the store answers 503 the wrapper waits, and the call succeeds when it is over."""
+def test_an_outage_ends_with_success(cloud: Cloud) -> None:
+    """The wrapper retries during 503 responses, and the call succeeds after the outage."""
     store = retrying(cloud.open())
     cloud.order("outage", seconds=0.7)
     store.put("key", b"content", if_absent=True)
@@ -219,7 +219,7 @@ def test_an_outage_is_sat_out(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O04")
 def test_an_outage_longer_than_the_time_left(cloud: Cloud) -> None:
-    """No attempt begins after the deadline, and the last error is handed on."""
+    """No attempt starts after the deadline, and the last error is raised."""
     bare = cloud.open()
     bare.check()
     cloud.order("outage", seconds=60)
@@ -234,8 +234,8 @@ def test_an_outage_longer_than_the_time_left(cloud: Cloud) -> None:
     assert len(cloud.requests()) == asked
 
 
-def test_stopping_ends_the_waiting(cloud: Cloud) -> None:
-    """A set stop event raises the last error at once, however long the outage."""
+def test_stop_ends_the_retries(cloud: Cloud) -> None:
+    """A stop event raises the last error immediately, during any outage."""
     stop = threading.Event()
     store = retrying(cloud.open(), stop=stop)
     store.check()

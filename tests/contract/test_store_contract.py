@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sentence of stores/base.py, for every backend, with and without the retry wrapper."""
+"""Every statement of stores/base.py, for every backend, with and without the retry wrapper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swansongd.stores.file.store import FileStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.options import GcsOptions, S3Options
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import (
     MIB,
     PART,
@@ -34,7 +34,7 @@ from testkit.store_backends import (
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 40], ids=len)
 def test_get_returns_what_put_stored(store: ObjectStore, content: bytes) -> None:
-    """Every byte comes back, and HEAD tells the size; bytes and memoryviews are the same."""
+    """GET returns every byte, HEAD the size; bytes and memoryviews are equivalent."""
     store.put("run/one", content)
     store.put("run/two", memoryview(bytearray(content)))
     assert store.get("run/one") == store.get("run/two") == content
@@ -42,17 +42,17 @@ def test_get_returns_what_put_stored(store: ObjectStore, content: bytes) -> None
 
 
 def test_put_replaces(store: ObjectStore) -> None:
-    """Without if_absent the newer content stands."""
+    """Without if_absent the newer content replaces the older one."""
     store.put("key", b"old")
     store.put("key", b"newer")
     assert store.get("key") == b"newer"
 
 
 @pytest.mark.fault("O08")
-def test_create_if_absent_refuses_a_taken_name(
+def test_create_if_absent_refuses_an_existing_key(
     store: ObjectStore, wants: Callable[[str], None]
 ) -> None:
-    """The second create raises Exists and changes nothing; after a delete the name is free again."""
+    """The second create raises Exists and changes nothing; after a delete it succeeds."""
     wants("create if absent")
     store.put("claim", b"first", if_absent=True)
     with pytest.raises(Exists):
@@ -67,7 +67,7 @@ def test_create_if_absent_refuses_a_taken_name(
 def test_of_many_creators_exactly_one_wins(
     store: ObjectStore, wants: Callable[[str], None]
 ) -> None:
-    """Eight threads create one name at once: one succeeds, and its bytes are the ones stored."""
+    """Eight threads create one key: one succeeds, and the object has its bytes."""
     wants("create if absent")
     winners: list[int] = []
 
@@ -83,8 +83,8 @@ def test_of_many_creators_exactly_one_wins(
     assert store.get("claims/1") == f"writer {winners[0]}".encode()
 
 
-def test_what_is_not_there(store: ObjectStore) -> None:
-    """Reads raise NotFound, HEAD says None, a delete and an empty listing are no errors."""
+def test_missing_objects(store: ObjectStore) -> None:
+    """Reads raise NotFound, HEAD returns None; a delete and an empty listing are not errors."""
     with pytest.raises(NotFound):
         store.get("absent")
     with pytest.raises(NotFound):
@@ -94,8 +94,8 @@ def test_what_is_not_there(store: ObjectStore) -> None:
     store.delete("absent")
 
 
-def test_an_object_is_no_directory(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """What is only the beginning of a key is no object, and what lies below an object is none."""
+def test_an_object_is_not_a_directory(store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """A prefix of a key is not an object, and a key below an object is not one either."""
     wants("flat keys")
     store.put("a/b/c", b"1")
     assert store.head("a/b") is None
@@ -109,7 +109,7 @@ def test_an_object_is_no_directory(store: ObjectStore, wants: Callable[[str], No
 
 
 def test_delete(store: ObjectStore) -> None:
-    """A deleted object is gone, its neighbours are not, and deleting it again is no error."""
+    """A deleted object is gone, its neighbours are not, and a second delete is not an error."""
     store.put("dir/one", b"1")
     store.put("dir/two", b"2")
     store.delete("dir/one")
@@ -120,10 +120,10 @@ def test_delete(store: ObjectStore) -> None:
     assert store.get("dir/two") == b"again"
 
 
-def test_get_refuses_what_is_too_large(
+def test_get_refuses_a_large_object(
     store: ObjectStore, bare_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object beyond the limit raises Permanent instead of filling the memory."""
+    """An object above the limit raises Permanent before it fills the memory."""
     backend = sys.modules[type(bare_store).__module__]
     monkeypatch.setattr(backend, "GET_BYTES_MAX", 1000)
     store.put("small", b"x" * 1000)
@@ -138,7 +138,7 @@ def test_get_refuses_what_is_too_large(
     ["plain", "with space/a b", "ümläut/日本", "a+b=c@d,e.f-g_h", "per%20cent/100%", "(x)'&y!"],
 )
 def test_keys_of_every_kind(store: ObjectStore, key: str, wants: Callable[[str], None]) -> None:
-    """A key comes back from a listing as it went in, and names one object only."""
+    """A listing returns the key that was stored, and the key names one object only."""
     store.put(key, b"content")
     assert list(store.list("")) == [ObjectInfo(key, 7)]
     assert store.get(key) == b"content"
@@ -154,7 +154,7 @@ def test_keys_of_every_kind(store: ObjectStore, key: str, wants: Callable[[str],
 
 
 def test_ranges(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """Exactly the asked bytes arrive, wherever in the object they lie."""
+    """Exactly the requested bytes, anywhere in the object."""
     content = os.urandom(300_000)
     store.put("shard", content)
     for offset, count in (
@@ -171,7 +171,7 @@ def test_ranges(store: ObjectStore, wants: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize(("offset", "count"), [(0, 11), (5, 6), (10, 1), (50, 1)])
 def test_a_range_beyond_the_object(store: ObjectStore, offset: int, count: int) -> None:
-    """What does not lie within the object raises Permanent, even if a beginning would be there."""
+    """A range that is not within the object raises Permanent, also if its beginning is."""
     store.put("shard", b"0123456789")
     with pytest.raises(Permanent) as caught:
         get_range(store, "shard", offset, count)
@@ -182,9 +182,9 @@ def test_a_range_beyond_the_object(store: ObjectStore, offset: int, count: int) 
 
 
 def test_a_listing_names_whole_keys(store: ObjectStore) -> None:
-    """Each key once, as if there were no directories, with sizes; in any order."""
+    """Each key once with its size, without directories, in any order."""
     keys = ["a", "a-b/c", "a.b", "a/b", "a/b-c", "a/b/c", "a0", "b/00002", "b/00010", "z", "é"]
-    keys.remove("a")  # a file system cannot have it beside "a/b"
+    keys.remove("a")  # a file system cannot have both "a" and "a/b"
     keys.remove("a/b")
     for size_bytes, key in enumerate(reversed(keys)):
         store.put(key, b"x" * size_bytes)
@@ -196,7 +196,7 @@ def test_a_listing_names_whole_keys(store: ObjectStore) -> None:
 
 
 def test_a_prefix_is_a_prefix_of_the_key(store: ObjectStore) -> None:
-    """Not a directory: it may end in the middle of a name."""
+    """A prefix is not a directory: it may end within a name."""
     for key in ("run/commits/1", "run/commits/2", "run/commits-old/1", "run-2/commits/1"):
         store.put(key, b"")
     commits = {"run/commits/1", "run/commits/2"}
@@ -205,8 +205,8 @@ def test_a_prefix_is_a_prefix_of_the_key(store: ObjectStore) -> None:
     assert {info.key for info in store.list("run/commits/2")} == {"run/commits/2"}
 
 
-def test_stores_with_different_prefixes_do_not_meet(cloud: Cloud) -> None:
-    """The prefix of the URL keeps a store's keys to itself, also from one that begins alike."""
+def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:
+    """Also if one prefix begins with the other one."""
     one, other = cloud.open(), replace(cloud, prefix=f"{cloud.prefix}-other").open()
     one.put("key", b"1")
     other.put("other", b"2")
@@ -217,7 +217,7 @@ def test_stores_with_different_prefixes_do_not_meet(cloud: Cloud) -> None:
 def test_a_listing_of_more_than_one_page(
     bare_store: ObjectStore, wants: Callable[[str], None]
 ) -> None:
-    """More than the thousand keys of a page come whole, whatever the order of "/" and "."."""
+    """More than a thousand keys are listed completely, for any order of "/" and "."."""
     wants("pages of directories")
     keys = [f"shard-{number // 100}/{number:05d}" for number in range(995)]
     keys = sorted([*keys, *(f"shard-{number}.json" for number in range(10))])
@@ -233,15 +233,15 @@ def test_a_listing_of_more_than_one_page(
 # ---------------------------------------------------------------- the store itself
 
 
-def test_check_is_content_with_a_good_store(store: ObjectStore) -> None:
-    """It raises nothing and leaves nothing behind."""
+def test_check_passes_with_a_working_store(store: ObjectStore) -> None:
+    """It raises nothing and creates no object."""
     store.check()
     assert list(store.list("")) == []
 
 
 @pytest.mark.fault("O07")
 def test_a_missing_bucket(cloud: Cloud) -> None:
-    """NotFound from every question, with the way out; never "there is no such object"."""
+    """Every read raises NotFound with a hint, and never means a missing object."""
     store = cloud.open(bucket="no-such-bucket")
     questions: list[Callable[[], object]] = [
         store.check,
@@ -259,7 +259,7 @@ def test_a_missing_bucket(cloud: Cloud) -> None:
 
 
 def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
-    """Each call raises NotFound with the fix, and nothing is made; with the directory the store works."""
+    """Each call raises NotFound with the fix, and creates nothing; with the directory it works."""
     store = FileStore((tmp_path / "not" / "there").as_uri())
     questions: list[Callable[[], object]] = [
         store.check,
@@ -269,7 +269,7 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
         lambda: list(store.uploads("")),
         lambda: store.put("key", b""),
         lambda: store.put("key", b"", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"")),
+        lambda: store.put_shard("key", CountedBody(b"")),
         lambda: store.begin("key", 10, PART),
     ]
     for question in questions:
@@ -282,8 +282,8 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
     assert list(store.list("")) == []
 
 
-def test_many_threads_at_once(bare_store: ObjectStore, server_name: str) -> None:
-    """Eight threads with puts, reads, ranges and listings do not disturb each other."""
+def test_many_threads(bare_store: ObjectStore, server_name: str) -> None:
+    """Eight threads with puts, reads, ranges and listings do not affect each other."""
 
     store = retrying(bare_store) if "deletes beside puts" in lacks(server_name) else bare_store
 
@@ -303,8 +303,8 @@ def test_many_threads_at_once(bare_store: ObjectStore, server_name: str) -> None
 # ---------------------------------------------------------------- opening
 
 
-def test_open_store_goes_by_the_scheme(tmp_path: Path) -> None:
-    """Each scheme has its backend; opening asks the network nothing."""
+def test_open_store_chooses_by_the_scheme(tmp_path: Path) -> None:
+    """Each scheme has its backend; opening sends no request."""
     assert open_store(StoreConfig(url=tmp_path.as_uri())).url == tmp_path.as_uri()
     s3 = open_store(StoreConfig(url="s3://bucket/a/b", region="us-west-2"))
     assert s3.part_size_bytes_min == 5 * MIB
@@ -324,8 +324,8 @@ def test_open_store_goes_by_the_scheme(tmp_path: Path) -> None:
         "s3://key:pw@bucket/",
     ],
 )
-def test_open_store_refuses_what_names_no_store(url: str) -> None:
-    """A URL that cannot be meant is a configuration error, and no secret in it is repeated."""
+def test_open_store_refuses_an_invalid_url(url: str) -> None:
+    """A configuration error that repeats no secret of the URL."""
     with pytest.raises(ConfigError) as caught:
         open_store(StoreConfig(url=url))
     assert "pw" not in caught.value.line()
@@ -346,6 +346,6 @@ def test_wrong_options_are_refused_when_they_are_made(options: Callable[[], obje
 
 
 def test_errors_name_the_call_and_the_store(bare_store: ObjectStore) -> None:
-    """One line for a person: what was tried with which key."""
+    """One line with the operation and the key."""
     with pytest.raises(StoreError, match="no/such/key"):
         bare_store.get("no/such/key")

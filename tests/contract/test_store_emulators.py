@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store emulators are strict where the real stores are: a fake that forgives proves nothing."""
+"""The store emulators are as strict as the real stores: a test with a lenient emulator proves nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from botocore.awsrequest import AWSRequest
 from botocore.client import Config
 from botocore.exceptions import ClientError
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.process import EmulatorProcess
 from testkit.emulators.store_control import POINTS
 from testkit.store_backends import BUCKET, MIB, PART, Cloud
-from testkit.store_by_hand import Signer, signed
+from testkit.store_by_hand import UncheckedSigner, signed
 
 
 def crc(data: bytes) -> str:
@@ -32,7 +32,7 @@ def crc(data: bytes) -> str:
 
 
 class GcsUpload:
-    """A multipart upload by hand."""
+    """A multipart upload with plain requests."""
 
     def __init__(self, server: EmulatorProcess) -> None:
         self.url = f"{server.url}/{BUCKET}/{os.urandom(8).hex()}"
@@ -58,8 +58,8 @@ class GcsUpload:
 
 
 @pytest.mark.fault("O13")
-def test_gcs_verifies_what_comes_with_a_checksum(gcs_server: EmulatorProcess) -> None:
-    """Parts, whole objects and JSON uploads with a wrong CRC32C are refused and leave no trace."""
+def test_gcs_verifies_checksums(gcs_server: EmulatorProcess) -> None:
+    """Parts, objects and JSON uploads with a wrong CRC32C are refused without an effect."""
     upload = GcsUpload(gcs_server)
     assert upload.part(1, b"content", crc(b"other")).status_code == 400
     assert upload.complete((1, "x")) == (400, "InvalidPart")
@@ -69,7 +69,7 @@ def test_gcs_verifies_what_comes_with_a_checksum(gcs_server: EmulatorProcess) ->
 
 
 def test_gcs_refuses_bad_completions(gcs_server: EmulatorProcess) -> None:
-    """Wrong order, wrong ETag, a part too small, an unknown upload: each has its code."""
+    """Wrong order, wrong ETag, a small part, an unknown upload: each has its code."""
     upload = GcsUpload(gcs_server)
     large = bytes(PART)
     etags = {n: upload.part(n, large).headers["ETag"] for n in (1, 2)}
@@ -88,7 +88,7 @@ def test_gcs_refuses_bad_completions(gcs_server: EmulatorProcess) -> None:
 
 
 def test_gcs_numbers_every_version(gcs_server: EmulatorProcess) -> None:
-    """Object generations grow, and a create only if generation 0 is refused where one stands."""
+    """Object generations grow, and a create-if-absent of an existing object is refused."""
     url = f"{gcs_server.url}/{BUCKET}/{os.urandom(8).hex()}"
     first = requests.put(url, data=b"1", timeout=10)
     second = requests.put(url, data=b"2", timeout=10)
@@ -99,8 +99,8 @@ def test_gcs_numbers_every_version(gcs_server: EmulatorProcess) -> None:
         assert requests.put(url, data=b"3", headers=headers, timeout=10).status_code == status
 
 
-def test_gcs_says_when_it_does_not_know(gcs_server: EmulatorProcess) -> None:
-    """What the emulator lacks it refuses instead of guessing."""
+def test_gcs_refuses_unknown_requests(gcs_server: EmulatorProcess) -> None:
+    """With 501."""
     unknown = requests.get(f"{gcs_server.url}/{BUCKET}/key?acl", timeout=10)
     listing = requests.get(f"{gcs_server.url}/storage/v1/b/{BUCKET}/o?delimiter=/", timeout=10)
     assert (unknown.status_code, listing.status_code) == (501, 501)
@@ -132,10 +132,8 @@ def refused(call: Any, **arguments: Any) -> str:
 
 @pytest.mark.fault("O13")
 @pytest.mark.parametrize("server", ["s3", "moto"])
-def test_s3_verifies_what_comes_with_a_checksum(
-    open_cloud: Callable[[str], Cloud], server: str
-) -> None:
-    """A wrong CRC32C is refused on puts and parts, a missing one where it was announced."""
+def test_s3_verifies_checksums(open_cloud: Callable[[str], Cloud], server: str) -> None:
+    """A wrong CRC32C is refused on puts and parts, and a missing one if it was announced."""
     s3 = s3_client(open_cloud(server).server.url)
     key = os.urandom(8).hex()
     assert refused(s3.put_object, Key=key, Body=b"1", ChecksumCRC32C=crc(b"2")) == "BadDigest"
@@ -155,7 +153,7 @@ def test_s3_verifies_what_comes_with_a_checksum(
 
 
 def test_s3_refuses_bad_completions(s3: Any) -> None:
-    """Order, numbers, sizes and ETags of parts: each mistake has its code, and nothing appears."""
+    """Order, numbers, sizes and ETags of parts: each mistake has its code, and no object appears."""
     order = {"Key": os.urandom(8).hex()}
     order["UploadId"] = s3.create_multipart_upload(Bucket=BUCKET, **order)["UploadId"]
     etags = {}
@@ -181,7 +179,7 @@ def test_s3_refuses_bad_completions(s3: Any) -> None:
 
 @pytest.mark.fault("O13")
 def test_s3_checksums_of_whole_objects(s3: Any) -> None:
-    """FULL_OBJECT is the object's own, COMPOSITE that of the parts'; a wrong one is BadDigest."""
+    """FULL_OBJECT is that of the object, COMPOSITE that of the parts'; a wrong one is BadDigest."""
     pieces = [bytes(PART), b"the end"]
     raw = b"".join(base64.b64decode(crc(piece)) for piece in pieces)
     wanted = {"FULL_OBJECT": crc(b"".join(pieces)), "COMPOSITE": f"{crc(raw)}-2"}
@@ -213,7 +211,7 @@ def test_s3_checksums_of_whole_objects(s3: Any) -> None:
 
 @pytest.mark.fault("O13")
 def test_s3_reads_trailing_checksums(open_cloud: Callable[[str], Cloud]) -> None:
-    """What boto3 sends over TLS by default, and the same by hand with one thing wrong at a time."""
+    """The default of boto3 over TLS, and the same request with one mistake at a time."""
     cloud = open_cloud("s3-tls")
     s3 = s3_client(
         cloud.server.url,
@@ -247,13 +245,13 @@ def test_s3_reads_trailing_checksums(open_cloud: Callable[[str], Cloud]) -> None
 
 
 def signed_put(cloud: Cloud, body: bytes, headers: dict[str, str]) -> str:
-    """The error code of a PUT; empty where it was taken."""
+    """The error code of a PUT; empty for a success."""
     answer = signed(cloud, "PUT", body, headers)
     return ET.fromstring(answer.content).findtext("{*}Code") or "" if answer.content else ""
 
 
 def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
-    """Who, with which secret, when, over which bytes: each is looked at."""
+    """Access key, secret, time and bytes are verified."""
     cloud = open_cloud("s3")
     url = cloud.server.url
     names = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
@@ -261,7 +259,7 @@ def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> 
     def code(**changed: str) -> str:
         return refused(s3_client(url, **{**names, **changed}).list_objects_v2)
 
-    assert code(aws_access_key_id="nobody") == "InvalidAccessKeyId"
+    assert code(aws_access_key_id="unknown") == "InvalidAccessKeyId"
     assert code(aws_secret_access_key="guessed") == "SignatureDoesNotMatch"
     assert code(aws_session_token="stale") == "InvalidToken"
     assert requests.get(f"{url}/{BUCKET}/key", timeout=10).status_code == 403
@@ -271,7 +269,7 @@ def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> 
     assert signed_put(cloud, b"content", wrong_md5) == "BadDigest"
     assert signed_put(cloud, b"content", {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}) == ""
     for key in ("with space/a b", "a+b=c@d,e", "ümläut/日本", "per%20cent", "(x)'&y!*~"):
-        s3.put_object(Bucket=BUCKET, Key=key, Body=b"1")  # every one canonical in its own way
+        s3.put_object(Bucket=BUCKET, Key=key, Body=b"1")  # each has another canonical form
     cloud.order("clock", ahead_s=1000)
     assert refused(s3.list_objects_v2) == "RequestTimeTooSkewed"
     cloud.order("clear")
@@ -285,7 +283,7 @@ def test_s3_verifies_signatures(open_cloud: Callable[[str], Cloud], s3: Any) -> 
 
 @pytest.mark.fault("O07")
 def test_s3_redirects_to_the_region_of_the_bucket(open_cloud: Callable[[str], Cloud]) -> None:
-    """A signature for another region is answered with 301 and the right one."""
+    """A signature for another region gets 301 with the right one."""
     cloud = open_cloud("s3")
     cloud.order("region", name="eu-west-1")
     answer = signed(cloud, "GET")
@@ -294,7 +292,7 @@ def test_s3_redirects_to_the_region_of_the_bucket(open_cloud: Callable[[str], Cl
 
 @pytest.mark.fault("O08")
 def test_s3_honours_preconditions(s3: Any) -> None:
-    """Create-if-absent on puts and completions, replace-if-the-same on puts."""
+    """Create-if-absent on puts and completions, replace-if-equal on puts."""
     key = os.urandom(8).hex()
     etag = s3.put_object(Bucket=BUCKET, Key=key, Body=b"1", IfNoneMatch="*")["ETag"]
     put, failed = s3.put_object, "PreconditionFailed"
@@ -311,7 +309,7 @@ def test_s3_honours_preconditions(s3: Any) -> None:
 
 
 def test_s3_lists_in_pages(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
-    """Objects, uploads and parts: every page once, in order, to the SDK's own paginators."""
+    """Objects, uploads and parts: every page once, in order, with the paginators of the SDK."""
     folder = os.urandom(4).hex()
     keys = [f"{folder}/{number}" for number in range(5)]
     uploads: list[str] = []
@@ -337,7 +335,7 @@ def test_s3_lists_in_pages(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
 
 
 def test_s3_ranges_and_addresses(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
-    """206 and 416, lifecycle rules, and the bucket by the name of the host."""
+    """206 and 416, lifecycle rules, and virtual-host addresses."""
     key = os.urandom(8).hex()
     s3.put_object(Bucket=BUCKET, Key=key, Body=b"0123456789")
     answer = s3.get_object(Bucket=BUCKET, Key=key, Range="bytes=2-4")
@@ -351,7 +349,7 @@ def test_s3_ranges_and_addresses(open_cloud: Callable[[str], Cloud], s3: Any) ->
     s3.delete_bucket_lifecycle(Bucket=BUCKET)
     url = open_cloud("s3").server.url
     request = AWSRequest("HEAD", f"{url}/{key}", headers={"Host": f"{BUCKET}.localhost"})
-    Signer().add_auth(request)
+    UncheckedSigner().add_auth(request)
     head = requests.head(f"{url}/{key}", headers=dict(request.headers), timeout=10)
     assert (head.status_code, head.headers["Content-Length"]) == (200, "10")
     assert requests.get(f"{url}/{BUCKET}/{key}?acl", timeout=10).status_code == 403
@@ -362,7 +360,7 @@ def test_s3_ranges_and_addresses(open_cloud: Callable[[str], Cloud], s3: Any) ->
 
 
 def test_corrupt_flips_one_bit(cloud: Cloud) -> None:
-    """The size stays, the content does not; what is not there cannot be corrupted."""
+    """The size stays, the content changes; a missing object cannot be corrupted."""
     store = cloud.open()
     store.put("key", b"content")
     cloud.order("corrupt", object=f"{cloud.prefix}/key")
@@ -371,7 +369,7 @@ def test_corrupt_flips_one_bit(cloud: Cloud) -> None:
 
 
 def test_an_outage_ends(cloud: Cloud) -> None:
-    """503 while it lasts; ``clear`` ends it, and the record of requests with it."""
+    """503 during the outage; ``clear`` ends it and empties the record of requests."""
     cloud.order("outage", seconds=60)
     url, verify = f"{cloud.server.url}/{BUCKET}/key", str(cloud.ca) if cloud.ca else True
     cloud.order("outage", seconds=60, retry_after_s=7)
@@ -386,8 +384,8 @@ def test_an_outage_ends(cloud: Cloud) -> None:
 @pytest.mark.fault("O01")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_connection_breaks_where_it_was_ordered(cloud: Cloud, point: str) -> None:
-    """Before the store has the whole request nothing takes effect, afterwards it does."""
-    # An answer without a body that ends within its head is none that requests would miss.
+    """A request takes effect only if the break is after its last byte."""
+    # requests does not detect a truncated head of a response without a body.
     method = "GET" if point == "in_answer" else "PUT"
     cloud.order("break", kind="reset", at=point, method=method)
     broken = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
@@ -401,16 +399,16 @@ def test_a_connection_breaks_where_it_was_ordered(cloud: Cloud, point: str) -> N
 
 
 def test_pace(cloud: Cloud) -> None:
-    """A body takes as long as it is ordered to."""
+    """A body takes as long as the rate requires."""
     cloud.order("pace", connection_bytes_per_s=2 * MIB)
     store = cloud.open()
     began = time.monotonic()
-    store.put_shard("shard", BytesBody(bytes(MIB)))
+    store.put_shard("shard", CountedBody(bytes(MIB)))
     assert time.monotonic() - began > 0.4
 
 
 def test_gcs_tokens(gcs_server: EmulatorProcess, open_cloud: Callable[[str], Cloud]) -> None:
-    """Only the one that is valid now; 401 for the others and for none."""
+    """Only the valid token is accepted; 401 for others and for none."""
     open_cloud("gcs").order("token", valid="fresh")
     url = f"{gcs_server.url}/storage/v1/b/{BUCKET}/o"
     statuses = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fake-gcs-server, which others wrote: it can be read, and says clearly that it cannot be written."""
+"""fake-gcs-server, by another project: reads work, and writes are refused with a clear error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(
 
 
 def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> GcsStore:
-    """A store with these objects, which came there by the JSON interface."""
+    """A store with these objects, which were created by the JSON interface."""
     for key, data in objects.items():
         name = quote(f"{prefix}/{key}", safe="")
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
@@ -44,7 +44,7 @@ def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Gcs
 
 
 def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
-    """Listings of more than a page, sizes, ranges; and an absent object is not an empty one."""
+    """Listings of several pages, sizes, ranges, and a missing object."""
     many = {f"many/{number:04d}": b"1" for number in range(1005)}
     store = filled(server, "read", {KEY: b"0123456789", "empty": b"", **many})
     store.check()
@@ -66,7 +66,7 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
 
 
 def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: Path) -> None:
-    """What another program copied there comes back whole."""
+    """Objects that another program copied there are restored completely."""
     made = MemoryStore()
     files = {"rank-00000.json": b"{}", "rank-00000/model.bin": bytes(range(256)) * 40}
     commit(made, files)
@@ -76,7 +76,7 @@ def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: 
     assert found == files
 
 
-def test_a_gcs_without_the_xml_interface_is_refused_at_once(server: ForeignServer) -> None:
+def test_a_gcs_without_the_xml_interface_is_refused(server: ForeignServer) -> None:
     """Writes are Permanent errors, not an endless retry."""
     store = filled(server, "write", {})
     with pytest.raises(Permanent):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store rows of the fault matrix at the level where they are decided: the wrapper around a backend."""
+"""The store rows of the fault matrix, for the retry wrapper around each backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swansongd.errors import Exists, NotFound, StoreError, Transient
 from swansongd.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, PartReceipt
 from swansongd.stores.checksums import crc32c
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.emulators.store_control import POINTS
 from testkit.store_backends import (
@@ -40,12 +40,12 @@ def careful(cloud: Cloud, **options: object) -> ObjectStore:
 
 
 class Errand:
-    """One call of each kind, each with a way to see that it did exactly what it should."""
+    """One call of each kind, each with a check of its exact effect."""
 
     def __init__(self, store: ObjectStore, content: bytes = CONTENT) -> None:
         self.store = store
         self.content = content
-        store.put_shard("old", BytesBody(content))
+        store.put_shard("old", CountedBody(content))
         self.upload, self.receipts = staged_upload(store, content)
 
     def put(self) -> None:
@@ -53,7 +53,7 @@ class Errand:
         assert self.store.get("small") == self.content[:1000]
 
     def put_shard(self) -> None:
-        self.store.put_shard("new", BytesBody(self.content))
+        self.store.put_shard("new", CountedBody(self.content))
         assert get_range(self.store, "new", 0, len(self.content)) == self.content
 
     def put_part(self) -> None:
@@ -82,7 +82,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:
-    """Wherever the connection breaks, also after the request took effect, the retry makes it right."""
+    """After a reset at any point, also after the effect, the retry succeeds."""
     errand = Errand(careful(cloud))
     match, method = CALLS[call]
     cloud.order("break", kind="reset", at=point, match=match, method=method)
@@ -101,7 +101,7 @@ def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:
     ],
 )
 def test_a_stall(cloud: Cloud, call: str, point: str) -> None:
-    """Where it stops to move, that is noticed, freed, and tried again on another connection."""
+    """A stall at any point is detected, and the request is repeated on another connection."""
     errand = Errand(careful(cloud))
     match, method = CALLS[call]
     cloud.order("break", kind="stall", at=point, match=match, method=method)
@@ -111,8 +111,8 @@ def test_a_stall(cloud: Cloud, call: str, point: str) -> None:
 
 
 @pytest.mark.fault("O04")
-def test_a_store_that_says_when_to_come_back(cloud: Cloud) -> None:
-    """Nobody asks again before that; then all goes on."""
+def test_retry_after_is_respected(cloud: Cloud) -> None:
+    """No request is sent before that time; then all calls succeed."""
     store = careful(cloud)
     store.check()
     cloud.order("answer", status=503, code="SlowDown", retry_after_s=1)
@@ -124,7 +124,7 @@ def test_a_store_that_says_when_to_come_back(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O04")
 def test_the_deadline_is_stronger_than_retry_after(cloud: Cloud) -> None:
-    """A store that wants to be left alone for an hour is not waited for beyond the deadline."""
+    """With a Retry-After of an hour, the call still ends at the deadline."""
     bare = cloud.open(**LIMITS)
     bare.check()
     cloud.order("outage", seconds=60, retry_after_s=3600)
@@ -136,7 +136,7 @@ def test_the_deadline_is_stronger_than_retry_after(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O04")
 def test_a_storm_of_refusals(cloud: Cloud) -> None:
-    """Eight senders, every second request refused: all parts arrive, each as it was sent."""
+    """Eight senders, every second request refused: all parts arrive unchanged."""
     store = careful(cloud)
     content = os.urandom(7 * PART + 1)
     upload = store.begin("shard", len(content), PART)
@@ -156,7 +156,7 @@ def test_a_storm_of_refusals(cloud: Cloud) -> None:
 @pytest.mark.fault("O10")
 @ONE_EACH
 def test_a_race_of_two_creates(cloud: Cloud) -> None:
-    """409: the store could not tell who was first.  Asked again it can, and one of them has the name."""
+    """409: the store could not decide the race.  After retries exactly one of them has the key."""
     store = careful(cloud)
     race = {"status": 409, "code": "ConditionalRequestConflict", "match": ""}
     cloud.order("answer", **race, times=2)
@@ -164,33 +164,32 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
     cloud.order("answer", **race)
     with pytest.raises(Exists):
         store.put("claim", b"theirs", if_absent=True)
-    cloud.order("answer", **race, carry_out=1)  # ours, and nobody said so: the caller reads it back
+    cloud.order("answer", **race, carry_out=1)  # a lost reply: the caller reads it back
     with pytest.raises(Exists):
         store.put("other", b"ours", if_absent=True)
     assert (store.get("claim"), store.get("other")) == (b"ours", b"ours")
     cloud.order("answer", **race, carry_out=1)
-    store.put_shard("shard", BytesBody(CONTENT))
+    store.put_shard("shard", CountedBody(CONTENT))
     assert get_range(store, "shard", 0, len(CONTENT)) == CONTENT
 
 
 @pytest.mark.fault("O17")
 @ONE_EACH
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
-    """Small requests get through, whatever is larger than a packet hangs: that is noticed soon, the deadline
-    holds, nothing is taken for stored; and when the path is fixed all goes on."""
+def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
+    """Large requests stall: detected in time, nothing counts as stored, and it ends with the fault."""
     through = cloud.open(cloud.by(proxy), **LIMITS)
     store = retrying(through, budget_s=30.0)
-    store.put_shard("old", BytesBody(CONTENT))
+    store.put_shard("old", CountedBody(CONTENT))
     through.check()
-    proxy.stall(way, 6000 if cloud.ca else 1400)  # of which TLS takes its part
+    proxy.stall(way, 6000 if cloud.ca else 1400)  # TLS needs a part of it
     if way == "up" and not cloud.ca:
-        assert store.head("old") == ObjectInfo("old", len(CONTENT)), "so little gets through"
+        assert store.head("old") == ObjectInfo("old", len(CONTENT)), "small requests get through"
     give_up = time.monotonic() + 2
-    hurried = retrying(through, give_up_mono_s=lambda: give_up)
+    limited = retrying(through, give_up_mono_s=lambda: give_up)
     large: dict[Way, Callable[[], object]] = {
-        "up": lambda: hurried.put_shard("new", BytesBody(CONTENT)),
-        "down": lambda: get_range(hurried, "old", 0, len(CONTENT)),
+        "up": lambda: limited.put_shard("new", CountedBody(CONTENT)),
+        "down": lambda: get_range(limited, "old", 0, len(CONTENT)),
     }
     with pytest.raises(Transient):
         large[way]()
@@ -198,16 +197,16 @@ def test_a_path_that_swallows_large_packets(cloud: Cloud, proxy: FaultProxy, way
     assert proxy.hits
     proxy.forward()
     assert store.head("new") is None
-    store.put_shard("new", BytesBody(CONTENT))
+    store.put_shard("new", CountedBody(CONTENT))
     assert get_range(store, "new", 0, len(CONTENT)) == CONTENT
 
 
 @pytest.mark.fault("O04")
 def test_a_storm_of_refusals_while_reading(cloud: Cloud) -> None:
-    """Eight readers, each refused twice: every range comes, each in its place."""
+    """Eight readers, each refused twice: every range arrives at its place."""
     store = careful(cloud)
     content = os.urandom(8 * MIB)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     cloud.order("answer", status=503, code="SlowDown", method="GET", match="shard", times=16)
     pieces: dict[int, bytes] = {}
 
@@ -221,8 +220,8 @@ def test_a_storm_of_refusals_while_reading(cloud: Cloud) -> None:
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("call", ["put_shard", "put_part", "complete"])
 @pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
-def test_an_error_under_200_is_tried_again(cloud: Cloud, code: str, call: str) -> None:
-    """The request that said so has failed; the wrapper asks again, and all is whole."""
+def test_an_error_in_a_200_response_is_retried(cloud: Cloud, code: str, call: str) -> None:
+    """The request has failed; the retry succeeds."""
     errand = Errand(careful(cloud))
     match, method = CALLS[call]
     cloud.order("answer", status=200, code=code, method=method, match=match)
@@ -230,12 +229,12 @@ def test_an_error_under_200_is_tried_again(cloud: Cloud, code: str, call: str) -
 
 
 @pytest.mark.fault("O11")
-def test_a_shard_taken_unheard(cloud: Cloud) -> None:
-    """Its answer is lost: sent again it is refused, asked for, compared, and counts as stored."""
+def test_a_shard_whose_reply_was_lost(cloud: Cloud) -> None:
+    """The retry is refused, the object is compared, and it counts as stored."""
     store = careful(cloud)
     cloud.order("clear")
     cloud.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    body = BytesBody(CONTENT)
+    body = CountedBody(CONTENT)
     assert store.put_shard("shard", body) == crc32c(CONTENT)
     asked = [method for method, target in cloud.requests() if "shard" in target]
     assert asked == ["PUT", "PUT", "HEAD" if cloud.is_s3 else "GET"]
@@ -244,8 +243,8 @@ def test_a_shard_taken_unheard(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O11")
 @ONE_EACH
-def test_a_completion_unheard_is_settled_by_checksum(cloud: Cloud) -> None:
-    """An object of the right size that holds other bytes is not taken for ours."""
+def test_a_completion_whose_reply_was_lost_is_decided_by_checksum(cloud: Cloud) -> None:
+    """An object of the right size with other bytes does not count as ours."""
     store = careful(cloud)
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
@@ -253,16 +252,16 @@ def test_a_completion_unheard_is_settled_by_checksum(cloud: Cloud) -> None:
     assert get_range(store, "shard", 0, len(CONTENT)) == CONTENT
     store.complete(upload, receipts)
     store.delete("shard")
-    store.put_shard("shard", BytesBody(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])))
+    store.put_shard("shard", CountedBody(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])))
     with pytest.raises(NotFound):
         store.complete(upload, receipts)
 
 
 @pytest.mark.fault("O13")
 @pytest.mark.parametrize("call", ["put", "put_shard", "put_part"])
-def test_a_bit_that_changes_on_the_way(cloud: Cloud, call: str) -> None:
-    """The store refuses what does not have its checksum, and it is sent again."""
-    # What is larger GCS takes first and compares then: tests/contract/test_store_gcs.py.
+def test_a_bit_that_changes_in_transit(cloud: Cloud, call: str) -> None:
+    """The store refuses a body with a wrong checksum, and the body is sent again."""
+    # GCS compares larger bodies afterwards: tests/contract/test_store_gcs.py.
     is_small = call == "put_shard" and not cloud.is_s3
     errand = Errand(careful(cloud), CONTENT[:WINDOW_BYTES] if is_small else CONTENT)
     match, _ = CALLS[call]
@@ -272,7 +271,7 @@ def test_a_bit_that_changes_on_the_way(cloud: Cloud, call: str) -> None:
 
 @pytest.mark.fault("O11", "O19")
 def test_an_upload_that_the_store_forgot(cloud: Cloud) -> None:
-    """Every call that names it says NotFound, at once: the caller begins anew."""
+    """Every call for it raises NotFound immediately: the caller restarts the upload."""
     store = careful(cloud)
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("forget")
@@ -290,7 +289,7 @@ def test_an_upload_that_the_store_forgot(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O19")
 def test_an_abort_that_races_a_part(cloud: Cloud) -> None:
-    """The part finds its upload gone, whichever was first; nothing becomes visible, nothing is left."""
+    """The part gets NotFound in any order; no object becomes visible, and no part remains."""
     store = careful(cloud)
     upload = store.begin("shard", PART, PART)
     cloud.order("pace", connection_bytes_per_s=8 * MIB)
@@ -314,7 +313,7 @@ def test_an_abort_that_races_a_part(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O03")
 def test_a_slow_store_is_not_a_stalled_one(cloud: Cloud) -> None:
-    """At a trickle, but moving: no attempt is cut off, one request is enough."""
+    """At a low rate no attempt is cut, and one request is enough."""
     store = retrying(cloud.open())
     upload = store.begin("shard", len(CONTENT), PART)
     cloud.order("clear")
@@ -324,8 +323,8 @@ def test_a_slow_store_is_not_a_stalled_one(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O21")
-def test_no_name_is_written_twice_in_a_second(cloud: Cloud) -> None:
-    """A multipart upload, however many parts, writes its object once: the limit on one name is far."""
+def test_no_key_is_written_twice_in_a_second(cloud: Cloud) -> None:
+    """A multipart upload writes its object once, far below the rate limit of a key."""
     store = careful(cloud)
     content = os.urandom(3 * PART)
     upload = store.begin("shard", len(content), PART)
@@ -339,10 +338,10 @@ def test_no_name_is_written_twice_in_a_second(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O05")
-def test_credentials_that_expire_in_the_middle(
+def test_credentials_that_expire_during_a_flush(
     open_cloud: Callable[[str], Cloud], renewable: Renewable
 ) -> None:
-    """All eight senders meet the refusal; the credentials are fetched about once, and all parts arrive."""
+    """Eight senders are refused; the credentials are fetched about once, and all parts arrive."""
     cloud = open_cloud("s3-tls")
     with renewable(cloud):
         store = retrying(cloud.open(profile="swansong"), budget_s=30.0)
@@ -363,7 +362,7 @@ def test_credentials_that_expire_in_the_middle(
 
 
 class Renewable:
-    """Credentials by a helper program, as the AWS configuration names one: it counts its runs."""
+    """Credentials of a helper program in the AWS configuration, which counts its runs."""
 
     def __init__(self, folder: os.PathLike[str]) -> None:
         self.folder = os.fspath(folder)
@@ -382,7 +381,7 @@ class Renewable:
             return len(runs.readlines())
 
     def renew(self, cloud: Cloud) -> None:
-        """From now on the store knows only new ones."""
+        """Make the store accept only new credentials."""
         self._serial += 1
         name = f"key{self._serial}"
         with open(f"{self.folder}/answer.new", "w") as answer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may touch what a file store holds: its user, and whom the operator's root directory lets in."""
+"""Rights in a file store: for its user, and for the users that the mode of the root admits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swansongd.errors import Permanent, StoreError
 from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.waiting import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
@@ -29,18 +29,18 @@ DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
 
 WRITER = """
 import os, sys
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 os.umask(int(sys.argv[2], 8))
 store = FileStore(sys.argv[1])
 store.check()
 store.put("run/generations/1.json", b"claim", if_absent=True)
 store.put("run/commits/1.json", b"commit")
-store.put_shard("run/data/small", BytesBody(b"shard"))
+store.put_shard("run/data/small", CountedBody(b"shard"))
 upload = store.begin("run/data/large", 6, 3)
-store.complete(upload, [store.put_part(upload, n, BytesBody(b"abc")) for n in (1, 2)])
+store.complete(upload, [store.put_part(upload, n, CountedBody(b"abc")) for n in (1, 2)])
 left = store.begin("run/data/unfinished", 6, 3)
-store.put_part(left, 1, BytesBody(b"abc"))
+store.put_part(left, 1, CountedBody(b"abc"))
 """
 
 ATTACKER = """
@@ -70,9 +70,9 @@ print(chr(10).join(done))
 
 
 def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
-    """Run a program as another user; what it imports is read before, since that user may not."""
+    """Run a program as another user, after its imports, for which that user may have no rights."""
     drop = (
-        "import os, sys\nfrom testkit.bodies import BytesBody\n"
+        "import os, sys\nfrom testkit.bodies import CountedBody\n"
         "from swansongd.stores.file.store import FileStore\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
     )
@@ -90,7 +90,7 @@ def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Not tmp_path: other users must get there."""
+    """Another directory than tmp_path, which other users cannot reach."""
     path = Path(tempfile.mkdtemp(prefix="swansong-"))
     path.chmod(0o755)
     yield path
@@ -98,7 +98,7 @@ def place() -> Iterator[Path]:
 
 
 def write(place: Path, umask: str) -> Path:
-    """A store with objects, in a directory that is there."""
+    """Create a store with objects in an existing directory."""
     root = place / "store"
     run_as(DAEMON, TRAINERS, [], WRITER, root.as_uri(), umask)
     return root
@@ -117,7 +117,7 @@ def modes(root: Path) -> tuple[set[int], set[int]]:
 @pytest.mark.fault("O23")
 @pytest.mark.parametrize("umask", ["0", "002", "077"])
 def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> None:
-    """Whatever the umask: a member of the daemon's own group can neither read nor change an object."""
+    """With any umask, a member of the daemon's group can neither read nor change an object."""
     (place / "store").mkdir(mode=0o700)
     os.chown(place / "store", DAEMON, TRAINERS)
     root = write(place, umask)
@@ -132,8 +132,8 @@ def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> 
 
 @as_root
 @pytest.mark.fault("O23")
-def test_members_read_where_the_operator_lets_them(place: Path) -> None:
-    """A root of mode 0750 lets the group read everything, and change nothing."""
+def test_the_group_reads_below_a_readable_root(place: Path) -> None:
+    """With a root of mode 0750 the group can read everything, and change nothing."""
     (place / "store").mkdir()
     (place / "store").chmod(0o750)
     os.chown(place / "store", DAEMON, TRAINERS)
@@ -169,8 +169,8 @@ def test_the_root_decides(place: Path, mode: int, directory: int, file: int, uma
 
 @as_root
 @pytest.mark.fault("O23")
-def test_a_group_that_may_write_may_write(place: Path) -> None:
-    """With 2770 two daemons of one group share a store: one continues from the commit of the other."""
+def test_daemons_of_one_group_share_a_store(place: Path) -> None:
+    """With mode 2770 one daemon continues from the commit of the other."""
     (place / "store").mkdir()
     os.chown(place / "store", DAEMON, TRAINERS)
     (place / "store").chmod(0o2770)
@@ -190,7 +190,7 @@ store.delete("run/data/small")
 
 
 def test_an_acl_of_the_root_gives_its_group_nothing(tmp_path: Path) -> None:
-    """Beside an ACL the group bits are its mask: the group of the daemon does not get what a name got."""
+    """With an ACL the group bits are its mask: the daemon's group does not get a named user's rights."""
     root = tmp_path / "store"
     root.mkdir()
     # Version 2; owner rwx, user 64002 rwx, group none, mask rwx, others none.
@@ -217,8 +217,8 @@ def test_an_acl_of_the_root_gives_its_group_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.fault("O23", "O07")
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
-def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
-    """Refused by every call, with the fix: any user of the machine could plant a commit there."""
+def test_a_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
+    """By every call, with the fix: any user of the machine could plant a commit there."""
     root = tmp_path / "store"
     root.mkdir()
     root.chmod(mode)
@@ -228,7 +228,7 @@ def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
         store.check,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"x")),
+        lambda: store.put_shard("key", CountedBody(b"x")),
         lambda: store.get("key"),
         lambda: store.head("key"),
         lambda: list(store.list("")),
@@ -253,7 +253,7 @@ def test_a_root_that_everybody_may_write_to(tmp_path: Path, mode: int) -> None:
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("where", ["run", "run/data", ".swansong-tmp"])
 def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
-    """A link in the place of any directory leads nowhere: nothing is written, read or removed behind it."""
+    """A link in place of any directory: nothing behind it is written, read or removed."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"secret")
@@ -267,10 +267,10 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("run/data/key", b"x"),
         lambda: store.put("run/data/key", b"x", if_absent=True),
-        lambda: store.put_shard("run/data/key", BytesBody(b"x")),
+        lambda: store.put_shard("run/data/key", CountedBody(b"x")),
         lambda: store.complete(
             (upload := store.begin("run/data/key", 1, 1)),
-            [store.put_part(upload, 1, BytesBody(b"x"))],
+            [store.put_part(upload, 1, CountedBody(b"x"))],
         ),
         lambda: store.get("run/data/secret"),
     ]
@@ -287,7 +287,7 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
 
 @pytest.mark.fault("S2")
 def test_a_directory_that_is_swapped_for_a_link(tmp_path: Path) -> None:
-    """Somebody swaps a directory and a link all the time: nothing ever lands behind the link."""
+    """Another process keeps swapping a directory and a link: no write goes behind the link."""
     outside = tmp_path / "outside"
     outside.mkdir()
     root = tmp_path / "store"
@@ -326,8 +326,8 @@ def test_a_directory_that_is_swapped_for_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("S7")
-def test_directories_without_an_end(tmp_path: Path) -> None:
-    """A thousand directories, one in the other, are an error of the listing and no fault of the program."""
+def test_deeply_nested_directories(tmp_path: Path) -> None:
+    """A thousand nested directories are an error of the listing, without a crash."""
     root = tmp_path / "store"
     root.mkdir()
     store = FileStore(root.as_uri())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the file store promises beyond the contract: nothing half-written, nothing outside its root."""
+"""The file store beyond the contract: no partial objects, and nothing outside its root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def temporary_files(root: Path) -> list[str]:
     "key", ["", "/etc/x", "../x", "a/../b", "a/./b", "a//b", "a/", "..", ".swansong-tmp/x", "a\0b"]
 )
 def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> None:
-    """What could name a file elsewhere, or one of ours, is refused by every call."""
+    """Every call refuses a key that would name a file elsewhere, or an internal one."""
     for call in (
         lambda: files.put(key, b"x"),
         lambda: files.put(key, b"x", if_absent=True),
@@ -56,12 +56,12 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
 
 @pytest.mark.parametrize("upload_id", ["../victim", "/etc/passwd", "", ".", "x" * 32])
 def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_id: str) -> None:
-    """An id that we did not give is unknown, whatever it would point to."""
+    """An id that the store did not issue is unknown."""
     victim = root / "victim"
     victim.write_bytes(b"precious")
     upload = Upload("key", upload_id, 4, 4)
     with pytest.raises(NotFound):
-        files.put_part(upload, 1, BytesBody(b"evil"))
+        files.put_part(upload, 1, CountedBody(b"evil"))
     with pytest.raises(NotFound):
         files.parts(upload)
     with pytest.raises(NotFound):
@@ -70,7 +70,7 @@ def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_
     assert victim.read_bytes() == b"precious"
 
 
-def test_links_are_no_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
+def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
     """A symbolic link in the directory is neither listed nor followed."""
     (tmp_path / "secret").write_bytes(b"secret")
     (root / "link").symlink_to(tmp_path / "secret")
@@ -87,18 +87,18 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
-    files.put_shard("small", BytesBody(b"1"))
+    files.put_shard("small", CountedBody(b"1"))
     upload = files.begin("shard", 3, 3)
-    files.complete(upload, [files.put_part(upload, 1, BytesBody(b"abc"))])
+    files.complete(upload, [files.put_part(upload, 1, CountedBody(b"abc"))])
     never = files.begin("never", 3, 3)
-    files.put_part(never, 1, BytesBody(b"abc"))
+    files.put_part(never, 1, CountedBody(b"abc"))
     files.abort(never.key, never.upload_id)
     assert temporary_files(root) == []
     assert (root / "key").stat().st_nlink == (root / "other").stat().st_nlink == 1
 
 
 def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> None:
-    """Directories exist for the keys in them only; the root stays."""
+    """A directory exists only for keys below it; the root remains."""
     files.put("a/b/c/one", b"1")
     files.put("a/two", b"2")
     files.delete("a/b/c/one")
@@ -109,7 +109,7 @@ def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> N
 
 
 def test_a_key_below_an_object(files: FileStore) -> None:
-    """A file system cannot have both: Permanent, and never "somebody else has that name"."""
+    """A file system cannot have both: Permanent, and never Exists."""
     files.put("a", b"1")
     for key in ("a/b", "a/b/c"):
         for if_absent in (False, True):
@@ -119,8 +119,8 @@ def test_a_key_below_an_object(files: FileStore) -> None:
     assert files.get("a") == b"1"
 
 
-def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
-    """Writers and deleters of neighbours, at once: no call fails, no object is lost."""
+def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
+    """Writers and deleters of neighbours: no call fails, no object is lost."""
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -143,15 +143,15 @@ def test_a_directory_that_vanishes_under_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 store = FileStore(sys.argv[1])
 upload = store.begin("data/shard", 9, 3)
 for number, part in ((1, b"abc"), (2, b"def")):
-    receipt = store.put_part(upload, number, BytesBody(part))
+    receipt = store.put_part(upload, number, CountedBody(part))
     print(upload.upload_id, receipt.etag, receipt.crc32c, flush=True)
 
-class Stuck(BytesBody):
+class Stuck(CountedBody):
     def read_into(self, window):
         print("reading", flush=True)
         sys.stdin.read()
@@ -167,7 +167,7 @@ else:
 
 
 def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
-    """The upload of a process that was killed while it wrote, and the receipts that it had."""
+    """The upload of a process that was killed during a write, and its receipts."""
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, url, what],
         stdin=subprocess.PIPE,
@@ -185,7 +185,7 @@ def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
 
 @pytest.mark.fault("O01")
 def test_an_upload_outlives_its_writer(files: FileStore) -> None:
-    """The writer is killed: nothing is visible, its parts are known, and the upload can be finished."""
+    """The writer is killed: no object is visible, the parts are listed, and the upload can be completed."""
     upload, receipts = killed_writer(files.url, "part")
     assert list(files.list("")) == []
     assert files.head("data/shard") is None
@@ -194,25 +194,25 @@ def test_an_upload_outlives_its_writer(files: FileStore) -> None:
     ]
     assert files.parts(upload) == receipts
     assert [part.crc32c for part in files.parts(upload)] == [crc32c(b"abc"), crc32c(b"def")]
-    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    third = files.put_part(upload, 3, CountedBody(b"ghi"))
     files.complete(upload, [*receipts, third])
     assert files.get("data/shard") == b"abcdefghi"
     assert list(files.uploads("")) == []
 
 
 def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
-    """What the writer had begun to replace when it died is not believed any more, the rest is."""
+    """A part that the killed writer had begun to replace counts as missing."""
     upload, receipts = killed_writer(files.url, "again")
     assert files.parts(upload) == receipts[:1]
-    third = files.put_part(upload, 3, BytesBody(b"ghi"))
+    third = files.put_part(upload, 3, CountedBody(b"ghi"))
     with pytest.raises(Permanent, match="part 2"):
         files.complete(upload, [*receipts, third])
     assert files.head("data/shard") is None
 
 
 @pytest.mark.fault("O19")
-def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -> None:
-    """Uploads and the put that a killed process was at are listed with their age; aborting frees all."""
+def test_files_of_a_killed_writer_are_listed_and_removed(files: FileStore, root: Path) -> None:
+    """Uploads and an unfinished put are listed with their age, and can be aborted."""
     upload, _ = killed_writer(files.url, "shard")
     found = list(files.uploads("data/"))
     assert {upload.upload_id} < {left.upload_id for left in found}
@@ -230,11 +230,11 @@ def test_what_the_dead_left_is_found_and_removed(files: FileStore, root: Path) -
     with pytest.raises(NotFound):
         files.parts(upload)
     with pytest.raises(NotFound):
-        files.put_part(upload, 3, BytesBody(b"ghi"))
+        files.put_part(upload, 3, CountedBody(b"ghi"))
 
 
 def test_uploads_of_other_prefixes(files: FileStore) -> None:
-    """An upload is listed under the prefixes of its key only."""
+    """An upload is listed only for prefixes of its key."""
     files.begin("one/shard", 1, 1)
     two = files.begin("two/shard", 1, 1)
     assert [(u.key, u.upload_id) for u in files.uploads("two/")] == [(two.key, two.upload_id)]
@@ -246,23 +246,23 @@ def test_an_upload_belongs_to_its_key(files: FileStore) -> None:
     upload = files.begin("shard", 3, 3)
     other = Upload("other", upload.upload_id, 3, 3)
     with pytest.raises(NotFound):
-        files.put_part(other, 1, BytesBody(b"abc"))
+        files.put_part(other, 1, CountedBody(b"abc"))
     with pytest.raises(NotFound):
         files.parts(other)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
 def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
-    """No window is larger than the contract says, and every byte comes through, both ways."""
+    """No window is larger than the limit, and every byte is transferred, in both directions."""
     content = os.urandom(size_bytes)
     windows: list[int] = []
 
-    class Body(BytesBody):
+    class Body(CountedBody):
         def read_into(self, window: memoryview) -> None:
             windows.append(window.nbytes)
             super().read_into(window)
 
-    class Sink(BytesSink):
+    class Sink(CountedSink):
         def write(self, window: memoryview) -> None:
             windows.append(window.nbytes)
             super().write(window)
@@ -275,14 +275,14 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
 
 
 @pytest.mark.fault("S5")
-def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Path) -> None:
-    """Not even an OSError is taken for one of the store, and nothing becomes visible or stays behind."""
+def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: Path) -> None:
+    """Also an OSError; no object becomes visible, and no file remains."""
 
-    class Torn(BytesBody):
+    class Torn(CountedBody):
         def read_into(self, window: memoryview) -> None:
             raise OSError("torn")
 
-    class Full(BytesSink):
+    class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise OSError("torn")
 
@@ -299,18 +299,18 @@ def test_what_a_body_or_sink_raises_passes_unchanged(files: FileStore, root: Pat
         files.get_range("key", 0, 3, Full())
 
 
-def test_a_part_that_never_came(files: FileStore) -> None:
-    """Receipts that are not the store's do not make an object."""
+def test_forged_receipts_are_refused(files: FileStore) -> None:
+    """Receipts of another store do not complete an upload."""
     upload = files.begin("shard", 6, 3)
-    first = files.put_part(upload, 1, BytesBody(b"abc"))
+    first = files.put_part(upload, 1, CountedBody(b"abc"))
     with pytest.raises(Permanent, match="part 2"):
         files.complete(upload, [first, PartReceipt(2, "invented", 0)])
     assert files.head("shard") is None
 
 
 @pytest.mark.fault("O07")
-def test_check_says_what_is_wrong(tmp_path: Path) -> None:
-    """A file in the place of the directory, or above it, is Permanent with the way out."""
+def test_check_reports_a_wrong_directory(tmp_path: Path) -> None:
+    """A file in place of the directory, or above it, is Permanent with a hint."""
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(Permanent) as caught:
@@ -321,7 +321,7 @@ def test_check_says_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.fault("O07")
 def test_a_full_file_system(tmp_path: Path) -> None:
-    """ENOSPC is Permanent and says so; what was there before is whole, nothing half is visible."""
+    """ENOSPC is Permanent; earlier objects are intact, and no partial one is visible."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     small = tmp_path / "small"

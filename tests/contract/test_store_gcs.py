@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GCS needs beyond the contract: tokens, checksums that come with the answer, emulator hosts."""
+"""GCS beyond the contract: tokens, checksums in responses, emulator hosts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators.process import EmulatorProcess
 from testkit.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
 
 LARGE = 2 * MIB + 17
-"""More than a window: its checksum is compared when the answer comes."""
+"""More than a window: its checksum is compared with the response."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -65,10 +65,10 @@ def answer(
 
 
 class TokenDesk:
-    """Where a service account gets its tokens: t1, t2, ...
+    """The token server of a service account, which issues t1, t2, ...
 
     Args:
-        path: of the file with the key of the account.
+        path: of the key file of the account.
         key: of the account.
     """
 
@@ -81,12 +81,12 @@ class TokenDesk:
         """Number of token requests."""
         self.life_s = 3600
         self.revoked: set[str] = set()
-        """Ids of keys that are not valid any more."""
+        """Ids of revoked keys."""
         self.server = _Server(self._hand_out)
         self.rotate("1")
 
     def rotate(self, key_id: str) -> None:
-        """The file is replaced by one with another id of the key."""
+        """Replace the file by one with another key id."""
         account = {
             "type": "service_account",
             "project_id": "project",
@@ -124,7 +124,7 @@ def account_key() -> str:
 def desk(
     account_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cloud_environment: None
 ) -> Iterator[TokenDesk]:
-    """Default credentials are those of a service account's file."""
+    """Default credentials from a service account's file."""
     desk = TokenDesk(tmp_path / "account.json", account_key)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
     yield desk
@@ -145,12 +145,12 @@ def gcs_tls(open_cloud: Callable[[str], Cloud]) -> Cloud:
 
 
 def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
-    """Every request of either interface carries the one token that was asked for."""
+    """Every request to either interface has the one token that was fetched."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
     store.warm()
     store.put("small", b"1")
-    store.put_shard("large", BytesBody(bytes(LARGE)))
+    store.put_shard("large", CountedBody(bytes(LARGE)))
     assert store.get("small") == b"1"
     assert [info.key for info in store.list("")] == ["large", "small"]
     store.warm()
@@ -159,16 +159,16 @@ def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
 
 @pytest.mark.fault("O05")
 def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> None:
-    """Many threads find it refused in the middle: one new token is fetched, and all of them go on."""
+    """Many threads are refused: one new token is fetched, and all of them continue."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("first", BytesBody(b"1"))
+    store.put_shard("first", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     tried = retrying(store)
 
     def work(number: int) -> None:
         if number % 2:
-            tried.put_shard(f"shard-{number}", BytesBody(bytes(LARGE)))
+            tried.put_shard(f"shard-{number}", CountedBody(bytes(LARGE)))
         else:
             tried.put(f"small-{number}", b"x")
 
@@ -181,34 +181,34 @@ def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> Non
 def test_a_token_refused_for_good(
     gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the new token is refused as well, that is Permanent, says the way out, and asks no more."""
+    """If the new token is refused as well, the error is Permanent with a hint, and no more are fetched."""
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     gcs_tls.order("token", valid="none of these")
     store = gcs_tls.open()
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(b"1"))
+            store.put_shard("shard", CountedBody(b"1"))
         assert "service account" in caught.value.hint
     assert desk.asked == 2
     gcs_tls.order("token", valid="t2")
-    store.put_shard("shard", BytesBody(b"1"))
+    store.put_shard("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t3")
-    retrying(store).put_shard("shard", BytesBody(b"1"))
+    retrying(store).put_shard("shard", CountedBody(b"1"))
     assert desk.asked == 3
 
 
 @pytest.mark.fault("O05")
 def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> None:
-    """Whoever hands out tokens does not answer: that may pass."""
+    """A token server that does not respond is Transient."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("shard", BytesBody(b"1"))
+    store.put_shard("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     desk.close()
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
 
 
 @pytest.mark.fault("O05")
@@ -216,26 +216,26 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
 def test_a_rotated_account_key_is_read_again(
     gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
-    """Without a new file the refusal is Permanent, after few token requests; with a new file it ends."""
+    """Without a new file the refusal is Permanent, after few token requests; a new file ends it."""
     if found_by == "an expired token":
         desk.life_s = 0
     else:
         gcs_tls.order("token", valid="t1")
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     store = gcs_tls.open()
-    store.put_shard("first", BytesBody(b"1"))
+    store.put_shard("first", CountedBody(b"1"))
     desk.revoked = {"1"}
     before = desk.asked
     if found_by == "a refused token":
         gcs_tls.order("token", valid="t2")
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("second", BytesBody(b"2"))
+            store.put_shard("second", CountedBody(b"2"))
         assert "service account" in caught.value.hint
     assert desk.asked <= before + 2
     desk.rotate("2")
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
-    retrying(store).put_shard("second", BytesBody(b"2"))
+    retrying(store).put_shard("second", CountedBody(b"2"))
     assert store.get("second") == b"2"
 
 
@@ -243,27 +243,27 @@ def test_a_rotated_account_key_is_read_again(
 def test_an_account_that_lacks_a_right_may_have_been_replaced(
     gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """403 has the file read again, once: another account may be in it.  If not, it is the right."""
+    """On 403 the file is read again, once: it may be of another account."""
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     store = gcs_tls.open()
     store.check()
     gcs_tls.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
     for _ in range(3):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(b"1"))
+            store.put_shard("shard", CountedBody(b"1"))
         assert "gcp-vm.yaml" in caught.value.hint
         store.check()
     assert desk.asked == 2
 
 
 def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
-    """Not even where it is demanded: nobody asks for one."""
+    """Also if the server requires one: no token is fetched."""
     gcs.order("token", valid="t1")
     store = gcs.open()
     store_calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         lambda: list(store.list("")),
         store.warm,
@@ -278,7 +278,7 @@ def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
 def test_the_service_account_of_the_vm(
     gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a file the token comes from the metadata server."""
+    """Without a file the token is from the metadata server."""
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     with EmulatorProcess("testkit.emulators.gcp_metadata") as metadata:
@@ -287,40 +287,40 @@ def test_the_service_account_of_the_vm(
         monkeypatch.setenv("GCE_METADATA_IP", host)
         gcs_tls.order("token", valid="none that it has")
         store = gcs_tls.open()
-        with pytest.raises(Permanent):  # it has only the one that was refused
-            store.put_shard("shard", BytesBody(b"1"))
+        with pytest.raises(Permanent):  # it has only the refused one
+            store.put_shard("shard", CountedBody(b"1"))
         gcs_tls.order("token", valid="emulated-token-1")
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
 
 
 # ---------------------------------------------------------------- checksums
 
 
 @pytest.mark.fault("O13")
-def test_a_small_shard_corrupted_on_its_way(gcs: Cloud) -> None:
-    """The store refuses what does not have its checksum; sent again it is whole."""
+def test_a_small_shard_corrupted_in_transit(gcs: Cloud) -> None:
+    """The store refuses a wrong checksum; the retry succeeds."""
     content = bytes(range(250)) * 4
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient):
-        store.put_shard("shard", BytesBody(content))
+        store.put_shard("shard", CountedBody(content))
     assert store.head("shard") is None
     gcs.order("flip", method="PUT")
-    assert retrying(store).put_shard("shard", BytesBody(content)) == crc32c(content)
+    assert retrying(store).put_shard("shard", CountedBody(content)) == crc32c(content)
     assert store.get("shard") == content
 
 
 @pytest.mark.fault("O13")
-def test_a_larger_shard_corrupted_on_its_way(gcs: Cloud) -> None:
-    """The store has taken it when its answer tells the difference: the name is spent, another is good."""
+def test_a_larger_shard_corrupted_in_transit(gcs: Cloud) -> None:
+    """The response shows the difference after the store took the shard: another key is needed."""
     content = bytes(range(250)) * (LARGE // 250)
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("shard", BytesBody(content))
+        store.put_shard("shard", CountedBody(content))
     with pytest.raises(Exists):
-        retrying(store).put_shard("shard", BytesBody(content))
-    assert retrying(store).put_shard("shard again", BytesBody(content)) == crc32c(content)
+        retrying(store).put_shard("shard", CountedBody(content))
+    assert retrying(store).put_shard("shard again", CountedBody(content)) == crc32c(content)
 
 
 # ---------------------------------------------------------------- a role that may not overwrite
@@ -328,7 +328,7 @@ def test_a_larger_shard_corrupted_on_its_way(gcs: Cloud) -> None:
 
 @pytest.fixture(params=["condition", "rights"])
 def narrow(request: pytest.FixtureRequest, gcs: Cloud) -> Cloud:
-    """GCS under the role of packer/permissions, whichever of the two it looks at first."""
+    """GCS with the role of packer/permissions, for either order of its checks."""
     gcs.order("role", delete=0, first=request.param)
     return gcs
 
@@ -336,24 +336,24 @@ def narrow(request: pytest.FixtureRequest, gcs: Cloud) -> Cloud:
 @pytest.mark.fault("O11", "O09")
 @pytest.mark.parametrize("size_bytes", [0, 1000, LARGE])
 def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: int) -> None:
-    """A shard that was taken unheard is asked for, compared and counted as stored; nothing is replaced."""
+    """The stored shard is compared and counts as stored; nothing is replaced."""
     content = bytes(size_bytes)
     store = narrow.open()
     narrow.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    body = BytesBody(content)
+    body = CountedBody(content)
     assert retrying(store).put_shard("shard", body) == crc32c(content)
     asked = [method for method, target in narrow.requests() if "shard" in target]
     assert asked[:2] == ["PUT", "PUT"], "sent, refused"
     assert set(asked[2:]) == {"GET"}, "asked for"
     assert store.get("shard") == content
     with pytest.raises(Exists):
-        store.put_shard("shard", BytesBody(content + b"1"))
+        store.put_shard("shard", CountedBody(content + b"1"))
     assert store.get("shard") == content
 
 
 @pytest.mark.fault("O08", "O09")
-def test_names_are_taken_without_the_right_to_overwrite(narrow: Cloud) -> None:
-    """Create-if-absent says Exists all the same: fencing and commits hang on it."""
+def test_create_if_absent_without_the_right_to_overwrite(narrow: Cloud) -> None:
+    """It raises Exists, which fencing and commits depend on."""
     store = narrow.open()
     store.put("claim", b"1", if_absent=True)
     with pytest.raises(Exists):
@@ -362,8 +362,8 @@ def test_names_are_taken_without_the_right_to_overwrite(narrow: Cloud) -> None:
 
 
 @pytest.mark.fault("O11")
-def test_a_completion_unheard_without_the_right_to_overwrite(narrow: Cloud) -> None:
-    """The upload is gone with its completion, so nothing is put together a second time."""
+def test_a_lost_completion_without_the_right_to_overwrite(narrow: Cloud) -> None:
+    """The upload ended with its completion, so no second object is assembled."""
     store = narrow.open()
     upload, receipts = staged_upload(store, b"content")
     narrow.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
@@ -371,11 +371,11 @@ def test_a_completion_unheard_without_the_right_to_overwrite(narrow: Cloud) -> N
     assert store.get("shard") == b"content"
 
 
-def test_a_right_that_is_lacking(gcs: Cloud) -> None:
-    """403 for a name that is free stays what it is: nobody may take the shard for stored."""
+def test_a_missing_right(gcs: Cloud) -> None:
+    """403 for a missing object is an error: the shard must not count as stored."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("claim", b"1", if_absent=True),
     ]
     for call in calls:
@@ -388,12 +388,12 @@ def test_a_right_that_is_lacking(gcs: Cloud) -> None:
 
 @pytest.mark.fault("O13")
 def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
-    """What is too large to be hashed beforehand is not entrusted to a store that tells no checksum."""
+    """A large body is not accepted by a store that returns no checksum."""
     server = _Server(lambda to: answer(to, ETag='"1"'))
     try:
         store = GcsStore(f"gs://{BUCKET}/prefix", GcsOptions(endpoint=server.url))
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", BytesBody(bytes(LARGE)))
+            store.put_shard("shard", CountedBody(bytes(LARGE)))
         assert "CRC32C" in caught.value.hint
     finally:
         server.shutdown()
@@ -401,11 +401,11 @@ def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
 
 
 @pytest.mark.fault("O13")
-def test_an_object_put_together_wrongly(gcs: Cloud) -> None:
-    """The store's checksum of the whole is not that of the parts: the upload counts as lost."""
+def test_an_object_assembled_wrongly(gcs: Cloud) -> None:
+    """Its checksum is not that of the parts: the upload counts as lost."""
     store = gcs.open()
     upload = store.begin("shard", 3, PART)
-    receipt = store.put_part(upload, 1, BytesBody(b"abc"))
+    receipt = store.put_part(upload, 1, CountedBody(b"abc"))
     with pytest.raises(NotFound, match="other bytes"):
         store.complete(upload, [PartReceipt(1, receipt.etag, receipt.crc32c ^ 1)])
 
@@ -413,18 +413,18 @@ def test_an_object_put_together_wrongly(gcs: Cloud) -> None:
 # ---------------------------------------------------------------- uploads
 
 
-def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
-    """Receipts that were kept hold against what the store lists, page by page; it tells no checksums."""
+def test_parts_are_identified_by_their_etag(gcs: Cloud) -> None:
+    """Stored receipts match the listing page by page, which has no checksums."""
     gcs.order("page", size=1)
     store = gcs.open()
     upload = store.begin("shard", 2 * PART + 1, PART)
-    kept = [store.put_part(upload, n, BytesBody(bytes([n]) * PART)) for n in (1, 2)]
-    store.put_part(upload, 2, BytesBody(b"x" * PART))
+    kept = [store.put_part(upload, n, CountedBody(bytes([n]) * PART)) for n in (1, 2)]
+    store.put_part(upload, 2, CountedBody(b"x" * PART))
     listed = store.parts(upload)
     assert [part.number for part in listed] == [1, 2]
     assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
     assert {part.crc32c for part in listed} == {CRC32C_UNKNOWN}
-    third = store.put_part(upload, 3, BytesBody(b"3"))
+    third = store.put_part(upload, 3, CountedBody(b"3"))
     with pytest.raises(Permanent):
         store.complete(upload, [*listed, third])
     store.abort(upload.key, upload.upload_id)
@@ -434,7 +434,7 @@ def test_parts_are_known_by_their_etag(gcs: Cloud) -> None:
 
 @pytest.mark.fault("O19")
 def test_uploads_are_listed_page_by_page(gcs: Cloud) -> None:
-    """All of the prefix and no others, with their keys as we know them, and young."""
+    """All uploads of the prefix and no others, with relative keys, and young."""
     gcs.order("page", size=2)
     store = gcs.open()
     keys = [f"data/ä &+ {n}" for n in (0, 0, 1, 2, 3)]
@@ -454,12 +454,12 @@ def test_uploads_are_listed_page_by_page(gcs: Cloud) -> None:
 
 
 def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is used where no endpoint is configured, with and without its scheme."""
+    """It is used if no endpoint is configured, with and without its scheme."""
     server = gcs.server.url
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
         store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
-        store.put_shard(shard, BytesBody(named.encode()))
+        store.put_shard(shard, CountedBody(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -467,21 +467,23 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("endpoint", ["storage", "ftp://storage", "https://", "http://s/path?x"])
-def test_an_endpoint_that_is_none(endpoint: str) -> None:
-    """The key of the configuration that is wrong is named at once."""
+def test_an_invalid_endpoint(endpoint: str) -> None:
+    """The error names the key of the configuration."""
     with pytest.raises(ConfigError, match=r"store\.endpoint"):
         GcsStore("gs://bucket/prefix", GcsOptions(endpoint=endpoint))
 
 
-def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An authority of one's own by configuration or environment; the configured one is what counts."""
+def test_trusted_certificates(
+    gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A custom authority by configuration or environment; the configured one has priority."""
 
     def use(store: GcsStore) -> None:
-        store.put_shard("shard", BytesBody(b"1"))
+        store.put_shard("shard", CountedBody(b"1"))
         store.put("small", b"1")
 
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
-    for call in (lambda s: s.put_shard("shard", BytesBody(b"1")), lambda s: s.put("small", b"1")):
+    for call in (lambda s: s.put_shard("shard", CountedBody(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
             call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
         assert "not trusted" in caught.value.hint
@@ -492,11 +494,11 @@ def test_whom_to_trust(gcs_tls: Cloud, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.fault("O04")
-def test_what_the_store_wants_is_heard(gcs: Cloud) -> None:
-    """Retry-After comes through from either interface."""
+def test_retry_after_is_in_the_error(gcs: Cloud) -> None:
+    """For both interfaces."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", BytesBody(b"1")),
+        lambda: store.put_shard("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         store.check,
     ]
@@ -508,14 +510,14 @@ def test_what_the_store_wants_is_heard(gcs: Cloud) -> None:
 
 
 @pytest.mark.fault("S5")
-def test_what_a_body_or_sink_raises_passes_unchanged(gcs: Cloud) -> None:
-    """Not even an OSError is taken for one of the network, and nothing becomes visible."""
+def test_exceptions_of_bodies_and_sinks_pass_unchanged(gcs: Cloud) -> None:
+    """Also an OSError, and no object becomes visible."""
 
-    class Torn(BytesBody):
+    class Torn(CountedBody):
         def read_into(self, window: memoryview) -> None:
             raise OSError("torn")
 
-    class Full(BytesSink):
+    class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise OSError("torn")
 
@@ -559,7 +561,7 @@ def test_a_rule_that_aborts_uploads_is_found(lifecycle: Any, aborts: bool) -> No
 @pytest.mark.fault("S17")
 @pytest.mark.usefixtures("cloud_environment")
 def test_settings_of_the_bucket_are_read_without_redirects() -> None:
-    """A redirect would carry the token to another host: nothing is asked there."""
+    """A redirect would send the token to another host: that host gets no request."""
     asked: list[str] = []
 
     def elsewhere(to: BaseHTTPRequestHandler) -> None:
@@ -587,7 +589,7 @@ def test_settings_of_the_bucket_are_read_without_redirects() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"lifecycle": 5}', b'{"lifecycle": {"rule": 5}}'])
 @pytest.mark.usefixtures("cloud_environment")
-def test_settings_that_make_no_sense_are_an_error(body: bytes) -> None:
+def test_malformed_settings_are_an_error(body: bytes) -> None:
     """Doctor reports that they cannot be read, and does not fail itself."""
     server = _Server(lambda to: answer(to, body))
     try:

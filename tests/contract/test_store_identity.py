@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file store knows its file system: an empty mount point or another file system is never an empty store."""
+"""A file store identifies its file system: an unmounted or another one is never an empty store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
-from swansongd.flush.committer import ClaimRecord
+from swansongd.flush.claim_record import ClaimRecord
 from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file import mounts
 from swansongd.stores.file.io import classified
@@ -29,7 +29,7 @@ from swansongd.stores.file.mounts import Mount
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.file.tree import MARKER
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.committed import file_store, tree
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
@@ -56,13 +56,13 @@ def calls(store: FileStore) -> list[Callable[[], object]]:
         store.warm,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", BytesBody(b"x")),
+        lambda: store.put_shard("key", CountedBody(b"x")),
         lambda: store.get("run/one"),
         lambda: store.head("run/one"),
         lambda: list(store.list("")),
         lambda: list(store.uploads("")),
         lambda: store.begin("key", 3, 3),
-        lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        lambda: store.put_part(upload, 1, CountedBody(b"abc")),
         lambda: store.parts(upload),
         lambda: store.complete(upload, [PartReceipt(1, "", 0)]),
         lambda: store.delete("run/one"),
@@ -88,8 +88,8 @@ def fstab(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> None
 
 
 @pytest.mark.fault("O25")
-def test_a_file_system_that_goes_and_comes_back(files: FileStore, root: Path) -> None:
-    """The same store object works, refuses all calls on the bare directory, and works again."""
+def test_a_file_system_that_is_unmounted_and_mounted_again(files: FileStore, root: Path) -> None:
+    """One store object works, refuses all calls on the bare directory, and works again."""
     away = root.with_name("away")
     os.rename(root, away)
     hint = refused(files, away, "does not exist")
@@ -101,7 +101,7 @@ def test_a_file_system_that_goes_and_comes_back(files: FileStore, root: Path) ->
     os.rename(away, root)
     assert files.get("run/one") == b"1"
     files.put("run/two", b"2", if_absent=True)
-    # The hint brings back a directory that was emptied on purpose.
+    # The hint restores a directory that was emptied on purpose.
     content = (root / MARKER).read_text()
     (root / MARKER).unlink()
     refused(files, root, "not mounted")
@@ -112,7 +112,7 @@ def test_a_file_system_that_goes_and_comes_back(files: FileStore, root: Path) ->
 
 @pytest.mark.fault("O25")
 def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path: Path) -> None:
-    """A store of its own, for others; this one neither reads nor writes there."""
+    """It contains another store: this one neither reads nor writes there."""
     other = file_store(tmp_path / "other")
     os.rename(root, tmp_path / "away")
     os.rename(tmp_path / "other", root)
@@ -147,7 +147,7 @@ except Permanent as error:
 @as_root
 @pytest.mark.fault("O25")
 def test_the_kernel_gives_the_numbers_of_a_file_system_to_the_next_one(tmp_path: Path) -> None:
-    """Two file systems, mounted one after the other, have one device number and one root inode."""
+    """Two file systems, mounted one after the other, have the same device number and root inode."""
     done = subprocess.run(
         ["unshare", "--mount", sys.executable, "-c", SWAPPED, str(tmp_path)],
         capture_output=True,
@@ -161,8 +161,8 @@ def test_the_kernel_gives_the_numbers_of_a_file_system_to_the_next_one(tmp_path:
     assert "another file system than before" in done.stdout
 
 
-def test_the_marker_is_no_object(files: FileStore, root: Path) -> None:
-    """Neither listed nor reached by any key; it names the format, its version and a random id."""
+def test_the_marker_is_not_an_object(files: FileStore, root: Path) -> None:
+    """It is not listed and has no key; it contains the format, its version and a random id."""
     assert [info.key for info in files.list("")] == ["run/one"]
     for call in (
         lambda: files.get(MARKER),
@@ -172,7 +172,7 @@ def test_the_marker_is_no_object(files: FileStore, root: Path) -> None:
         lambda: files.delete(f"{MARKER}/x"),
         lambda: files.begin(MARKER, 1, 1),
     ):
-        with pytest.raises(Permanent, match="no key"):
+        with pytest.raises(Permanent, match="not a key"):
             call()
     content = json.loads((root / MARKER).read_bytes())
     assert content == {"format": "swansong-store", "version": 1, "id": files.store_id}
@@ -181,7 +181,7 @@ def test_the_marker_is_no_object(files: FileStore, root: Path) -> None:
 
 @pytest.mark.fault("O25", "G04")
 def test_one_id_for_all_first_writers_and_none_by_readers(root: Path) -> None:
-    """Readers of an empty directory find nothing and leave nothing.  Eight writers at once agree."""
+    """Readers of an empty directory create nothing.  Eight concurrent writers agree on one id."""
     root.mkdir()
     reader = FileStore(root.as_uri())
     assert list(reader.list("")) == []
@@ -206,12 +206,12 @@ def test_one_id_for_all_first_writers_and_none_by_readers(root: Path) -> None:
 
 @pytest.mark.fault("O25")
 @pytest.mark.parametrize("where", ["root", "above", "unit", "through a link"])
-def test_a_bare_mount_point_is_no_new_store(
+def test_a_bare_mount_point_is_not_a_new_store(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """On a VM that knows nothing of the store: refused while the target in fstab, or of a unit, is bare.
+    """A VM that does not know the id refuses a bare target of fstab or of a unit.
 
-    A store from before the marker was introduced is adopted only when its file system is mounted.
+    A store without a marker is adopted only if its file system is mounted.
     """
     root.mkdir()
     target = {"root": root, "above": tmp_path}.get(where, root)
@@ -236,14 +236,12 @@ def test_a_bare_mount_point_is_no_new_store(
     assert [info.key for info in store.list("")] == ["run/generations/00000001.json"]
     monkeypatch.undo()
     fstab(monkeypatch, tmp_path, f"nfs:/x {target} nfs4 _netdev 0 0")
-    FileStore(at.as_uri()).check()  # the marker proves enough
+    FileStore(at.as_uri()).check()  # the marker is sufficient
 
 
 @pytest.mark.fault("O25")
-def test_a_mount_that_succeeds_at_this_moment(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory was opened before, and is the bare one: it gets no marker, and another try succeeds."""
+def test_a_mount_during_a_call(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory was opened before the mount: it gets no marker, and a retry succeeds."""
     root.mkdir()
     bare = tmp_path / "bare"
 
@@ -264,7 +262,7 @@ def test_a_mount_that_succeeds_at_this_moment(
 def test_targets_that_are_not_above_the_root(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour, a comment, swap, and lines that make no sense do not count."""
+    """A neighbour, a comment, swap and malformed lines do not count."""
     root.mkdir()
     neighbour = f"{root}-2"
     lines = (f"x {neighbour} nfs", f"# x {root} nfs", "y none swap", "z", f"w {root}/below nfs", "")
@@ -309,7 +307,7 @@ BASE = Mount(20, 1, "8:1", "/", "/", "ext4")
     ],
 )  # fmt: skip
 def test_what_counts_as_mounted(there: list[Mount], is_mounted: bool) -> None:
-    """ReadWritePaths= binds a bare directory to itself: that is no file system of its own."""
+    """ReadWritePaths= binds a bare directory to itself, which is not a file system."""
     assert mounts.is_mounted("/srv/ckpt", [BASE, *there]) is is_mounted
 
 
@@ -323,8 +321,8 @@ def test_what_counts_as_mounted(there: list[Mount], is_mounted: bool) -> None:
         '{"format": "swansong-store", "version": 1, "id": ["a"]}',
     ],
 )  # fmt: skip
-def test_a_marker_that_makes_no_sense(root: Path, tmp_path: Path, plant: str) -> None:
-    """An error of the contract that names the file, at once; it is neither believed nor replaced."""
+def test_a_malformed_marker(root: Path, tmp_path: Path, plant: str) -> None:
+    """An error that names the file; the marker is neither accepted nor replaced."""
     root.mkdir()
     marker = root / MARKER
     if plant == "pipe":
@@ -350,7 +348,7 @@ def test_a_marker_that_makes_no_sense(root: Path, tmp_path: Path, plant: str) ->
 @as_root
 @pytest.mark.fault("O23")
 def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path) -> None:
-    """Refused, unless the directory lets its group write: daemons with other user ids share that one."""
+    """Refused, unless the group may write to the directory, which daemons with other user ids share."""
     root.chmod(0o755)
     os.chown(root / MARKER, 64002, 64010)
     assert f"chown {os.geteuid()}" in refused(files, root, "belongs to user id 64002")
@@ -360,7 +358,7 @@ def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path)
 
 @pytest.fixture
 def config(root: Path, tmp_path: Path) -> Path:
-    """Of a VM with this store, whose daemon has recorded the id ``known``."""
+    """The configuration of a VM with this store, whose daemon has recorded the id ``known``."""
     root.mkdir()
     path = tmp_path / "swansong.toml"
     path.write_text(
@@ -376,7 +374,7 @@ def config(root: Path, tmp_path: Path) -> Path:
 def test_the_commands_of_a_vm_know_the_store_of_its_daemon(
     config: Path, root: Path, tmp_path: Path
 ) -> None:
-    """Restore, ls and verify compare the id that the daemon recorded: an empty directory is an error."""
+    """Restore, ls and verify compare the recorded id: an empty directory is an error."""
     words = ["--config", str(config), "ls"]
     arguments = parser(words).parse_args(words)
     with opened(arguments) as here, pytest.raises(Permanent, match="not mounted"):
@@ -391,12 +389,12 @@ def test_the_commands_of_a_vm_know_the_store_of_its_daemon(
 def test_doctor_leaves_a_bare_mount_point_bare(
     config: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails with the command that mounts; it makes neither a marker nor a directory."""
+    """It fails with the mount command, and creates neither a marker nor a directory."""
 
     def bucket() -> Judgement:
         account = daemon_account()
         found = checks(load(config), config, account, grace_s=30.0, speed=False, trial=True)
-        judgement = next(check for check in found if check.name == "bucket").ask()
+        judgement = next(check for check in found if check.name == "bucket").judge()
         assert judgement.level is Level.FAILURE
         assert os.listdir(root) == []
         return judgement
@@ -410,7 +408,7 @@ def test_doctor_leaves_a_bare_mount_point_bare(
 
 
 @pytest.mark.parametrize("name", ["ENOTCONN", "ENODEV", "ESTALE"])
-def test_a_server_that_is_away_is_tried_again(name: str) -> None:
-    """A FUSE daemon that died, an automount that failed, a file server that lost the handle."""
+def test_a_server_that_does_not_respond_is_transient(name: str) -> None:
+    """A FUSE daemon that died, an automount that failed, a stale file handle."""
     error = classified(OSError(getattr(errno, name), "x"), "get key")
     assert isinstance(error, Transient)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stores/base.py says of multipart uploads, for every backend."""
+"""Multipart uploads as in stores/base.py, for every backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores.base import ObjectInfo, ObjectStore, OpenUpload, PartReceipt, Upload
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.store_backends import PART, get_range, in_threads, send_part, send_parts
 
 PARTS_CONTENT = os.urandom(2 * PART + 12345)
 
 
 def test_an_upload_is_invisible_until_it_is_complete(store: ObjectStore) -> None:
-    """Neither begun, nor with all parts there, does the object exist; completed, it is whole."""
+    """The object does not exist at the start or with all parts; after the completion it is whole."""
     upload = store.begin("shard", len(PARTS_CONTENT), PART)
     receipts = send_parts(store, upload, PARTS_CONTENT)
     assert store.head("shard") is None
@@ -32,7 +32,7 @@ def test_an_upload_is_invisible_until_it_is_complete(store: ObjectStore) -> None
 
 
 def test_parts_from_many_threads_in_any_order(store: ObjectStore) -> None:
-    """The number says where a part belongs, not when it came."""
+    """The number of a part, not its time, decides its place."""
     content = os.urandom(3 * PART + 1)
     upload = store.begin("shard", len(content), PART)
     receipts: dict[int, PartReceipt] = {}
@@ -50,7 +50,7 @@ def test_parts_from_many_threads_in_any_order(store: ObjectStore) -> None:
 def test_a_part_sent_again_replaces_the_first(
     store: ObjectStore, wants: Callable[[str], None]
 ) -> None:
-    """A retried part is in the object once, with its last content."""
+    """The object contains a retried part once, with its last content."""
     wants("parts again")
     content = os.urandom(PART + 10)
     upload = store.begin("shard", len(content), PART)
@@ -63,15 +63,15 @@ def test_a_part_sent_again_replaces_the_first(
 
 @pytest.mark.parametrize("size_bytes", [1, PART - 1, PART, PART + 1, 2 * PART])
 def test_uploads_around_the_part_size(bare_store: ObjectStore, size_bytes: int) -> None:
-    """One short part, one full part, and a last part of one byte are all legal."""
+    """One short part, one full part, and a last part of one byte are accepted."""
     content = os.urandom(size_bytes)
     upload = bare_store.begin("shard", size_bytes, PART)
     bare_store.complete(upload, send_parts(bare_store, upload, content))
     assert bare_store.get("shard") == content
 
 
-def test_completion_wants_all_parts(store: ObjectStore) -> None:
-    """With a part missing, twice there or out of order, nothing becomes visible."""
+def test_completion_needs_all_parts(store: ObjectStore) -> None:
+    """With a part missing, repeated or out of order, no object becomes visible."""
     upload = store.begin("shard", len(PARTS_CONTENT), PART)
     receipts = send_parts(store, upload, PARTS_CONTENT)
     for wrong in (
@@ -93,15 +93,15 @@ def test_completion_wants_all_parts(store: ObjectStore) -> None:
 def test_a_part_has_the_length_of_its_place(
     store: ObjectStore, number: int, size_bytes: int
 ) -> None:
-    """What would run into the next part, or leave a hole, is refused."""
+    """A longer or shorter part is refused."""
     upload = store.begin("shard", PART + 10, PART)
     with pytest.raises(Permanent):
         send_part(store, upload, number, bytes(size_bytes))
 
 
 @pytest.mark.fault("O11")
-def test_completing_twice_is_no_error(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """A completion whose reply was lost is asked for again, and finds the object there."""
+def test_completing_twice_is_not_an_error(store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """A completion whose reply was lost is repeated, and finds the object."""
     wants("completion again")
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
@@ -111,8 +111,8 @@ def test_completing_twice_is_no_error(store: ObjectStore, wants: Callable[[str],
 
 
 @pytest.mark.fault("O11")
-def test_completing_what_is_unknown(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """Without the object, or with one of another size in its place, the upload is NotFound."""
+def test_completing_an_unknown_upload(store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """Without the object, or with one of another size, the upload is NotFound."""
     wants("abort")
     wants("unknown completion")
     upload = store.begin("shard", 10, PART)
@@ -127,7 +127,7 @@ def test_completing_what_is_unknown(store: ObjectStore, wants: Callable[[str], N
 
 
 def test_an_aborted_upload_is_gone(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """It takes no more parts, never becomes visible, and can be aborted again."""
+    """It accepts no more parts, never becomes visible, and can be aborted again."""
     wants("abort")
     upload = store.begin("shard", 10, PART)
     send_parts(store, upload, b"0123456789")
@@ -140,7 +140,7 @@ def test_an_aborted_upload_is_gone(store: ObjectStore, wants: Callable[[str], No
 
 
 def test_two_uploads_of_one_key_do_not_mix(store: ObjectStore) -> None:
-    """Two writers of one name: each completion publishes its own bytes, whole."""
+    """Two writers of one key: each completion publishes its own bytes."""
     content = {"one": b"1" * 10, "two": b"2" * 10}
     uploads = {name: store.begin("shard", 10, PART) for name in content}
     receipts = {name: send_parts(store, uploads[name], content[name]) for name in content}
@@ -153,8 +153,10 @@ def test_two_uploads_of_one_key_do_not_mix(store: ObjectStore) -> None:
 
 
 @pytest.mark.fault("O19")
-def test_parts_tells_what_the_store_has(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """By number, whichever came first; a receipt that was kept holds if it is among them."""
+def test_parts_lists_the_parts_of_the_store(
+    store: ObjectStore, wants: Callable[[str], None]
+) -> None:
+    """Sorted by number; a stored receipt is valid if it is among them."""
     wants("list of parts")
     content = os.urandom(2 * PART + 1)
     upload = store.begin("shard", len(content), PART)
@@ -171,8 +173,8 @@ def test_parts_tells_what_the_store_has(store: ObjectStore, wants: Callable[[str
         store.parts(upload)
 
 
-def test_parts_of_what_is_unknown(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """An upload that the store never began has no parts: NotFound."""
+def test_parts_of_an_unknown_upload(store: ObjectStore, wants: Callable[[str], None]) -> None:
+    """NotFound."""
     wants("list of parts")
     upload = store.begin("shard", 10, PART)
     store.abort(upload.key, upload.upload_id)
@@ -181,8 +183,10 @@ def test_parts_of_what_is_unknown(store: ObjectStore, wants: Callable[[str], Non
 
 
 @pytest.mark.fault("O19")
-def test_uploads_tells_what_is_under_way(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """Begun and not yet ended, below the prefix only, with an age; what it tells can be aborted."""
+def test_uploads_lists_uploads_in_progress(
+    store: ObjectStore, wants: Callable[[str], None]
+) -> None:
+    """Below the prefix only, with an age; a listed upload can be aborted."""
     wants("list of uploads")
     first = store.begin("run/a", 10, PART)
     second = store.begin("run/b c+d%20e", 10, PART)
@@ -204,7 +208,7 @@ def test_uploads_tells_what_is_under_way(store: ObjectStore, wants: Callable[[st
 
 
 def test_the_age_of_an_upload(bare_store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """By the store's own clock, so that what is under way elsewhere is not taken for a left-over."""
+    """By the store's own clock, so that uploads in progress are not swept."""
     wants("ages")
     bare_store.begin("shard", 10, PART)
     (found,) = bare_store.uploads("")
@@ -220,12 +224,12 @@ def _named(*uploads: Upload) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 5])
 def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
-    """Every byte of it arrives, whatever the windows; the checksum returned is that of the bytes."""
+    """Every byte arrives, for any size; the returned checksum is that of the bytes."""
     content = os.urandom(size_bytes)
-    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert store.put_shard("shard", CountedBody(content)) == google_crc32c.value(content)
     assert store.head("shard") == ObjectInfo("shard", size_bytes)
     assert get_range(store, "shard", 0, size_bytes) == content
-    assert store.put_shard("shard", BytesBody(content)) == google_crc32c.value(content)
+    assert store.put_shard("shard", CountedBody(content)) == google_crc32c.value(content)
     assert get_range(store, "shard", 0, size_bytes) == content
 
 
@@ -234,13 +238,13 @@ def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
 def test_put_shard_overwrites_nothing(
     store: ObjectStore, size_bytes: int, wants: Callable[[str], None]
 ) -> None:
-    """What has other bytes is not taken for ours, whether its size differs or only its bytes, and stays."""
+    """An object with other bytes, of the same or another size, does not count as ours and is not replaced."""
     wants("spent names")
     content = os.urandom(size_bytes)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     for other in (content[1:] + bytes([content[0] ^ 1]), content + b"1"):
         with pytest.raises(Exists):
-            store.put_shard("shard", BytesBody(other))
+            store.put_shard("shard", CountedBody(other))
     assert get_range(store, "shard", 0, size_bytes) == content
 
 
@@ -256,8 +260,8 @@ class _Trouble(Exception):
     pass
 
 
-class _BrokenBody(BytesBody):
-    """Ends in trouble after its first window: the file was cut short under the upload."""
+class _BrokenBody(CountedBody):
+    """Raises after its first window: the file was truncated during the upload."""
 
     def read_into(self, window: memoryview) -> None:
         if self._at:
@@ -265,15 +269,17 @@ class _BrokenBody(BytesBody):
         super().read_into(window)
 
 
-class _BrokenSink(BytesSink):
+class _BrokenSink(CountedSink):
     def write(self, window: memoryview) -> None:
         super().write(window)
         raise _Trouble
 
 
 @pytest.mark.fault("S5")
-def test_trouble_of_a_body_is_the_callers(store: ObjectStore, wants: Callable[[str], None]) -> None:
-    """It comes through unchanged and is not tried again; no object, no part, and the store works on."""
+def test_an_exception_of_a_body_reaches_the_caller(
+    store: ObjectStore, wants: Callable[[str], None]
+) -> None:
+    """Unchanged and without a retry; no object and no part exist, and the store works."""
     content = os.urandom(PART)
     upload = store.begin("shard", PART, PART)
     for send in (
@@ -290,10 +296,10 @@ def test_trouble_of_a_body_is_the_callers(store: ObjectStore, wants: Callable[[s
     assert store.get("shard") == content
 
 
-def test_trouble_of_a_sink_is_the_callers(store: ObjectStore) -> None:
-    """The same on the way back."""
+def test_an_exception_of_a_sink_reaches_the_caller(store: ObjectStore) -> None:
+    """Unchanged and without a retry."""
     content = os.urandom(3 * 2**20)
-    store.put_shard("shard", BytesBody(content))
+    store.put_shard("shard", CountedBody(content))
     sink = _BrokenSink()
     with pytest.raises(_Trouble):
         store.get_range("shard", 0, len(content), sink)

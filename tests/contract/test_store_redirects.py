@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No request to a store follows a redirect: no answer can send our bytes or tokens elsewhere."""
+"""No request to a store follows a redirect: no response can send bytes or tokens to another host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer, Request
 from testkit.store_backends import PART
 
@@ -26,7 +26,7 @@ STATUSES = (301, 302, 303, 307, 308)
 
 
 class Places:
-    """A trusted TLS server that redirects all requests, and plain ones that note what they get."""
+    """A trusted TLS server that redirects all requests, and plain ones that record them."""
 
     def __init__(self, stack: ExitStack, ca: Path, pem: Path) -> None:
         self.got: list[Request] = []
@@ -70,7 +70,7 @@ def token_desk(
     monkeypatch: pytest.MonkeyPatch,
     cloud_environment: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Makes the credentials those of a service account whose tokens are handed out at an address."""
+    """Sets the credentials to a service account with a token server at an address."""
 
     def at(url: str) -> None:
         account = {
@@ -102,13 +102,13 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
         "put": lambda: store.put("key", b"1"),
         "put if absent": lambda: store.put("key", b"1", if_absent=True),
         "get": lambda: store.get("key"),
-        "get_range": lambda: store.get_range("key", 0, 3, BytesSink()),
+        "get_range": lambda: store.get_range("key", 0, 3, CountedSink()),
         "head": lambda: store.head("key"),
         "list": lambda: list(store.list("")),
         "delete": lambda: store.delete("key"),
-        "put_shard": lambda: store.put_shard("key", BytesBody(b"abc")),
+        "put_shard": lambda: store.put_shard("key", CountedBody(b"abc")),
         "begin": lambda: store.begin("key", 3, PART),
-        "put_part": lambda: store.put_part(upload, 1, BytesBody(b"abc")),
+        "put_part": lambda: store.put_part(upload, 1, CountedBody(b"abc")),
         "parts": lambda: store.parts(upload),
         "complete": lambda: store.complete(upload, [PartReceipt(1, '"x"', 0)]),
         "uploads": lambda: list(store.uploads("")),
@@ -120,10 +120,10 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.fault("S17", "O07")
 @pytest.mark.parametrize("status", STATUSES)
-def test_gcs_goes_nowhere_else(
+def test_gcs_follows_no_redirect(
     places: Places, token_desk: Callable[[str], None], status: int
 ) -> None:
-    """From https to http on another host: no call follows, no token and no byte of a shard arrives."""
+    """From https to http on another host: no call follows, and no token or byte of a shard arrives."""
     places.status = status
     store = GcsStore(
         "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
@@ -144,8 +144,8 @@ def test_gcs_goes_nowhere_else(
 @pytest.mark.parametrize(
     "region", [None, "us-east-1", "eu-west-1", "evil.example/", "x" * 100, "a@evil.example#"]
 )
-def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -> None:
-    """A redirect may name another region of the same store, and nothing else: no address, no host."""
+def test_s3_follows_no_redirect(places: Places, status: int, region: str | None) -> None:
+    """A redirect can only name another region of the same store, never an address or host."""
     places.status = status
     places.headers = () if region is None else (f"x-amz-bucket-region: {region}",)
     store = S3Store(
@@ -165,8 +165,10 @@ def test_s3_goes_nowhere_else(places: Places, status: int, region: str | None) -
 
 
 @pytest.mark.fault("S17", "O05")
-def test_a_token_is_fetched_nowhere_else(places: Places, token_desk: Callable[[str], None]) -> None:
-    """A token server cannot pass our signed request on to another host."""
+def test_a_token_request_follows_no_redirect(
+    places: Places, token_desk: Callable[[str], None]
+) -> None:
+    """A token server cannot pass our signed request to another host."""
     token_desk(places.store.url)
     store = GcsStore(
         "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
@@ -184,7 +186,7 @@ def test_a_token_is_fetched_nowhere_else(places: Places, token_desk: Callable[[s
 def test_the_address_of_a_bucket_is_that_of_its_region(
     monkeypatch: pytest.MonkeyPatch, cloud_environment: None
 ) -> None:
-    """Without an endpoint of one's own the region names the host: always below amazonaws.com, over TLS."""
+    """Without an endpoint the host is that of the region, below amazonaws.com, over TLS."""
     for region, host in (
         ("us-east-1", "s3.amazonaws.com"),
         ("eu-west-1", "s3.eu-west-1.amazonaws.com"),

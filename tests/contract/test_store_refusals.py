@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What S3 and GCS stores make of refusals and of lost replies."""
+"""S3 and GCS stores with error responses and lost replies."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def refusal_is_classified(
         lambda: store.begin("other", 10, PART),
         lambda: send_part(store, upload, 1, b"x" * 10),
     ]
-    if wanted is not NotFound:  # which has a meaning of its own there
+    if wanted is not NotFound:  # which has another meaning there
         calls += [lambda: list(store.list("")), lambda: store.delete("key"), store.check]
     for call in calls:
         cloud.order("clear")
-        for method in ("GET", "PUT", "POST", "DELETE"):  # a HEAD has no body to say it in
+        for method in ("GET", "PUT", "POST", "DELETE"):  # the response to a HEAD has no body
             cloud.order("answer", status=status, code=code, method=method, times=9)
         with pytest.raises(StoreError) as caught:
             call()
@@ -105,7 +105,7 @@ def refusal_is_classified(
 def test_refusals(
     cloud: Cloud, status: int, code: str, wanted: type[StoreError], hint: str
 ) -> None:
-    """Every call turns a refusal into the error that says whether trying again may help."""
+    """Every call turns an error response into the error that tells whether a retry can help."""
     refusal_is_classified(cloud, status, code, wanted, hint)
 
 
@@ -117,7 +117,7 @@ def test_refusals_of_s3(
     wanted: type[StoreError],
     hint: str,
 ) -> None:
-    """The codes that only S3 knows, with the way out of each."""
+    """Codes of S3 alone, each with its hint."""
     refusal_is_classified(open_cloud("s3"), status, code, wanted, hint)
 
 
@@ -129,7 +129,7 @@ def test_refusals_of_gcs(
     wanted: type[StoreError],
     hint: str,
 ) -> None:
-    """The statuses that GCS uses otherwise, with the way out of each."""
+    """Statuses with another meaning in GCS, each with its hint."""
     refusal_is_classified(open_cloud("gcs"), status, code, wanted, hint)
 
 
@@ -150,10 +150,10 @@ LONG = "x" * 5000
         (json.dumps({"error": {"message": LONG}}).encode(), "xxx"),
     ],
 )
-def test_a_refusal_of_gcs_says_why(
+def test_a_refusal_of_gcs_has_its_reason(
     open_cloud: Callable[[str], Cloud], body: bytes, reason: str
 ) -> None:
-    """The reason is in the error, in one line of bounded length, whichever interface gave it."""
+    """In one line of bounded length, for both interfaces."""
     cloud = open_cloud("gcs")
     store = cloud.open()
     cloud.order("say", status=403, body=body.decode())
@@ -166,7 +166,7 @@ def test_a_refusal_of_gcs_says_why(
 
 @pytest.mark.fault("O04")
 def test_one_call_is_one_request(cloud: Cloud) -> None:
-    """No SDK repeats anything behind our back, whatever comes."""
+    """No SDK retries, after any error."""
     store = cloud.open()
     store.put("key", b"content")
     for call in (
@@ -186,7 +186,7 @@ def test_one_call_is_one_request(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O05", "O07")
 def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permanent, with the way out, and without asking anybody on the network; not for ever."""
+    """Permanent with a hint, without a request to the network; later credentials are found."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
@@ -201,7 +201,7 @@ def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch
 def test_credentials_that_come_later(
     s3_server: EmulatorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that was asked before there were credentials works once there are."""
+    """A store that was used without credentials works once they exist."""
     store = S3Store(f"s3://{BUCKET}", S3Options(endpoint=s3_server.url))
     with monkeypatch.context() as without:
         without.delenv("AWS_ACCESS_KEY_ID")
@@ -213,7 +213,7 @@ def test_credentials_that_come_later(
 def test_no_token_goes_over_plain_http(
     gcs_server: EmulatorProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At an http endpoint a GCS store makes no use of the credentials that it could have."""
+    """With an http endpoint a GCS store does not use its credentials."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     account = {
         "type": "service_account",
@@ -233,7 +233,7 @@ def test_no_token_goes_over_plain_http(
 
 @pytest.mark.fault("O08")
 def test_a_create_whose_reply_was_lost(cloud: Cloud) -> None:
-    """The retry finds the name taken and says so; reading back shows that the taker was us."""
+    """The retry raises Exists; the object that is read back is our own."""
     store = retrying(cloud.open())
     cloud.order("answer", status=503, carry_out=1)
     with pytest.raises(Exists):
@@ -243,7 +243,7 @@ def test_a_create_whose_reply_was_lost(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O11")
 def test_a_completion_whose_reply_was_lost(cloud: Cloud) -> None:
-    """The retry settles it: the object is there, whole, and the call succeeds."""
+    """The retry finds the whole object, and the call succeeds."""
     store = retrying(cloud.open())
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("answer", status=500, method="POST", match="uploadId", carry_out=1)
@@ -255,7 +255,7 @@ def test_a_completion_whose_reply_was_lost(cloud: Cloud) -> None:
 
 @pytest.mark.fault("O01", "O11")
 def test_a_completion_whose_reply_was_cut_off(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The same when it is the connection that is lost, after the store has done its part."""
+    """The same if the connection breaks after the completion took effect."""
     store = retrying(cloud.open(cloud.by(proxy)))
     upload, receipts = staged_upload(store, CONTENT)
     proxy.reset("down", 0, times=1)
@@ -265,8 +265,8 @@ def test_a_completion_whose_reply_was_cut_off(cloud: Cloud, proxy: FaultProxy) -
 
 
 @pytest.mark.fault("O12")
-def test_an_error_under_status_200(cloud: Cloud) -> None:
-    """A completion that is answered "200, but" has failed: Transient, nothing visible, then retried."""
+def test_an_error_with_status_200(cloud: Cloud) -> None:
+    """The completion has failed: Transient, no object, then retried."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("answer", status=200, code="InternalError", method="POST", match="uploadId")
@@ -278,8 +278,8 @@ def test_an_error_under_status_200(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O14")
-def test_a_store_that_ignores_preconditions_shows_it(cloud: Cloud) -> None:
-    """There a second create raises nothing: that is what a probe at start can see."""
+def test_a_store_that_ignores_preconditions_can_be_detected(cloud: Cloud) -> None:
+    """A second create raises nothing, which a probe at start detects."""
     store = cloud.open()
     cloud.order("preconditions", honour=0)
     store.put("probe", b"1", if_absent=True)

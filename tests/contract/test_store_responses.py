@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer that is cut, empty or foreign never means that there is nothing, and never that all is well."""
+"""A response that is truncated, empty or foreign is never a success, and never means a missing object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swansongd.stores import responses
 from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
 from swansongd.stores.http.client import Response
 
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import (
@@ -32,7 +32,7 @@ KEYS = [f"run/commits/00000001/{step:012d}" for step in range(7)]
 
 
 def query(cloud: Cloud) -> str:
-    """What the target of a listing contains."""
+    """A part of the target of a listing."""
     return "list-type=2" if cloud.is_s3 else "/o?prefix"
 
 
@@ -40,10 +40,10 @@ def query(cloud: Cloud) -> str:
 
 
 class Odd:
-    """A store whose listings come in an order of their own, in small pages, with keys named again.
+    """A store whose listings have any order and small pages, with repeated keys.
 
     Args:
-        loops: its pages go round in a circle.
+        loops: the last page leads back to the first one.
     """
 
     def __init__(self, store: ObjectStore, *, loops: bool = False) -> None:
@@ -72,7 +72,7 @@ class Odd:
 
 @pytest.mark.fault("O15")
 def test_a_listing_in_any_order_is_whole(store: ObjectStore) -> None:
-    """Each key comes once, though the store sorts as it likes and names keys on several pages."""
+    """Each key occurs once, in any order of the store, and with repetitions on several pages."""
     for key in KEYS:
         store.put(key, b"1")
     odd = Odd(store)
@@ -83,8 +83,8 @@ def test_a_listing_in_any_order_is_whole(store: ObjectStore) -> None:
 
 
 @pytest.mark.fault("O15")
-def test_a_listing_that_goes_round_in_a_circle_ends(store: ObjectStore) -> None:
-    """Pages that lead back to themselves are an error, neither an end nor an endless loop."""
+def test_a_listing_whose_pages_loop_ends(store: ObjectStore) -> None:
+    """Pages that lead back are an error, neither an end nor an endless loop."""
     for key in KEYS:
         store.put(key, b"1")
     with pytest.raises(Permanent, match="do not end"):
@@ -94,7 +94,7 @@ def test_a_listing_that_goes_round_in_a_circle_ends(store: ObjectStore) -> None:
 
 
 def test_a_listing_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket with more keys than anybody can want is an error, not all of the memory."""
+    """A bucket with too many keys is an error, before it fills the memory."""
     monkeypatch.setattr("swansongd.stores.base.LISTED_MAX", 1000)
     store = MemoryStore()
     store.objects = {f"key-{number}": b"" for number in range(1001)}
@@ -105,7 +105,7 @@ def test_a_listing_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @ONE_EACH
 @pytest.mark.fault("O15")
 def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
-    """The same from servers: over pages, in another order than that of bytes, with duplicates."""
+    """The same from servers: several pages, in another order than that of bytes, with duplicates."""
     store = cloud.open()
     names = ["rank-00000.json", "rank-00000/model", "rank-00000/optimizer", "z", "a", "é/ +%"]
     for name in names:
@@ -121,8 +121,8 @@ def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
 
 @ONE_EACH
 @pytest.mark.fault("O15")
-def test_a_page_that_fails_is_asked_for_again(cloud: Cloud) -> None:
-    """The pages before it are not: a long listing gets through a bad network."""
+def test_a_page_that_fails_is_requested_again(cloud: Cloud) -> None:
+    """Earlier pages are not: a long listing succeeds on a bad network."""
     store = cloud.open()
     for key in KEYS:
         store.put(key, b"1")
@@ -143,8 +143,8 @@ def test_a_page_that_fails_is_asked_for_again(cloud: Cloud) -> None:
 
 @ONE_EACH
 @pytest.mark.fault("O15")
-def test_a_server_whose_pages_go_round(cloud: Cloud) -> None:
-    """Its continuation tokens come again: the listing is an error after one round."""
+def test_a_server_whose_pages_loop(cloud: Cloud) -> None:
+    """Its continuation tokens repeat: the listing is an error after one round."""
     store = cloud.open()
     for key in KEYS[:3]:
         store.put(key, b"1")
@@ -161,14 +161,14 @@ MISSING = {
     "s3": ("IsTruncated", "Key", "Size", "NextContinuationToken"),
     "gcs": ("kind", "name", "size"),
 }
-"""Without such a field a listing proves nothing."""
+"""Required fields of a listing."""
 
 
 @ONE_EACH
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", SPOILS)
 def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
-    """Cut after its headers or in the middle, empty, or another page: Transient, then whole."""
+    """Truncated after its headers or within the body, empty, or another page: Transient, then complete."""
     store = cloud.open()
     for key in KEYS:
         store.put(key, b"1")
@@ -189,22 +189,22 @@ def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
 @ONE_EACH
 @pytest.mark.fault("O15")
 def test_a_listing_that_lacks_a_field(cloud: Cloud) -> None:
-    """No name, no size, or no word on whether there is more: the page is asked for again."""
+    """Without a name, a size or the mark of the last page, the page is requested again."""
     store = cloud.open()
     for key in KEYS:
         store.put(key, b"1")
     cloud.order("page", size=5)
     for field in MISSING["s3" if cloud.is_s3 else "gcs"]:
         cloud.order("spoil", how="without", field=field, match=query(cloud))
-        with pytest.raises(Transient, match=r"cut, or not that of a store"):
+        with pytest.raises(Transient, match=r"truncated, or not from a store"):
             list(store.list("run/"))
         cloud.order("spoil", how="without", field=field, match=query(cloud))
         assert len(list(retrying(store).list("run/"))) == len(KEYS)
 
 
 @pytest.mark.fault("O15")
-def test_keys_that_nobody_asked_for(open_cloud: Callable[[str], Cloud]) -> None:
-    """A server that lists keys beyond the prefix does not know what was asked."""
+def test_keys_outside_of_the_prefix(open_cloud: Callable[[str], Cloud]) -> None:
+    """A server that lists other keys did not process the request."""
     cloud = open_cloud("s3")
     store = cloud.open()
     store.put("other/key", b"1")
@@ -215,7 +215,7 @@ def test_keys_that_nobody_asked_for(open_cloud: Callable[[str], Cloud]) -> None:
         "<Size>1</Size></Contents></ListBucketResult>"
     )
     cloud.order("say", body=document, match=query(cloud))
-    with pytest.raises(Transient, match="not one below"):
+    with pytest.raises(Transient, match="is not below"):
         list(store.list("other/"))
 
 
@@ -223,7 +223,7 @@ def test_keys_that_nobody_asked_for(open_cloud: Callable[[str], Cloud]) -> None:
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("how", ["cut", "half a body"])
 def test_an_object_that_ends_with_the_connection(cloud: Cloud, how: str) -> None:
-    """Without a length half of a manifest looks like the whole: it is read again."""
+    """Without a length, half of a manifest looks complete: it is read again."""
     store = cloud.open()
     store.put("manifest", CONTENT)
     for read in (store.get, lambda key: get_range(store, key, 0, len(CONTENT))):
@@ -237,7 +237,7 @@ def test_an_object_that_ends_with_the_connection(cloud: Cloud, how: str) -> None
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("how", [*SPOILS, "without kind", "without name", "without size"])
 def test_spoilt_metadata(open_cloud: Callable[[str], Cloud], how: str) -> None:
-    """What GCS tells of an object must name it, and its size."""
+    """Metadata of GCS must contain the name of the object, and its size."""
     cloud = open_cloud("gcs")
     store = cloud.open()
     store.put("key", CONTENT)
@@ -250,7 +250,7 @@ def test_spoilt_metadata(open_cloud: Callable[[str], Cloud], how: str) -> None:
 
 @pytest.mark.fault("O12")
 def test_a_head_without_a_length(open_cloud: Callable[[str], Cloud]) -> None:
-    """S3's answer to a HEAD tells the size of the object, or nothing."""
+    """The response to a HEAD must contain the size of the object."""
     cloud = open_cloud("s3")
     store = cloud.open()
     store.put("key", CONTENT)
@@ -266,8 +266,8 @@ def test_a_head_without_a_length(open_cloud: Callable[[str], Cloud]) -> None:
 @ONE_EACH
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("how", SPOILS)
-def test_a_spoilt_answer_about_an_upload(cloud: Cloud, how: str) -> None:
-    """Begin names no upload, the parts are not all named, the uploads neither: Transient each time."""
+def test_a_spoilt_response_about_an_upload(cloud: Cloud, how: str) -> None:
+    """A start without an id, and incomplete lists of parts or uploads: Transient each time."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     questions: dict[tuple[str, str], Callable[[ObjectStore], object]] = {
@@ -289,7 +289,7 @@ def test_a_spoilt_answer_about_an_upload(cloud: Cloud, how: str) -> None:
 def test_parts_are_the_same_whether_a_listing_quotes_its_etags_or_not(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receipts in the journal, from headers, are compared with those of the listing."""
+    """Receipts in the journal have ETags from headers, and are compared with those of the listing."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     parsed = responses.parts
@@ -306,8 +306,8 @@ def test_parts_are_the_same_whether_a_listing_quotes_its_etags_or_not(
 
 @ONE_EACH
 @pytest.mark.fault("O12")
-def test_answers_about_an_upload_that_lack_a_field(cloud: Cloud) -> None:
-    """An upload without an id, a part without number or ETag, a page without the next one's marker."""
+def test_responses_about_an_upload_that_lack_a_field(cloud: Cloud) -> None:
+    """An upload without an id, a part without number or ETag, a page without the next marker."""
     store = cloud.open()
     upload, _ = staged_upload(store, CONTENT)
     store.begin("another", 10, PART)
@@ -331,12 +331,12 @@ def test_answers_about_an_upload_that_lack_a_field(cloud: Cloud) -> None:
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("call", ["put", "put_shard", "put_part"])
 def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
-    """200 without an ETag is no receipt: the write is repeated, and then whole."""
+    """200 without an ETag is not a receipt: the write is repeated, and the object is whole."""
     store = cloud.open()
     upload = store.begin("shard", len(CONTENT), PART)
     calls: dict[str, Callable[[ObjectStore], object]] = {
         "put": lambda each: each.put("key", CONTENT),
-        "put_shard": lambda each: each.put_shard("key", BytesBody(CONTENT)),
+        "put_shard": lambda each: each.put_shard("key", CountedBody(CONTENT)),
         "put_part": lambda each: each.complete(upload, [send_part(each, upload, 1, CONTENT)]),
     }
     cloud.order("spoil", how="without", field="ETag", method="PUT")
@@ -350,7 +350,7 @@ def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
 @pytest.mark.fault("O11", "O12")
 @pytest.mark.parametrize("how", [*SPOILS, "without"])
 def test_a_completion_that_took_effect_and_is_not_acknowledged(cloud: Cloud, how: str) -> None:
-    """200 with nothing that says so: the store is asked for the object, which is there."""
+    """200 without an ETag: a HEAD finds the object."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("spoil", how=how, field="ETag", method="POST", match="uploadId")
@@ -361,7 +361,7 @@ def test_a_completion_that_took_effect_and_is_not_acknowledged(cloud: Cloud, how
 @pytest.mark.fault("O11", "O12")
 @pytest.mark.parametrize("body", ["", "<html><body>welcome</body></html>", "<x/>", "ok"])
 def test_a_completion_that_never_took_effect(cloud: Cloud, body: str) -> None:
-    """200 with an empty or foreign body, and no object: never success.  It is completed again."""
+    """200 with an empty or foreign body, and no object: never a success.  It is completed again."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("say", body=body, method="POST", match="uploadId")
@@ -376,7 +376,7 @@ def test_a_completion_that_never_took_effect(cloud: Cloud, body: str) -> None:
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("status", [404, 200])
 def test_a_store_that_denies_each_object(cloud: Cloud, status: int) -> None:
-    """Each completion is answered with an empty 200, each look with 404: the shard is never stored."""
+    """Each completion gets an empty 200, each HEAD 404: the shard is never stored."""
     store = cloud.open()
     upload, receipts = staged_upload(store, CONTENT)
     cloud.order("say", body="", method="POST", match="uploadId", times=99)
@@ -384,7 +384,7 @@ def test_a_store_that_denies_each_object(cloud: Cloud, status: int) -> None:
     cloud.order("answer", status=404, method="GET", match="shard", times=99)
     with pytest.raises(StoreError):
         retrying(store, budget_s=0.5).complete(upload, receipts)
-    if status == 200:  # the same when the object is there, and another one
+    if status == 200:  # the same with another object under the key
         cloud.order("clear")
         store.put("shard", CONTENT[::-1])
         cloud.order("say", body="", method="POST", match="uploadId", times=99)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/operations/store-compatibility.md matches what each server does when it is asked.
+"""The table in docs/operations/store-compatibility.md equals the results of the servers.
 
 ``WRITE_STORES_TABLE=1 pytest tests/contract/test_store_table.py`` writes the columns of the servers that run.
 ``make test-stores`` runs more of them than ``make test``.
@@ -17,7 +17,7 @@ from swansongd.errors import Exists, NotFound, StoreError
 from swansongd.stores.base import CRC32C_UNKNOWN
 
 from testkit import REPOSITORY
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from testkit.store_backends import OURS, PART, SERVERS, Cloud, get_range, send_part
 from testkit.store_by_hand import signed
 
@@ -32,7 +32,7 @@ def moves_objects(cloud: Cloud) -> bool:
     store = cloud.open()
     store.check()
     store.put("a/small", b"1")
-    store.put_shard("a/shard", BytesBody(CONTENT))
+    store.put_shard("a/shard", CountedBody(CONTENT))
     seen = store.get("a/small") == b"1" and get_range(store, "a/shard", 7, 1000) == CONTENT[7:1007]
     seen = seen and [info.size_bytes for info in store.list("a/")] == [len(CONTENT), 1]
     store.delete("a/small")
@@ -69,7 +69,7 @@ def creates_only_if_absent(cloud: Cloud) -> bool:
 
 
 def lists_in_byte_order(cloud: Cloud) -> bool:
-    """Not needed: listings are read in any order."""
+    """Not required: listings may have any order."""
     store = cloud.open()
     keys = ["rank-0.json", "rank-0/model", "rank-0/optimizer", "rank-1"]
     for key in keys:
@@ -78,7 +78,7 @@ def lists_in_byte_order(cloud: Cloud) -> bool:
 
 
 def returns_checksums_of_objects(cloud: Cloud) -> bool:
-    """Also of one that was put together from parts."""
+    """Also of an object that was assembled from parts."""
     store = cloud.open()
     upload = store.begin("shard", 3, PART)
     store.complete(upload, [send_part(store, upload, 1, b"abc")])
@@ -89,13 +89,13 @@ def returns_checksums_of_objects(cloud: Cloud) -> bool:
 
 
 def keeps_a_shard(cloud: Cloud) -> bool:
-    """Sent again under its name: the same bytes are taken for stored, others are refused."""
+    """Sent again under its key: the same bytes count as stored, others are refused."""
     store = cloud.open()
-    store.put_shard("shard", BytesBody(b"ours"))
-    if store.put_shard("shard", BytesBody(b"ours")) != google_crc32c.value(b"ours"):
+    store.put_shard("shard", CountedBody(b"ours"))
+    if store.put_shard("shard", CountedBody(b"ours")) != google_crc32c.value(b"ours"):
         return False
     try:
-        store.put_shard("shard", BytesBody(b"else"))
+        store.put_shard("shard", CountedBody(b"else"))
     except Exists:
         return True
     return False
@@ -172,7 +172,7 @@ COLUMNS = [name for name in SERVERS if name in OURS or not name.endswith("-tls")
 
 
 def asked(ask: Callable[[Cloud], bool | None], cloud: Cloud) -> bool | None:
-    """The answer; a call that the server refuses is something that it does not do."""
+    """The result of a check; False if the server refuses the call."""
     try:
         return ask(cloud)
     except StoreError:
@@ -198,12 +198,12 @@ def written(table: dict[str, list[str]]) -> str:
 
 
 def test_the_table_is_true(measured: dict[str, list[str]]) -> None:
-    """The page and the answers of the servers that run have the same columns."""
+    """The columns of the page equal the results of the servers that run."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     found = columns(table.strip())
     if os.environ.get("WRITE_STORES_TABLE"):
-        # In the order of the page; a server that is new comes last.
+        # In the order of the page; new servers are last.
         new = {**found, **measured, "call": list(ROWS)}
         PAGE.write_text(f"{before}{BEGIN}\n{written(new)}\n{END}{after}")
         return

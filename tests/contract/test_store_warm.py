@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warm store needs nobody but itself: credentials come from emulated metadata servers that die."""
+"""A warm store depends on no other service: credentials are from emulated metadata servers that fail."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ROLE = "/latest/meta-data/iam/security-credentials/swansong"
 ACCESS_KEY = "ASIAEMULATED00000001"
 TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
 
-# The SDKs read their environment when they are imported, so each store lives in a process of its own.
+# The SDKs read the environment when they are imported, so each store has its own process.
 CLIENT = """
 import sys
 import threading
 from pathlib import Path
 import structlog
-from testkit.bodies import BytesBody
+from testkit.bodies import CountedBody
 from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
@@ -59,7 +59,7 @@ def send():
     receipts = {}
 
     def part(number):
-        receipts[number] = tried.put_part(upload, number, BytesBody(content))
+        receipts[number] = tried.put_part(upload, number, CountedBody(content))
 
     parallel(range(1, count + 1), part, threads=8)
     store.complete(upload, [receipts[number] for number in sorted(receipts)])
@@ -79,7 +79,7 @@ for line in sys.stdin:
 
 
 class Rig:
-    """A store in a process, whose credentials come from a metadata server that can be told to die."""
+    """A store in a process, with credentials from a metadata server that can be stopped."""
 
     def __init__(self, kind: str, metadata: EmulatorProcess, cloud: Cloud, **env: str) -> None:
         self.kind = kind
@@ -103,7 +103,7 @@ class Rig:
         return self._process.stdout.readline().strip()
 
     def live(self, life_s: float) -> None:
-        """Credentials that are fetched from now on have so much life."""
+        """Set the lifetime of credentials that are fetched from now on."""
         if self.kind == "gs":
             control(self.metadata.url, "token", life_s=life_s)
             return
@@ -121,7 +121,7 @@ class Rig:
 
     @property
     def fetched(self) -> int:
-        """How often credentials were asked for."""
+        """Number of requests for credentials."""
         counts = control(self.metadata.url, "requests")
         return sum(
             outcomes["total"]
@@ -138,7 +138,7 @@ class Rig:
 def rig(
     request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud], tmp_path: Path
 ) -> Iterator[Rig]:
-    """Both clouds over TLS, without which no token goes out, each with a metadata server of its own."""
+    """Both clouds over TLS, which tokens require, each with its own metadata server."""
     kind = request.param
     cloud = open_cloud({"s3": "s3-tls", "gs": "gcs-tls"}[kind])
     if kind == "s3":
@@ -160,10 +160,7 @@ def rig(
 @pytest.mark.fault("N01")
 @pytest.mark.parametrize("life_s", [3600, 120])
 def test_flush_outlives_the_metadata_server(rig: Rig, life_s: float) -> None:
-    """Once warm, a flush of many parts needs no metadata server, as long as the credentials live.
-
-    With two minutes of life left Google's SDK would by itself ask for a new one, and fail.
-    """
+    """A warm store flushes many parts without a metadata server until the credentials expire."""
     rig.live(life_s)
     assert rig("warm") == "done"
     control(rig.metadata.url, "dead", after_s=0)
@@ -173,7 +170,7 @@ def test_flush_outlives_the_metadata_server(rig: Rig, life_s: float) -> None:
 
 
 def test_no_storm(rig: Rig) -> None:
-    """Eight threads that begin cold fetch the credentials about once, and a warm store not at all."""
+    """Eight threads of a cold store fetch the credentials about once, those of a warm store not at all."""
     rig.live(3600)
     assert rig("storm") == "done"
     assert 1 <= rig.fetched <= 2
@@ -185,7 +182,7 @@ def test_no_storm(rig: Rig) -> None:
 
 @pytest.mark.parametrize("rig", ["gs"], indirect=True)
 def test_renewed_before_it_is_needed(rig: Rig) -> None:
-    """A token that will not last is replaced by ``warm``, while it is still good."""
+    """``warm`` replaces a token that expires soon, while it is still valid."""
     rig.live(120)
     assert rig("warm") == "done"
     rig.live(3600)
@@ -198,8 +195,8 @@ def test_renewed_before_it_is_needed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", ["gs"], indirect=True)
-def test_warming_that_fails_spoils_nothing(rig: Rig) -> None:
-    """Without a metadata server ``warm`` is an error of the contract; what there was goes on working."""
+def test_a_failed_warm_keeps_the_credentials(rig: Rig) -> None:
+    """Without a metadata server ``warm`` raises an error of the contract; the old credentials still work."""
     rig.live(120)
     assert rig("warm") == "done"
     control(rig.metadata.url, "fault", path="*/token", kind="status", value=404)
@@ -207,8 +204,8 @@ def test_warming_that_fails_spoils_nothing(rig: Rig) -> None:
     assert rig("send") == "done"
 
 
-def test_credentials_are_used_to_their_end() -> None:
-    """``renew`` renews them within 15 minutes of their end, as botocore does; ``get`` only after it."""
+def test_credentials_are_used_until_they_expire() -> None:
+    """``renew`` renews them in their last 15 minutes, as botocore does; ``get`` only after them."""
     calls: list[datetime] = []
     now = datetime.now(UTC)
     answers = iter([timedelta(minutes=8), None, timedelta(hours=1)])
@@ -217,7 +214,7 @@ def test_credentials_are_used_to_their_end() -> None:
         calls.append(now)
         life = next(answers)
         if life is None:
-            raise OSError("the metadata service is gone")
+            raise OSError("the metadata service does not respond")
         expiry = (now + life).isoformat()
         return {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": expiry}
 
@@ -225,7 +222,7 @@ def test_credentials_are_used_to_their_end() -> None:
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
     kept = CredentialCache(
-        "S3", load=lambda: found, fetch=access._identity_of, has_expired=access._has_expired
+        "S3", load=lambda: found, fetch=access._aws_credentials, has_expired=access._has_expired
     )
     first = kept.get()
     assert len(calls) == 1, "what has expired is replaced"
@@ -242,8 +239,8 @@ def test_credentials_are_used_to_their_end() -> None:
 # ---------------------------------------------------------------- the thread
 
 
-def test_warmer_works_at_once_and_when_told(cloud: Cloud) -> None:
-    """The first time is at the start, the next at a notice, long before the interval is over."""
+def test_warmer_calls_at_the_start_and_on_request(cloud: Cloud) -> None:
+    """The first call is at the start, the next one at a notice, long before the interval ends."""
     stop = threading.Event()
     warmer = Warmer(cloud.open(), stop=stop, interval_s=3600)
     warmer.start()
@@ -255,7 +252,7 @@ def test_warmer_works_at_once_and_when_told(cloud: Cloud) -> None:
 
 
 def test_warmer_survives_an_outage(cloud: Cloud) -> None:
-    """Failures end nothing: it tries again soon, and goes back to its interval when it works."""
+    """After failures it retries soon, and returns to its interval after a success."""
     stop = threading.Event()
     cloud.order("outage", seconds=3600)
     warmer = Warmer(cloud.open(), stop=stop, interval_s=3600, retry_s=0.1)
@@ -268,5 +265,5 @@ def test_warmer_survives_an_outage(cloud: Cloud) -> None:
 
 
 def test_files_are_always_warm(tmp_path: Path) -> None:
-    """A file system has nothing to make ready."""
+    """A file store has nothing to prepare."""
     FileStore(tmp_path.as_uri()).warm()

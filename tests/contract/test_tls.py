@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS in memory: the same bytes at the other end as over the ssl module's own socket, in fewer calls."""
+"""TLS in memory: the same bytes as with a socket of the ssl module, in fewer calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORD_BYTES = 2**14
 
 
 class Counting(socket.socket):
-    """A socket that counts how often something is received from it."""
+    """A socket that counts the calls of recv_into."""
 
     receipts = 0
 
@@ -45,7 +45,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def facing(
     pem: Path, serve: Callable[[ssl.SSLSocket], None], version: ssl.TLSVersion
 ) -> Iterator[Counting]:
-    """A socket whose other end speaks TLS in a thread, by the ssl module's own means."""
+    """A socket whose peer speaks TLS in a thread, by the ssl module."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
     context.maximum_version = version
@@ -92,7 +92,7 @@ def queued_bytes(sock: socket.socket) -> int:
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("size_bytes", [1, RECORD_BYTES, 2**18 - 1, 2**18 + 1, 3 * 2**20 + 7])
 def test_bytes_arrive_as_they_are(pem: Path, size_bytes: int, version: ssl.TLSVersion) -> None:
-    """What is sent comes back the same, whatever its size is to records and pieces; then it ends."""
+    """Sent bytes return unchanged, for any size relative to records and pieces; then the connection ends."""
     content = hashlib.shake_128(b"bytes").digest(size_bytes)
 
     def echo(theirs: ssl.SSLSocket) -> None:
@@ -100,7 +100,7 @@ def test_bytes_arrive_as_they_are(pem: Path, size_bytes: int, version: ssl.TLSVe
         while len(got) < size_bytes:
             got += theirs.recv(2**16)
         theirs.sendall(got)
-        with suppress(OSError):  # we only hear of the end, and say nothing of ours
+        with suppress(OSError):  # the peer's end is received, ours is not sent
             theirs.unwrap()
 
     with facing(pem, echo, version) as sock:
@@ -109,8 +109,8 @@ def test_bytes_arrive_as_they_are(pem: Path, size_bytes: int, version: ssl.TLSVe
         assert received(tls, size_bytes + 1) == content
 
 
-def test_many_records_come_in_one_call(pem: Path) -> None:
-    """Once much has come, a whole piece is taken at once of what waits in the socket, not a record a call."""
+def test_many_records_are_received_in_one_call(pem: Path) -> None:
+    """After the first piece, one call takes a whole piece from the socket, not one record."""
     size_bytes = 16 * RECORD_BYTES
     is_over = threading.Event()
 
@@ -131,8 +131,8 @@ def test_many_records_come_in_one_call(pem: Path) -> None:
 
 
 @pytest.mark.parametrize("records", [(b"ab",), (b"a", b"b")])
-def test_what_nobody_asked_for_is_seen(pem: Path, records: tuple[bytes, ...]) -> None:
-    """Bytes behind those that were asked for show, whether they have been opened or not."""
+def test_unread_bytes_are_detected(pem: Path, records: tuple[bytes, ...]) -> None:
+    """Bytes after the requested ones are detected, decrypted or not."""
     is_over = threading.Event()
 
     def serve(theirs: ssl.SSLSocket) -> None:
@@ -154,7 +154,7 @@ def test_what_nobody_asked_for_is_seen(pem: Path, records: tuple[bytes, ...]) ->
 
 
 def test_an_end_within_the_handshake(pem: Path) -> None:
-    """Whoever hangs up before it has said who it is has broken the connection."""
+    """A peer that closes before its certificate breaks the connection."""
     with socket.create_server((HOST, 0)) as listener, socket.socket() as sock:
         sock.settimeout(10)
         sock.connect(listener.getsockname())
@@ -165,7 +165,7 @@ def test_an_end_within_the_handshake(pem: Path) -> None:
 
 
 def test_an_unknown_certificate(pem: Path) -> None:
-    """It is refused, and the other side is told."""
+    """It is refused, and the peer gets an alert."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
     with socket.create_server((HOST, 0)) as listener, socket.socket() as sock:
@@ -190,7 +190,7 @@ def test_an_unknown_certificate(pem: Path) -> None:
 
 
 def test_a_server_of_another_name(pem: Path) -> None:
-    """A certificate that is trusted, but of another host, is refused."""
+    """A trusted certificate of another host is refused."""
     with (
         facing(pem, lambda theirs: None, ssl.TLSVersion.TLSv1_3) as sock,
         pytest.raises(ssl.SSLCertVerificationError),
@@ -199,7 +199,7 @@ def test_a_server_of_another_name(pem: Path) -> None:
 
 
 def test_a_waiting_thread_is_freed(pem: Path) -> None:
-    """Shutting the socket down, from another thread, ends a receipt at once: as an end or an error."""
+    """A shutdown of the socket by another thread ends a receive immediately: with an end or an error."""
     is_over = threading.Event()
     ends: list[int] = []
 
@@ -209,7 +209,7 @@ def test_a_waiting_thread_is_freed(pem: Path) -> None:
     def wait(tls: Tls) -> None:
         try:
             ends.append(tls.receive_into(memoryview(bytearray(1))))
-        except OSError:  # what the other side said meanwhile was refused
+        except OSError:  # data that the peer sent meanwhile was refused
             ends.append(0)
 
     with facing(pem, serve, ssl.TLSVersion.TLSv1_3) as sock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire against servers of bare sockets: what it sends, what it makes of answers, and of trouble."""
+"""The wire with socket servers: its requests, its responses, and its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fails = pytest.raises(Transient)
 
 
 class Bytes:
-    """A body of bytes that are there."""
+    """A body in memory."""
 
     def __init__(self, content: bytes) -> None:
         self.size_bytes = len(content)
@@ -58,8 +58,8 @@ class Endless:
         pass
 
 
-class FdStore:
-    """A sink that keeps what it gets."""
+class BufferSink:
+    """A sink in memory."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -75,7 +75,7 @@ class FdStore:
 
 
 class Place:
-    """Starts servers of one kind, and wires to them, and ends them all."""
+    """Starts servers and wires of one kind, and stops them at the end."""
 
     def __init__(self, stack: ExitStack, pem: Path | None) -> None:
         self.pem = pem
@@ -120,7 +120,7 @@ def place(request: pytest.FixtureRequest, pem: Path) -> Iterator[Place]:
 
 
 def answering(*args: Any, seen: list[Request] | None = None) -> Script:
-    """Every request of a connection gets the same answer."""
+    """Send the same response to every request of a connection."""
 
     def script(peer: Peer) -> None:
         while (request := peer.request()) is not None:
@@ -132,7 +132,7 @@ def answering(*args: Any, seen: list[Request] | None = None) -> Script:
 
 
 def saying(raw: bytes) -> Script:
-    """One request is answered with these bytes, then the connection ends."""
+    """Send these bytes to one request, then close."""
 
     def script(peer: Peer) -> None:
         if peer.request() is not None:
@@ -150,7 +150,7 @@ def get(wire: Wire, sink: Any = None, **headers: str) -> Response:
 
 
 class Running:
-    """A request in a thread; ``error`` is what it raised."""
+    """A request in a thread; ``error`` is its exception."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.error: BaseException | None = None
@@ -174,7 +174,7 @@ class Running:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, WINDOW_BYTES + 1, len(CONTENT)])
 def test_a_body_arrives_as_it_is(place: Place, size_bytes: int) -> None:
-    """The server gets exactly the body, with its length, and the caller its CRC32C."""
+    """The server gets exactly the body with its length, and the caller its CRC32C."""
     seen: list[Request] = []
     _, wire = place.both(answering(200, b"", "ETag: mine", seen=seen))
     content = CONTENT[:size_bytes]
@@ -186,12 +186,11 @@ def test_a_body_arrives_as_it_is(place: Place, size_bytes: int) -> None:
     assert request.header("content-length") == str(size_bytes)
     assert request.header("host") == wire.host
     assert request.body == content
-    assert wire.counters().sent_bytes == size_bytes
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, WINDOW_BYTES + 1, len(CONTENT)])
 def test_a_trailer_carries_the_checksum(place: Place, size_bytes: int) -> None:
-    """aws-chunked: a window a chunk, the checksum behind it, and Content-Length counts it all."""
+    """aws-chunked: a window a chunk, then the checksum; Content-Length is the sum."""
     seen: list[Request] = []
     _, wire = place.both(answering(200, seen=seen))
     content = CONTENT[:size_bytes]
@@ -211,7 +210,7 @@ def test_a_trailer_carries_the_checksum(place: Place, size_bytes: int) -> None:
 
 
 def test_no_line_break_gets_into_a_head(plain: Place) -> None:
-    """A header or a target cannot smuggle in another header."""
+    """A header or a target cannot inject another header."""
     server, wire = plain.both(answering(200))
     for target, value in (("/a\r\nX: 1", "y"), ("/a", "y\r\nX: 1"), ("/a", "y\nX: 1")):
         with pytest.raises(ValueError, match="line break"):
@@ -225,9 +224,9 @@ def test_no_line_break_gets_into_a_head(plain: Place) -> None:
 
 
 def test_a_range_goes_to_the_sink(place: Place) -> None:
-    """A 206 of exactly the range asked for goes to the sink, in windows, after a rewind."""
-    sink = FdStore()
-    _, wire = place.both(
+    """A 206 with exactly the requested range goes to the sink, in windows, after a rewind."""
+    sink = BufferSink()
+    server, wire = place.both(
         answering(206, CONTENT, f"Content-Range: bytes 5-{len(CONTENT) + 4}/9999999")
     )
     for _ in range(2):
@@ -235,8 +234,7 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
         assert (answer.status, answer.body) == (206, b"")
         assert sink.content == CONTENT
     assert sink.rewinds == 2
-    assert wire.counters().received_bytes == 2 * len(CONTENT)
-    assert wire.counters().connections_opened == 1
+    assert server.accepted == 1
 
 
 @pytest.mark.parametrize(
@@ -250,8 +248,8 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
     ],
 )
 def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -> None:
-    """An answer that is not the range asked for leaves the sink alone, and its connection is closed."""
-    sink = FdStore()
+    """A response with another range does not reach the sink, and its connection is closed."""
+    sink = BufferSink()
     server, wire = plain.both(answering(*answer))
     assert get(wire, sink, Range="bytes=0-99").body == b""
     assert (sink.content, sink.rewinds) == (b"", 0)
@@ -263,8 +261,8 @@ def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -
 @pytest.mark.fault("O01")
 @pytest.mark.parametrize("size_bytes", [0, 9, 11, 3 * WINDOW_BYTES])
 def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
-    """A body that is not as long as its own Content-Range says is Transient, never too much for a sink."""
-    sink = FdStore()
+    """A body of another length than its Content-Range is Transient, and the sink never gets too much."""
+    sink = BufferSink()
     server, wire = plain.both(answering(206, bytes(size_bytes), "Content-Range: bytes 0-9/10"))
     with Fails:
         get(wire, sink, Range="bytes=0-9")
@@ -275,8 +273,8 @@ def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
 
 
 def test_an_error_comes_back_whole(place: Place) -> None:
-    """Refusals are answers, their bodies too, and leave the connection usable."""
-    sink = FdStore()
+    """Error responses are returned with their bodies, and the connection is reused."""
+    sink = BufferSink()
     server, wire = place.both(answering(404, b"<Code>NoSuchKey</Code>", "Retry-After: 3"))
     for _ in range(3):
         answer = get(wire, sink, Range="bytes=0-9")
@@ -301,11 +299,11 @@ FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfine"
         b"HTTP/1.1 200\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfine",
     ],
 )
-def test_shapes_of_answers(place: Place, raw: bytes) -> None:
-    """Chunks, interim answers, a short status line: the same body, sink or not."""
+def test_forms_of_responses(place: Place, raw: bytes) -> None:
+    """Chunks, interim responses, a short status line: the same body, with and without a sink."""
     server = place.server(saying(raw))
     assert get(place.wire(server)).body == b"fine"
-    sink = FdStore()
+    sink = BufferSink()
     assert get(place.wire(server), sink).body == b""
     assert sink.content == b"fine"
 
@@ -313,8 +311,8 @@ def test_shapes_of_answers(place: Place, raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("method", "status"), [("HEAD", 200), ("HEAD", 404), ("DELETE", 204), ("GET", 304)]
 )
-def test_answers_without_a_body(place: Place, method: str, status: int) -> None:
-    """The length of a HEAD is that of a body that does not come; the connection stays good."""
+def test_responses_without_a_body(place: Place, method: str, status: int) -> None:
+    """The length in the response to a HEAD is that of a body that is not sent; the connection is reused."""
     raw = f"HTTP/1.1 {status} X\r\nContent-Length: 1000\r\n\r\n".encode()
 
     def script(peer: Peer) -> None:
@@ -357,7 +355,7 @@ def test_answers_without_a_body(place: Place, method: str, status: int) -> None:
     ],
 )
 def test_garbage(plain: Place, raw: bytes) -> None:
-    """What is no right answer is Transient, takes bounded memory, and spoils nothing after it."""
+    """An invalid response is Transient, takes bounded memory, and does not affect later requests."""
     server, wire = plain.both(saying(raw))
     with Fails:
         get(wire)
@@ -377,7 +375,7 @@ def test_garbage(plain: Place, raw: bytes) -> None:
     ],
 )
 def test_a_connection_that_must_not_be_used_again(place: Place, raw: bytes) -> None:
-    """Close asked for, an older protocol, bytes that nobody asked for: the next request dials anew."""
+    """After a close, an older protocol or unexpected bytes, the next request opens a connection."""
 
     def script(peer: Peer) -> None:
         if peer.request() is not None:
@@ -389,8 +387,8 @@ def test_a_connection_that_must_not_be_used_again(place: Place, raw: bytes) -> N
     assert server.accepted == 3
 
 
-def test_the_server_closes_what_is_idle(place: Place) -> None:
-    """A kept connection that was closed meanwhile costs nothing: the request goes out on a new one."""
+def test_the_server_closes_an_idle_connection(place: Place) -> None:
+    """The next request uses a new connection, without an error."""
     closed = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -409,7 +407,7 @@ def test_the_server_closes_what_is_idle(place: Place) -> None:
 
 
 def test_many_share_few_connections(plain: Place) -> None:
-    """No more are opened than were granted; who finds all busy waits, for a while."""
+    """No more connections are opened than allowed; a request waits for a free one, for a limited time."""
     gate = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -435,10 +433,8 @@ def test_many_share_few_connections(plain: Place) -> None:
     until(lambda: first.is_over)
 
 
-def test_what_is_idle_is_closed_and_costs_nothing(
-    plain: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Idle connections are closed in time, and the watching thread ends with the last one."""
+def test_idle_connections_are_closed(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time, and the watchdog ends with the last one."""
     monkeypatch.setattr(pool, "IDLE_S_MAX", 0.2)
     ended = threading.Event()
 
@@ -458,8 +454,8 @@ def test_what_is_idle_is_closed_and_costs_nothing(
     assert ended.wait(10)
 
 
-def test_nobody_there(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused connection and a name that nobody knows are Transient."""
+def test_no_server(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused connection and an unknown host name are Transient."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with Fails:
@@ -474,8 +470,8 @@ def test_nobody_there(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("O07")
-def test_a_certificate_that_nobody_knows(pem: Path) -> None:
-    """Permanent, with the way out: trying again does not fix it.  So is one for another host."""
+def test_an_untrusted_certificate(pem: Path) -> None:
+    """Permanent with a hint; so is a certificate of another host."""
     with RawServer(answering(200), pem) as server:
         with pytest.raises(Permanent) as caught:
             get(Wire(server.url, connections=1))
@@ -486,7 +482,7 @@ def test_a_certificate_that_nobody_knows(pem: Path) -> None:
 
 
 def test_through_a_proxy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS goes through a tunnel, plain requests name the whole address; both say who they are."""
+    """TLS uses a tunnel, plain requests have the whole URL; both authenticate."""
     seen: list[Request] = []
     server = place.server(answering(200, b"fine", seen=seen))
     asked: list[Request] = []
@@ -538,7 +534,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     [0, 1, 20, 300, 3000, WINDOW_BYTES, WINDOW_BYTES + 77, len(CONTENT) - 1, len(CONTENT)],
 )
 def test_a_reset_while_sending(place: Place, offset: int) -> None:
-    """Wherever in the request the connection breaks: Transient, and the same body goes out again."""
+    """A reset at any byte of the request is Transient, and the same body can be sent again."""
 
     def script(peer: Peer) -> None:
         peer.body(offset)
@@ -557,8 +553,8 @@ def test_a_reset_while_sending(place: Place, offset: int) -> None:
 @pytest.mark.fault("O01")
 @pytest.mark.parametrize("how", ["reset", "close"])
 @pytest.mark.parametrize("offset", [0, 1, 12, 30, 60, 5000, WINDOW_BYTES + 500, len(CONTENT)])
-def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
-    """An answer that breaks off is Transient wherever it does, and the next attempt starts over."""
+def test_an_end_within_the_response(place: Place, offset: int, how: str) -> None:
+    """A truncated response is Transient at any byte, and the next attempt starts again."""
     raw = f"HTTP/1.1 200 OK\r\nContent-Length: {len(CONTENT)}\r\n\r\n".encode() + CONTENT
 
     def script(peer: Peer) -> None:
@@ -568,7 +564,7 @@ def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
             peer.reset()
 
     server, wire = place.both(script)
-    sink = FdStore()
+    sink = BufferSink()
     with Fails:
         get(wire, sink)
     server.script = answering(200, CONTENT)
@@ -578,7 +574,7 @@ def test_an_end_within_the_answer(place: Place, offset: int, how: str) -> None:
 
 @pytest.mark.fault("O01")
 def test_a_reset_of_a_reused_connection(place: Place) -> None:
-    """A kept connection that dies under a request is Transient like any other."""
+    """A reused connection that breaks during a request is Transient."""
 
     def script(peer: Peer) -> None:
         peer.request()
@@ -596,10 +592,10 @@ def test_a_reset_of_a_reused_connection(place: Place) -> None:
 @pytest.mark.fault("O04")
 @pytest.mark.parametrize("read_bytes", [0, 1, WINDOW_BYTES + 5])
 @pytest.mark.parametrize("trailer", [None, TRAILER])
-def test_a_refusal_before_the_body_is_there(
+def test_a_refusal_before_the_end_of_the_body(
     place: Place, read_bytes: int, trailer: str | None
 ) -> None:
-    """The store's 503 reaches the caller, though the body never got through."""
+    """The caller gets the store's 503, although the body was not sent completely."""
 
     def script(peer: Peer) -> None:
         peer.head()
@@ -622,7 +618,7 @@ def test_a_refusal_before_the_body_is_there(
 
 @pytest.mark.fault("O04")
 def test_a_refusal_and_a_reset(plain: Place) -> None:
-    """The refusal is read even when the store resets the connection right behind it."""
+    """The error response is read, also if the store resets the connection after it."""
 
     def script(peer: Peer) -> None:
         peer.head()
@@ -662,22 +658,21 @@ def _stops_within_the_body(peer: Peer, gate: threading.Event) -> None:
     "hang", [_reads_no_more, _never_answers, _stops_within_the_head, _stops_within_the_body]
 )
 def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> None:
-    """Wherever the other side stops, the worker gets out, with the reason, and goes on elsewhere."""
+    """A stall of the server at any point ends with its reason, and the wire works."""
     gate = threading.Event()
     server, wire = place.both(lambda peer: hang(peer, gate), stall_s=0.4, first_byte_s=0.4)
     body = Endless() if hang is _reads_no_more else Bytes(CONTENT)
     with pytest.raises(Transient, match="nothing moved"):
         wire.request("PUT", "/", {}, body=body)
     assert not gate.is_set()
-    assert wire.counters().cuts == 1
     server.script = answering(200)
     assert put(wire).status == 200
     gate.set()
 
 
 @pytest.mark.fault("O02")
-def test_an_answer_may_take_longer_than_a_stall(place: Place) -> None:
-    """A store that thinks before it answers has ``reply_s``; a part of it is not ended by ``stall_s``."""
+def test_a_response_may_take_longer_than_a_stall(place: Place) -> None:
+    """The limit of the wait for a response is ``first_byte_s``, not ``stall_s``."""
     paused = threading.Event()
 
     def script(peer: Peer) -> None:
@@ -687,21 +682,20 @@ def test_an_answer_may_take_longer_than_a_stall(place: Place) -> None:
 
     _, wire = place.both(script, stall_s=0.2, first_byte_s=15)
     assert put(wire).body == b"fine"
-    assert wire.counters().cuts == 0
 
 
 def test_slow_is_not_stalled(plain: Place) -> None:
-    """As long as something moves, and while a body or a sink takes its time, nothing is ended."""
+    """Slow transfers, bodies and sinks are not cut."""
     pause = threading.Event()
 
-    class Slow(Bytes, FdStore):
+    class Slow(Bytes, BufferSink):
         def __init__(self) -> None:
             Bytes.__init__(self, b"0123456789")
-            FdStore.__init__(self)
+            BufferSink.__init__(self)
 
         def rewind(self) -> None:
             Bytes.rewind(self)
-            FdStore.rewind(self)
+            BufferSink.rewind(self)
 
         def read_into(self, window: memoryview) -> None:
             pause.wait(0.8)
@@ -722,12 +716,11 @@ def test_slow_is_not_stalled(plain: Place) -> None:
     slow = Slow()
     wire.request("PUT", "/", {}, body=slow, sink=slow)
     assert slow.content == b"x" * 20
-    assert wire.counters().cuts == 0
 
 
 @pytest.mark.fault("O02")
 def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One far slower than the others is freed to go elsewhere; slow again, it is left to end."""
+    """A request far slower than the others is cut; its repetition is not cut again."""
     monkeypatch.setattr(pool, "_OUTLIER_AFTER_S", 0.3)
     done = threading.Event()
     begun: list[bool] = []
@@ -757,7 +750,7 @@ def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -
     other = sending("slow-other")
     until(lambda: other.is_over, what="another outlier to be cut")
     assert not again.is_over
-    assert wire.counters().cuts == 2
+    assert re.search("slower", str(other.error))
     assert not any(one.is_over for one in fast)
     done.set()
     until(lambda: all(one.is_over for one in (again, *fast)), what="the end")
@@ -770,8 +763,8 @@ class _Trouble(OSError):
     pass
 
 
-def test_trouble_of_a_body_is_not_the_network_s(place: Place) -> None:
-    """What a body raises comes out unchanged, the half request is cut off, and the wire goes on."""
+def test_an_exception_of_a_body_passes_unchanged(place: Place) -> None:
+    """The connection of the unfinished request is closed, and the wire works."""
     got: list[bytes] = []
 
     class Torn(Bytes):
@@ -793,17 +786,17 @@ def test_trouble_of_a_body_is_not_the_network_s(place: Place) -> None:
     assert put(wire).status == 200
 
 
-def test_trouble_of_a_sink_is_not_the_network_s(place: Place) -> None:
-    """What a sink raises comes out unchanged, and what is left of the answer spoils no other request."""
+def test_an_exception_of_a_sink_passes_unchanged(place: Place) -> None:
+    """The rest of the response does not affect other requests."""
 
-    class Full(FdStore):
+    class Full(BufferSink):
         def write(self, window: memoryview) -> None:
             raise _Trouble("no space")
 
     server, wire = place.both(answering(200, CONTENT))
     with pytest.raises(_Trouble):
         get(wire, Full())
-    sink = FdStore()
+    sink = BufferSink()
     get(wire, sink)
     assert sink.content == CONTENT
     assert server.accepted == 2
@@ -811,15 +804,17 @@ def test_trouble_of_a_sink_is_not_the_network_s(place: Place) -> None:
 
 @pytest.mark.fault("H07")
 def test_memory_is_bounded(plain: Place) -> None:
-    """One window a connection, whatever a body or an answer measures."""
+    """One window for each connection, for bodies and responses of any size."""
     total_bytes = 48 * 2**20
 
     class Zeros(Endless):
         size_bytes = total_bytes
 
-    class Gone(FdStore):
+    class Discarding(BufferSink):
+        received_bytes = 0
+
         def write(self, window: memoryview) -> None:
-            pass
+            self.received_bytes += window.nbytes
 
     piece = bytes(2**18)
 
@@ -836,14 +831,15 @@ def test_memory_is_bounded(plain: Place) -> None:
     _, wire = plain.both(script, connections=2)
     tracemalloc.start()
     try:
+        sinks = [Discarding() for _ in range(4)]
         running = [
-            Running(lambda: wire.request("PUT", "/", {}, body=Zeros(), sink=Gone()))
-            for _ in range(4)
+            Running(lambda sink=sink: wire.request("PUT", "/", {}, body=Zeros(), sink=sink))
+            for sink in sinks
         ]
         until(lambda: all(one.is_over for one in running), what="four requests", timeout_s=60)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert [one.error for one in running] == [None] * 4
-    assert wire.counters().received_bytes == 4 * total_bytes
+    assert [sink.received_bytes for sink in sinks] == [total_bytes] * 4
     assert peak_bytes < 2 * WINDOW_BYTES * 1.5 + 2**20

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Property-based fuzzing of everything that is parsed: no input raises anything but the declared error.
+"""Property-based fuzzing of all parsers: no input raises anything but the declared error.
 
-The profile ``fuzz`` applies to the tests of this directory alone.  ``SWANSONG_FUZZ_EXAMPLES`` sets the number
-of examples for each test; a long run sets it to many thousands.
+The profile ``fuzz`` applies to this directory alone.  ``SWANSONG_FUZZ_EXAMPLES`` sets the number of examples
+for each test.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of everything that is read from the bucket: manifests, claims, farewells, and keys."""
+"""Fuzzing of all objects of the bucket: manifests, claims, farewells, and keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HONEST = honest_manifest()
 
 @st.composite
 def altered(draw: st.DrawFn) -> bytes:
-    """A manifest with a right digest of its own, some of whose fields have any value."""
+    """A manifest with a matching digest, in which some fields have any value."""
     body = json.loads(json.dumps(HONEST))
     for name in draw(st.lists(st.sampled_from(sorted(body)), max_size=3)):
         body[name] = draw(json_values)
@@ -130,7 +130,7 @@ key_texts = st.one_of(
 @pytest.mark.fault("G16")
 @given(names=st.lists(key_texts, max_size=6))
 def test_any_keys_among_the_commits_are_commits_or_an_error(names: list[str]) -> None:
-    """A key that no writer formats is never passed over in silence."""
+    """A key that no writer formats is never ignored."""
     store = MemoryStore()
     for name in names:
         if name and not name.endswith("/"):

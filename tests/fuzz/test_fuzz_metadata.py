@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a metadata server answers: a notice within bounds, or MetadataUnavailable, and nothing else."""
+"""Any response of a metadata server gives a notice within bounds, or MetadataUnavailable."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ values = st.recursive(
 
 
 def objects(*names: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with some of these fields, of whatever types."""
+    """Objects with some of these fields, of any type."""
     return st.fixed_dictionaries({}, optional=dict.fromkeys(names, st.one_of(scalars, values)))
 
 
@@ -125,7 +125,7 @@ def learnt(call: Callable[[], Any]) -> Any:
 
 
 def expect_bounded(notice: Notice) -> None:
-    """What goes into state, status and log is short, printable and finite."""
+    """Values for state, status and log are short, printable and finite."""
     assert math.isfinite(notice.deadline_mono_s)
     assert notice.deadline_mono_s >= ASKED.mono_s
     for text, limit in ((notice.identity, 300), (notice.detail, 300), (notice.kind, 40)):
@@ -135,7 +135,7 @@ def expect_bounded(notice: Notice) -> None:
 
 
 class FakeImds:
-    """Answers each question with the next of a few answers, over and over."""
+    """Answers each request with the next of a few responses, cyclically."""
 
     def __init__(self, given_answers: list[MetadataResponse]) -> None:
         self._answers = given_answers
@@ -147,15 +147,15 @@ class FakeImds:
 
 
 @given(bodies)
-def test_a_spot_notice_is_a_notice_however_mangled(body: bytes) -> None:
-    """At most two minutes, or the assumed grace period, from now on."""
+def test_a_mangled_spot_notice_is_still_a_notice(body: bytes) -> None:
+    """At most two minutes from now, or the assumed grace period."""
     notice = parse_instance_action(body, ASKED, GRACE_S)
     expect_bounded(notice)
     assert notice.deadline_mono_s <= ASKED.mono_s + 120
 
 
 @given(bodies)
-def test_a_recommendation_is_an_advisory_however_mangled(body: bytes) -> None:
+def test_a_mangled_recommendation_is_still_an_advisory_notice(body: bytes) -> None:
     expect_bounded(parse_rebalance(body, ASKED))
 
 
@@ -183,7 +183,7 @@ def test_every_poll_of_aws_is_a_result_or_unknown(
 
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> None:
-    """What is sent back is one printable line; all else is no token."""
+    """An accepted token is one printable line."""
     sent: list[str] = []
     client: Any = FakeImds(given_answers)
     asked: Callable[..., MetadataResponse] = client.request
@@ -204,7 +204,7 @@ def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> No
 
 @given(headers)
 def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
-    """The local clock counts where the server's cannot be read."""
+    """The local clock is used if the server's date cannot be parsed."""
     fixed = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
     assert fixed.mono_s == ASKED.mono_s
     assert math.isfinite(fixed.wall_s)
@@ -217,7 +217,7 @@ GCP: list[Callable[[], GcpSource]] = [
 
 
 class NoDetails:
-    """Stands in for the requests that a stop asks beside."""
+    """Replaces the additional requests of a stop."""
 
     def __init__(self, texts: tuple[str, str]) -> None:
         self._texts = texts
@@ -241,8 +241,8 @@ def test_every_value_of_gcp_is_a_notice_or_unknown(
 
 
 @given(st.lists(answers, min_size=1, max_size=4))
-def test_what_is_asked_of_gcp_next_is_short(given_answers: list[MetadataResponse]) -> None:
-    """The ETag of the last answer goes into the next request: short, or none."""
+def test_the_next_request_to_gcp_is_short(given_answers: list[MetadataResponse]) -> None:
+    """It contains the ETag of the last response, if that is short."""
     asked: list[dict[str, str]] = []
     client: Any = FakeImds(given_answers)
     answering: Callable[..., MetadataResponse] = client.request
@@ -262,7 +262,7 @@ def test_what_is_asked_of_gcp_next_is_short(given_answers: list[MetadataResponse
 
 @given(bodies)
 def test_an_identity_document_names_the_vm_or_nothing(body: bytes) -> None:
-    """The lifecycle hook gets an instance and a region, or tries again later."""
+    """The lifecycle hook gets an instance and a region, or retries later."""
 
     try:
         instance, region = parse_identity(body)
@@ -274,7 +274,7 @@ def test_an_identity_document_names_the_vm_or_nothing(body: bytes) -> None:
 
 
 @given(st.text(), st.integers(1, 300))
-def test_what_reaches_the_log_is_one_line(text: str, limit: int) -> None:
+def test_logged_text_is_one_line(text: str, limit: int) -> None:
     line = shortened(text, limit)
     assert len(line) <= limit
     assert line.isprintable()

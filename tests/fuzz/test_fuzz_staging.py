@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of everything that is read from staging: trees, rank manifests, journals."""
+"""Fuzzing of all files in staging: trees, rank manifests, journals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ honest = RankManifest(run="r1", step=5, kind="periodic", files=[FileEntry("rank-
 
 @st.composite
 def altered(draw: st.DrawFn) -> bytes:
-    """A rank manifest with some of its fields replaced by anything, or with some of its bytes changed."""
+    """A rank manifest with some fields replaced by any value, or with some bytes changed."""
     body: dict[str, Any] = json.loads(honest.encode())
     for name in draw(st.lists(st.sampled_from(sorted(body)), max_size=4)):
         body[name] = draw(json_values)
@@ -77,7 +77,7 @@ def test_a_rank_manifest_is_understood_or_refused(data: bytes) -> None:
 @pytest.mark.fault("S7", "S13")
 @pytest.mark.parametrize("item", ['{"path":"a","size_bytes":1}', "[]", "0", '""', '{"a":{"b":{}}}'])
 def test_the_largest_rank_manifest_costs_bounded_memory(item: str) -> None:
-    """A file of the greatest size that is read, filled with the cheapest items: under 400 MB."""
+    """A file of the largest accepted size with the cheapest items needs less than 400 MB."""
     head = json.dumps(json.loads(honest.encode()) | {"files": []})
     room = protocol.RANK_MANIFEST_MAX_BYTES - len(head)
     items = ",".join([item] * (room // (len(item) + 1)))
@@ -106,7 +106,7 @@ lines = st.builds(
 )
 @example(data=IDENTITY.encode() + b"\n0 0 " + b"0" * 64 + b"\n")
 def test_a_restore_journal_names_parts_that_exist(data: bytes) -> None:
-    """Whatever it contains, the result is None or parts of these shards."""
+    """Any content gives None, or parts of these shards."""
     noted = restore_journal.parse(data, IDENTITY, SHARDS)
     for (number, part), digest in (noted or {}).items():
         assert 0 <= number < len(SHARDS)
@@ -119,7 +119,7 @@ HEADER = {"is": "journal", "version": 1, "run": "r", "store": "file:///x"}
 
 @given(records=st.lists(json_values, max_size=5), tail=st.binary(max_size=40))
 def test_an_upload_journal_of_any_records_is_read(records: list[Any], tail: bytes) -> None:
-    """Records with a right digest and any content: reading ends there, and raises nothing."""
+    """A record with a valid digest and any content ends the journal without an error."""
     data, chain = b"", ""
     for record in [HEADER, *records]:
         line, chain = upload_journal._line(json.dumps(record).encode(), chain)
@@ -146,7 +146,7 @@ trees = st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_siz
 
 
 def plant(name: str, tree: Any, fd: int) -> None:
-    """Make one entry of a directory; names that the file system refuses are left out."""
+    """Create one entry of a directory, unless the file system refuses its name."""
     try:
         if isinstance(tree, dict):
             inner = openat.make_directory(name, dir_fd=fd, mode=0o700)
@@ -175,7 +175,7 @@ def plant(name: str, tree: Any, fd: int) -> None:
 def test_any_tree_in_staging_is_scanned(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """No content of staging raises, and what is reported as staged are regular files within the tree."""
+    """No content of staging raises; staged files are regular files within the tree."""
     run = tmp_path_factory.mktemp("fuzz") / "r1"
     run.mkdir()
     fd = openat.open_directory(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a store answers: what it says, whole and within bounds, or an error of the contract."""
+"""Any response of a store gives a complete result within bounds, or an error of the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swansongd.stores.s3.access import Route
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.http1 import HEADERS_MAX, ResponseReader
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 MIB = 2**20
 BASE = "prefix/"
@@ -61,7 +61,7 @@ def elements(draw: st.DrawFn) -> str:
 
 @st.composite
 def documents(draw: st.DrawFn) -> bytes:
-    """Documents such as stores send, with anything missing or out of place; some are cut."""
+    """Documents as stores send them, with missing, misplaced or truncated content."""
     items = draw(
         st.lists(
             st.tuples(st.sampled_from(["Contents", "Upload", "Part", "Rule"]), elements()),
@@ -120,7 +120,7 @@ said = st.builds(Response, statuses, headers, bodies, st.integers(0, 2**32 - 1))
 
 
 def parsed(call: Callable[[], Any]) -> Any:
-    """What a parser returns; None where it refuses, in one short line that names what is wrong."""
+    """The result of a parser; None if it raises one short line that names the problem."""
     try:
         return call()
     except BoundsError as error:
@@ -134,7 +134,7 @@ def parsed(call: Callable[[], Any]) -> Any:
 
 @given(bodies, headers)
 def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> None:
-    """Keys lie below the prefix, sizes and numbers within their range, ids and tokens are there."""
+    """Keys have the prefix, sizes and numbers are within their range, ids and tokens are not empty."""
     answer = Response(200, fields, body, 0)
     for page in (
         parsed(lambda: responses.objects(answer, BASE, "")),
@@ -175,8 +175,8 @@ INFOS = st.lists(st.tuples(text.filter(bool), st.integers(0, BYTES_MAX)), max_si
 
 
 @given(INFOS, st.one_of(st.none(), text.filter(lambda token: token.strip())))
-def test_a_listing_is_never_cut_unseen(infos: list[tuple[str, int]], token: str | None) -> None:
-    """A whole page is read as it was meant; each beginning of it is refused, wherever it ends."""
+def test_a_truncated_listing_is_detected(infos: list[tuple[str, int]], token: str | None) -> None:
+    """A complete page is accepted; each proper prefix of it is refused."""
     wanted = Page([ObjectInfo(key, size_bytes) for key, size_bytes in infos], token)
     items = "".join(
         element("Contents", element("Key", escape(BASE + key)) + element("Size", str(size_bytes)))
@@ -202,7 +202,7 @@ def test_a_listing_is_never_cut_unseen(infos: list[tuple[str, int]], token: str 
 
 @given(st.lists(st.lists(st.integers(0, 20), max_size=6), max_size=8))
 def test_a_listing_from_any_pages_names_each_key_once(pages: list[list[int]]) -> None:
-    """Whatever the order of keys, and however often they come."""
+    """In any order of keys, and with any repetition."""
 
     def page(token: str | None) -> Page:
         number = int(token or 0)
@@ -217,7 +217,7 @@ def test_a_listing_from_any_pages_names_each_key_once(pages: list[list[int]]) ->
 
 
 class Split:
-    """Hands out bytes in pieces of at most the given lengths, then ends."""
+    """Returns bytes in pieces of at most the given lengths, then the end."""
 
     def __init__(self, data: bytes, lengths: list[int]) -> None:
         self._data = data
@@ -269,7 +269,7 @@ raw = st.one_of(
 
 @given(raw, lengths, st.sampled_from(["GET", "HEAD", "PUT"]))
 def test_http_is_read_or_transient(data: bytes, pieces: list[int], method: str) -> None:
-    """Arbitrary bytes, in arbitrary pieces: an answer with bounded headers, or Transient."""
+    """Arbitrary bytes in arbitrary pieces give a response with bounded headers, or Transient."""
     try:
         status, fields, body = read(data, pieces, method)
     except Transient as error:
@@ -283,10 +283,10 @@ def test_http_is_read_or_transient(data: bytes, pieces: list[int], method: str) 
 
 
 @given(st.binary(max_size=100), st.booleans(), lengths, st.data())
-def test_an_answer_is_never_cut_unseen(
+def test_a_truncated_response_is_detected(
     body: bytes, is_chunked: bool, pieces: list[int], data: st.DataObject
 ) -> None:
-    """A whole answer is read as it was meant, in whatever pieces; each beginning of it is Transient."""
+    """A complete response is accepted in any pieces; each proper prefix of it is Transient."""
     if is_chunked:
         framing = b"Transfer-Encoding: chunked"
         parts = [body[at : at + 7] for at in range(0, len(body), 7)]
@@ -304,7 +304,7 @@ def test_an_answer_is_never_cut_unseen(
 
 
 class FakeWire:
-    """Answers all requests with the next of a few answers."""
+    """Answers all requests with the next of a few responses."""
 
     host = "store"
 
@@ -340,7 +340,7 @@ def s3(wire: Any, scheme: str = "http") -> S3Store:
 
 
 def s3_tls(wire: Any) -> S3Store:
-    """Where bodies have trailers."""
+    """A store over TLS, whose bodies have trailers."""
     return s3(wire, "https")
 
 
@@ -355,13 +355,13 @@ UPLOAD = Upload("key", "upload-id", 3, 5 * MIB)
 CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda store: store.put("key", b"abc", if_absent=True),
     "get": lambda store: store.get("key"),
-    "get_range": lambda store: store.get_range("key", 0, 3, BytesSink()),
+    "get_range": lambda store: store.get_range("key", 0, 3, CountedSink()),
     "head": lambda store: store.head("key"),
     "list": lambda store: list(store.list("")),
     "delete": lambda store: store.delete("key"),
-    "put_shard": lambda store: store.put_shard("key", BytesBody(b"abc")),
+    "put_shard": lambda store: store.put_shard("key", CountedBody(b"abc")),
     "begin": lambda store: store.begin("key", 3, 5 * MIB),
-    "put_part": lambda store: store.put_part(UPLOAD, 1, BytesBody(b"abc")),
+    "put_part": lambda store: store.put_part(UPLOAD, 1, CountedBody(b"abc")),
     "parts": lambda store: store.parts(UPLOAD),
     "complete": lambda store: store.complete(UPLOAD, [PartReceipt(1, '"x"', 7)]),
     "uploads": lambda store: list(store.uploads("")),
@@ -378,7 +378,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 def test_every_call_ends_in_an_error_of_the_contract(
     make: Callable[[Any], Any], call: str, given_answers: list[Response]
 ) -> None:
-    """No KeyError, no TypeError, no endless loop: a result, or a StoreError of one short line."""
+    """A result, or a StoreError of one short line; no other exception and no endless loop."""
     try:
         CALLS[call](make(FakeWire(given_answers)))
     except StoreError as error:

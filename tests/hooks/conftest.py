@@ -44,7 +44,7 @@ def counter() -> Counter:
 
 @pytest.fixture
 def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
-    """``swansong.attach`` to the socket of the fake daemon; what it made is closed at the end."""
+    """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end."""
     guards: list[swansong.Guard] = []
 
     def attach(state: dict[str, Any] | None = None, **options: Any) -> swansong.Guard:

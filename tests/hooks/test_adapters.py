@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers of each framework that are preempted and resumed end as ones that are not: the examples.
+"""The example of each framework: a preempted and resumed run ends like an uninterrupted one.
 
 Compared byte by byte is all that the last checkpoint holds, but for what tells of the run and not of the
 state: clock times in logs, paths, and counters of validation batches.
@@ -34,7 +34,7 @@ ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "HF_HUB_OFFLINE": "1"}
 def test_lightning(
     tmp_path: Path, options: list[str], kill_at: list[int | str], saved: int
 ) -> None:
-    """Mid-epoch, in a validation and at an epoch's end; a rate that hangs on the validation's result."""
+    """During an epoch, in a validation and at the end of an epoch; the rate depends on the validation."""
     report = check_resume(
         [sys.executable, str(EXAMPLES / "with_lightning.py"), "--windows", "128", *options],
         steps=10,
@@ -44,7 +44,7 @@ def test_lightning(
         ignoring=r"state\.json",
     )
     assert len(report.saved_steps) == saved
-    assert report.losses >= 8  # Lightning may be killed before it says what it has saved
+    assert report.losses >= 8  # Lightning may be killed before it prints the last loss
     assert report.files == 3
     assert _epoch_progress(tmp_path / "resumed") == _epoch_progress(tmp_path / "reference")
 
@@ -56,8 +56,8 @@ def _epoch_progress(run: Path) -> object:
     return dict(loops["dict"])["epoch_progress"]
 
 
-def test_lightning_refuses_what_it_cannot_save(tmp_path: Path) -> None:
-    """What Swansong cannot save rank by rank is refused before the first step, by name."""
+def test_lightning_refuses_a_strategy_that_it_cannot_save(tmp_path: Path) -> None:
+    """A strategy whose state cannot be saved by rank is refused by name before the first step."""
     from swansong.lightning import SwansongCallback
 
     class Trainer:
@@ -69,7 +69,7 @@ def test_lightning_refuses_what_it_cannot_save(tmp_path: Path) -> None:
 
 @pytest.mark.fault("T12")
 def test_transformers(tmp_path: Path) -> None:
-    """Two ranks that the notice reaches at different moments save the same step, with accumulation."""
+    """Two ranks get the notice at different moments and save the same step, with accumulation."""
     report = check_resume(
         [
             *(sys.executable, str(EXAMPLES / "with_transformers.py")),
@@ -90,7 +90,7 @@ def test_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.fault("T12")
 def test_accelerate(tmp_path: Path) -> None:
-    """Two ranks with accumulation, loader workers and dropout of their own."""
+    """Two ranks with accumulation, and each with loader workers and dropout."""
     report = check_resume(
         [sys.executable, str(EXAMPLES / "with_accelerate.py"), "--windows", "256"],
         steps=6,
@@ -107,7 +107,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 @pytest.mark.fault("T12")
 def test_dcp(tmp_path: Path) -> None:
-    """Two ranks of FSDP2, each of which writes below a directory of its own."""
+    """Two ranks of FSDP2 write to separate directories."""
     report = check_resume(
         [sys.executable, str(EXAMPLES / "with_dcp.py")],
         steps=6,
@@ -115,7 +115,7 @@ def test_dcp(tmp_path: Path) -> None:
         ranks=2,
         directory=tmp_path,
         environment=ENVIRONMENT,
-        ignoring=r"\.metadata",  # it names the save
+        ignoring=r"\.metadata",  # contains an id of the save
     )
     assert report.saved_steps == [3]
     assert report.losses == 6

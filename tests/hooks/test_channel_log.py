@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks' connection writes to the trainer's log: each kind of line once a minute at most."""
+"""The connection writes each kind of line to the trainer's log at most once a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swansong._daemon.channel import Channel
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """Replaces the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,19 +46,19 @@ def channel() -> Channel:
 def test_after_any_number_of_lines_the_next_minute_has_one_again(
     channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A daemon whose every answer is broken in another way fills no log, and is never silenced for good."""
+    """Malformed answers of many kinds do not flood the log, and never silence it."""
     for minute in range(1, 4):
         for number in range(1000):
             channel._received(b'{"type": "%d"}' % (1000 * minute + number))
         assert len(caplog.records) == minute
         clock.now += 61
-    assert len(channel._said) == 1
+    assert len(channel._logged) == 1
 
 
 def test_the_same_line_is_written_once(
     channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A daemon that stays away for an hour is one line."""
+    """An hour without a daemon is one line."""
     for _ in range(60):
         channel._connect()
         clock.now += 61
@@ -69,7 +69,7 @@ def test_the_same_line_is_written_once(
 def test_an_error_that_repeats_has_one_trace(
     channel: Channel, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The background thread survives an error in each of its turns, and reports it once."""
+    """The background thread survives an error in each iteration, and reports it once."""
 
     def fails() -> None:
         raise RuntimeError("broken")

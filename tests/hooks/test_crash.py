@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that dies in the middle of a save, at every point there is."""
+"""A trainer that dies during a save, before each file operation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from swansong import protocol
 from swansong.protocol import RankManifest
 
-# Saves step 1, then step 2, in a child process that kills itself before its n-th operation on the file
-# system below staging, and between the two halves of each write; for n = 1, 2, ... until it lives.
+# Saves step 1, then step 2, in a child process that kills itself before its n-th file operation below
+# staging, and between the two halves of each write; for n = 1, 2, ... until it survives.
 HARNESS = """
 import os, signal, sys
 from pathlib import Path
@@ -79,7 +79,7 @@ print(n)
 
 
 def check_sealed(directory: Path, ranks: int) -> None:
-    """Every rank's manifest is there, and every file that it names, whole."""
+    """Check that every rank's manifest is there, and every file that it lists is complete."""
     for rank in range(ranks):
         manifest = RankManifest.decode((directory / f"rank-{rank:05d}.json").read_bytes())
         assert [entry.path for entry in manifest.files] == [
@@ -92,7 +92,7 @@ def check_sealed(directory: Path, ranks: int) -> None:
 
 
 def final_files(partial: Path) -> list[Path]:
-    """What lies under its final name in a set that was never sealed; all of it whole."""
+    """Check that all files with a final name in a partial set are complete, and return them."""
     files = list(partial.glob("rank-?????/*"))
     for file in files:
         assert file.read_bytes() == b"x" * 1000, f"{file} is final, and not whole"
@@ -103,7 +103,7 @@ def final_files(partial: Path) -> list[Path]:
 @pytest.mark.parametrize("durable", ["durable", "quick"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, ranks: int) -> None:
-    """After a kill before every operation of a save, staging holds whole sealed sets or none.
+    """After a kill before each operation of a save, every sealed set in staging is complete.
 
     And what has its final name is whole: the daemon may have stored it by then.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard, against a real socket."""
+"""The guard, against a fake daemon on a real socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong._checkpoint import restore
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong._daemon.channel import Channel
 from swansong._daemon.progress import Reporter
 from swansong._ranks.agreement import Agreement
@@ -59,14 +59,14 @@ def train(guard: swansong.Guard, counter: Counter, first: int, last: int) -> Non
 
 
 def train_until(guard: swansong.Guard, counter: Counter, done: Callable[[], object]) -> int:
-    """Train, a step each ten milliseconds or so, until ``done``; the last step."""
+    """Train, about one step in 10 ms, until ``done``; returns the last step."""
 
     def one() -> bool:
         counter.value += 1
         guard.step(counter.value)
         return bool(done())
 
-    until(one, what="the training to get there")
+    until(one, what="done() after a step")
     return counter.value
 
 
@@ -83,7 +83,7 @@ def value_in(directory: Path, rank: int = 0) -> int:
 
 @pytest.mark.fault("T08")
 def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> None:
-    """Every call is a no-op, and the run is a fresh one."""
+    """Every call does nothing, and the run is fresh."""
     guard = attach({"counter": counter}, every_steps=2)
     assert guard.restore() == 0
     train(guard, counter, 1, 20)
@@ -98,10 +98,10 @@ def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> N
     guard.step(21)
 
 
-def test_a_loop_that_does_not_count_its_steps_has_them_counted(
+def test_steps_without_a_number_are_counted(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """From one on; after a restore, from where it went on; and a number that is given counts from then on."""
+    """Steps count from 1, after a restore from its step, and after a given number from that number."""
     guard = attach({"counter": counter}, every_steps=3)
     daemon.wait_connected()
     guard.step(loss=1.0)
@@ -124,7 +124,7 @@ def test_a_loop_that_does_not_count_its_steps_has_them_counted(
 def test_a_daemon_that_starts_later_is_found(
     attach: Attach, counter: Counter, tmp_path: Path
 ) -> None:
-    """The hooks keep looking, quietly, and then answer requests."""
+    """The hooks retry without log lines, and answer requests after the connect."""
     guard = attach({"counter": counter})
     train(guard, counter, 1, 5)
     with FakeDaemon(tmp_path) as daemon:
@@ -136,13 +136,13 @@ def test_a_daemon_that_starts_later_is_found(
         assert value_in(daemon.sealed()[0]) == 6
 
 
-def test_the_absence_is_told_once(
+def test_an_absent_daemon_is_logged_once(
     attach: Attach,
     counter: Counter,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line, not one per attempt."""
+    """Attempts to connect after the first write no log line."""
     attempts: list[bool] = []
     connect = Channel._connect
     monkeypatch.setattr(Channel, "_connect", lambda self: attempts.append(connect(self)))
@@ -159,13 +159,13 @@ def test_a_forbidden_socket_is_explained(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No permission: one warning that names the path and the way out, then a no-op."""
+    """Without permission: one warning with the path and the fix, and no checkpoints."""
 
     def refuse(self: object, path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    # The tests may run as root, whom no mode stops.
-    monkeypatch.setattr("swansong._channel.socket.socket.connect", refuse, raising=False)
+    # No mode stops root, as whom the tests may run.
+    monkeypatch.setattr("swansong._daemon.channel.socket.socket.connect", refuse, raising=False)
     guard = attach({"counter": counter})
     assert guard.restore() == 0
     assert "trainer.sock" in caplog.text
@@ -179,7 +179,7 @@ def test_a_forbidden_socket_is_explained(
 def test_a_request_is_answered_and_sealed_at_the_target(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Accepted at once with the last step, saved at exactly the target, sealed with its manifest."""
+    """The hooks accept immediately with the last step, and save at exactly the target."""
     guard = attach({"counter": counter}, run="run")
     assert guard.restore() == 0
     train(guard, counter, 1, 10)
@@ -204,10 +204,10 @@ def test_a_request_is_answered_and_sealed_at_the_target(
     assert guard.request is None
 
 
-def test_the_daemons_scan_recognises_the_set(
+def test_the_daemons_scanner_accepts_the_set(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """What the hooks write is what the daemon looks for: the layout has one meaning on both sides."""
+    """The hooks and the daemon agree on the layout of a set."""
     guard = attach({"counter": counter})
     guard.restore()
     daemon.request("r1")
@@ -230,7 +230,7 @@ def test_the_daemons_scan_recognises_the_set(
 def test_no_step_boundary_is_passed_before_the_target_is_known(
     tmp_path: Path, attach: Attach, counter: Counter
 ) -> None:
-    """After Accepted the loop stands still at its next boundary, then runs on to the target."""
+    """After Accepted the loop blocks at its next boundary; with the target it runs to the target."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
@@ -251,7 +251,7 @@ def test_no_step_boundary_is_passed_before_the_target_is_known(
 
 @pytest.mark.fault("T04")
 def test_without_a_target_the_wait_ends(tmp_path: Path, attach: Attach, counter: Counter) -> None:
-    """A tenth of the time left, then Declined, and training goes on, without another wait."""
+    """After a tenth of the time left the rank declines, and training continues without another wait."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
@@ -269,7 +269,7 @@ def test_without_a_target_the_wait_ends(tmp_path: Path, attach: Attach, counter:
 
 
 def test_a_late_target_is_still_met(tmp_path: Path, attach: Attach, counter: Counter) -> None:
-    """A target that lies ahead is met even by a rank that had given up waiting for it."""
+    """A rank that has declined still saves at a target that is a later step."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
@@ -278,13 +278,13 @@ def test_a_late_target_is_still_met(tmp_path: Path, attach: Attach, counter: Cou
         train(guard, counter, 1, 3)
         daemon.wait_for(Declined)
         daemon.send(Target("r1", 1000))
-        until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+        until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
         train(guard, counter, 4, 1001)
         assert daemon.wait_for(Sealed).step == 1000
 
 
 def test_a_withdrawn_request_is_forgotten(tmp_path: Path, attach: Attach, counter: Counter) -> None:
-    """Withdrawn frees a waiting loop at once, and nothing is saved."""
+    """Withdrawn unblocks a waiting loop immediately, and nothing is saved."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
@@ -304,7 +304,7 @@ def test_a_withdrawn_request_is_forgotten(tmp_path: Path, attach: Attach, counte
 def test_the_same_request_is_answered_again_and_not_saved_twice(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A replay of an answered request gets the same Sealed again."""
+    """A repeated request gets the same Sealed again."""
     guard = attach({"counter": counter})
     guard.restore()
     daemon.request()
@@ -319,7 +319,7 @@ def test_the_same_request_is_answered_again_and_not_saved_twice(
 def test_another_request_takes_another_checkpoint(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Each request id gets a checkpoint of its own."""
+    """Each request id gets a separate checkpoint."""
     guard = attach({"counter": counter}, stop_after_save=True)
     guard.restore()
     for number in (1, 2):
@@ -331,10 +331,10 @@ def test_another_request_takes_another_checkpoint(
 
 @pytest.mark.fault("T09")
 @pytest.mark.parametrize("when", ["waiting for the target", "on the way to it", "after sealing"])
-def test_a_daemon_that_restarts_hears_it_again(
+def test_the_answer_is_repeated_to_a_restarted_daemon(
     tmp_path: Path, attach: Attach, counter: Counter, when: str
 ) -> None:
-    """The hooks reconnect and say how the request stands; nothing is saved twice."""
+    """The hooks reconnect and repeat the answer; nothing is saved twice."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
@@ -347,22 +347,22 @@ def test_a_daemon_that_restarts_hears_it_again(
             until(lambda: counter.value == 4)
         else:
             daemon.send(Target("r1", 5))
-            until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+            until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
             train(guard, counter, 4, 4)
         if when == "after sealing":
             train(guard, counter, 5, 5)
             daemon.wait_for(Sealed)
         daemon.stop()
-        daemon.heard.clear()
+        daemon.received.clear()
         daemon.start()
         assert daemon.wait_for(Hello).step == (5 if when == "after sealing" else 4)
         if when != "after sealing":
-            # The step first said: the daemon arrives at the same target, whatever it remembers.
+            # The first step again: so a restarted daemon computes the same target.
             assert daemon.wait_for(Accepted) == Accepted("r1", 3)
             daemon.request()
             assert daemon.wait_for(Accepted, 2) == Accepted("r1", 3)
             daemon.send(Target("r1", 5))
-            until(lambda: guard._agreement._order is not None and guard._agreement._order.target)
+            until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
             if trainer.ident:
                 trainer.join(10)
             train(guard, counter, 5, 5)
@@ -374,7 +374,7 @@ def test_a_daemon_that_restarts_hears_it_again(
 def test_a_request_in_a_long_pause_is_met_by_poll(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A lone rank saves the last completed step from poll(), without waiting for another step."""
+    """In a job of one rank, poll() saves the last completed step, without another step."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 5)
@@ -384,10 +384,10 @@ def test_a_request_in_a_long_pause_is_met_by_poll(
     assert daemon.wait_for(Sealed).request_id == "r1"
 
 
-def test_what_is_staged_already_is_not_saved_again(
+def test_a_staged_step_is_not_saved_again(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A request that could only repeat the newest staged step is answered with the set that is there."""
+    """A request at the step of the newest staged set is answered with that set."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 5)
@@ -403,7 +403,7 @@ def test_what_is_staged_already_is_not_saved_again(
 def test_a_critical_section_delays_the_save(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """While the state is torn nothing is written; on leaving it is."""
+    """While the state is torn nothing is written; the end of the section writes."""
     guard = attach({"counter": counter}, every_steps=3)
     guard.restore()
     train(guard, counter, 1, 2)
@@ -416,10 +416,10 @@ def test_a_critical_section_delays_the_save(
     assert [value_in(directory) for directory in daemon.sealed()] == [3]
 
 
-def test_close_answers_a_request_that_is_under_way(
+def test_close_answers_a_request_in_progress(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A run whose last step comes before the target still saves, then says goodbye."""
+    """A run whose last step is before the target still saves before it disconnects."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 5)
@@ -434,7 +434,7 @@ def test_close_answers_a_request_that_is_under_way(
 
 
 def test_every_steps(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
-    """Periodic checkpoints at multiples of the step, whatever lies between."""
+    """Periodic checkpoints are at multiples of ``every_steps``."""
     with attach({"counter": counter}, every_steps=5) as guard:
         guard.restore()
         train(guard, counter, 1, 12)
@@ -448,7 +448,7 @@ def test_every_steps(daemon: FakeDaemon, attach: Attach, counter: Counter) -> No
 
 
 def test_every_s(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
-    """Periodic checkpoints by time, and the measured cost of the last one reaches the daemon."""
+    """Periodic checkpoints by time; the daemon receives time and size of the last one."""
     guard = attach({"counter": counter}, every_s=0.1)
     guard.restore()
     train_until(guard, counter, lambda: len(daemon.sealed()) >= 2)
@@ -473,7 +473,7 @@ def test_close_saves_the_last_step(daemon: FakeDaemon, attach: Attach, counter: 
 def test_an_error_in_the_loop_saves_nothing(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Leaving the context by an error says so, passes it on, and does not save torn state."""
+    """An error in the block is reported to the daemon and raised; torn state is not saved."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 4)
@@ -488,7 +488,7 @@ def test_an_error_in_the_loop_saves_nothing(
 def test_a_fenced_run_stops_its_periodic_checkpoints(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Nothing of this VM will be committed any more; the training loop is told, not stopped."""
+    """``fenced`` is set, later steps save nothing, and the training loop continues."""
     guard = attach({"counter": counter}, every_steps=5)
     guard.restore()
     daemon.send(Committed(1, 99))
@@ -503,7 +503,7 @@ def test_a_fenced_run_stops_its_periodic_checkpoints(
 
 
 class Broken(BaseException):
-    """Like the errors of some frameworks, no Exception."""
+    """An error that is not an Exception, as some frameworks raise."""
 
 
 @pytest.mark.fault("D01", "T08")
@@ -514,7 +514,7 @@ def test_a_failed_save_does_not_reach_the_loop(
     error: BaseException,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The daemon hears Failed, the log a warning, the partial directory is gone, training goes on."""
+    """The daemon receives Failed, the log a warning; the partial directory is removed, training continues."""
 
     def save(directory: Path) -> None:
         (directory / "model.bin").write_bytes(b"half")
@@ -536,7 +536,7 @@ def test_a_failed_save_does_not_reach_the_loop(
 
 
 def test_a_failed_save_without_a_request_is_reported(daemon: FakeDaemon, attach: Attach) -> None:
-    """The daemon learns of each checkpoint that fails, also of one that the trainer planned itself."""
+    """The daemon receives Failed also for a checkpoint that the trainer scheduled itself."""
 
     def save(directory: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -555,7 +555,7 @@ def test_a_failed_save_without_a_request_is_reported(daemon: FakeDaemon, attach:
 def test_a_staging_directory_that_cannot_be_used_is_reported(
     daemon: FakeDaemon, attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A trainer that continues without checkpoints says so to the daemon, and not only in its own log."""
+    """A trainer that continues without checkpoints reports that to the daemon, too."""
     daemon.staging = daemon.staging / "absent"
     guard = attach({})
     failed = daemon.wait_for(Failed)
@@ -569,7 +569,7 @@ def test_a_staging_directory_that_cannot_be_used_is_reported(
 def test_the_users_interrupt_passes(
     daemon: FakeDaemon, attach: Attach, error: type[BaseException]
 ) -> None:
-    """Ctrl-C during a save ends the script, and leaves nothing behind."""
+    """Ctrl-C during a save ends the script and leaves no files."""
 
     def save(directory: Path) -> None:
         raise error
@@ -584,7 +584,7 @@ def test_the_users_interrupt_passes(
 def test_a_loss_that_is_not_finite_is_marked(
     daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint is taken, says what it is, and holds finite numbers only; one warning."""
+    """The checkpoint is taken and marked, its numbers are finite, and the log has one warning."""
     guard = attach({"counter": counter}, every_steps=1)
     guard.restore()
     guard.step(1, loss=math.nan, accuracy=0.5, grad=math.inf, name="x")
@@ -600,9 +600,9 @@ def test_a_loss_that_is_not_finite_is_marked(
 def test_the_group_may_read_whatever_the_umask(
     daemon: FakeDaemon, attach: Attach, counter: Counter, umask: int
 ) -> None:
-    """The group of the staging directory can read all files, and write to nothing."""
+    """The group of the staging directory can read all files, and write to none."""
     group = os.stat(daemon.staging).st_gid
-    if os.geteuid() == 0:  # else this user may be in no other group
+    if os.geteuid() == 0:  # another user may be in no other group
         group = 54321
         os.chown(daemon.staging, -1, group)
     before = os.umask(umask)
@@ -629,7 +629,7 @@ def test_a_forbidden_staging_directory_is_explained(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A warning with path and way out; requests are declined at once instead of failing late."""
+    """A warning has the path and the fix; requests are declined immediately instead of failing late."""
     monkeypatch.setattr("os.access", lambda path, _: str(path) != str(daemon.staging))
     guard = attach({"counter": counter}, every_steps=1)
     assert guard.restore() == 0
@@ -644,10 +644,10 @@ def test_a_forbidden_staging_directory_is_explained(
 def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
     tmp_path: Path, attach: Attach, counter: Counter
 ) -> None:
-    """When the socket is full the message is dropped and the connection made anew; nothing blocks."""
+    """A full socket drops the message and causes a reconnect; nothing blocks."""
     with FakeDaemon(tmp_path) as daemon:
         release = threading.Event()
-        daemon.on_query = lambda _: release.wait(30)  # its thread sticks here
+        daemon.on_query = lambda _: release.wait(30)  # blocks the thread of the fake daemon
         guard = attach({"counter": counter})
         daemon.wait_connected()
         guard._session.channel.send(RestoreQuery("q"))
@@ -659,8 +659,8 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
         release.set()
 
 
-def test_arguments_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistakes show when the script starts."""
+def test_invalid_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes raise when the script starts."""
     counter = Counter()
     with pytest.raises(ValueError, match="needs state="):
         swansong.attach()
@@ -683,7 +683,7 @@ def test_arguments_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_is_restored(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
-    """restore() gives back the state and the number of completed steps."""
+    """restore() loads the state and returns the number of completed steps."""
     guard = attach({"counter": counter})
     assert guard.restore() == 0
     train(guard, counter, 1, 7)
@@ -701,7 +701,7 @@ def test_a_run_is_restored(daemon: FakeDaemon, attach: Attach, counter: Counter)
 def test_restore_from_a_directory(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory given by argument, or by the environment, goes before what the daemon says."""
+    """A directory in the argument or the environment overrides the daemon."""
     guard = attach({"counter": counter})
     for step in (3, 4):
         counter.value = step
@@ -718,7 +718,7 @@ def test_restore_from_a_directory(
 def test_restore_waits_while_there_is_progress(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long download is waited for; one that stands still is an error, not a fresh start."""
+    """A restore waits for a long download; a stalled one is an error, not a fresh run."""
     monkeypatch.setattr(restore, "PATIENCE_S", 0.5)
     stop = threading.Event()
 
@@ -749,10 +749,10 @@ def test_restore_waits_while_there_is_progress(
 
 
 @pytest.mark.fault("T09")
-def test_restore_outlives_a_restart_of_the_daemon(
+def test_restore_survives_a_restart_of_the_daemon(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """The question is asked again after the reconnect."""
+    """The query is sent again after the reconnect."""
     asked = threading.Event()
     daemon.on_query = lambda _: asked.set()
     steps: list[int] = []
@@ -784,7 +784,7 @@ def test_a_damaged_checkpoint_is_an_error(
     damage: Callable[[Path], object],
     reason: str,
 ) -> None:
-    """It names the directory; the run does not start from scratch in silence."""
+    """The error names the directory; the run does not start from step 0."""
     guard = attach({"counter": counter})
     until(lambda: guard.save(3))
     (directory,) = daemon.sealed()
@@ -798,7 +798,7 @@ def test_a_damaged_checkpoint_is_an_error(
 def test_a_checkpoint_of_another_step_or_world_is_an_error(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the daemon promised and what lies there must be the same."""
+    """The directory must match the daemon's answer."""
     guard = attach({"counter": counter})
     until(lambda: guard.save(3))
     daemon.restorable = lambda: (daemon.sealed()[0], 4)
@@ -807,14 +807,14 @@ def test_a_checkpoint_of_another_step_or_world_is_an_error(
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(swansong.RestoreError, match="1 ranks saved it, and 2"):
+    with pytest.raises(swansong.RestoreError, match="1 ranks saved it, and this job has 2"):
         attach({"counter": counter}).restore()
 
 
 def test_a_refusal_or_an_error_of_the_daemon_is_an_error(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A daemon that cannot restore must not look like a fresh run."""
+    """A daemon that cannot restore is not mistaken for a fresh run."""
     daemon.on_query = lambda query_id: daemon.send(Restored(query_id, error="no commit is whole"))
     with pytest.raises(swansong.RestoreError, match="no commit is whole"):
         attach({"counter": counter}).restore()
@@ -823,22 +823,22 @@ def test_a_refusal_or_an_error_of_the_daemon_is_an_error(
         attach({"counter": counter}).restore()
 
 
-def test_limits_of_the_wait() -> None:
-    """A tenth of the time left, and never more than five seconds."""
+def test_limits_of_the_agreement() -> None:
+    """The wait is a tenth of the time left, and at most 5 s."""
     agreement = Agreement(1, None, lambda _: None)
     for number, (seconds_left, limit_s) in enumerate([(10.0, 1.0), (3600.0, 5.0), (-1.0, 0.0)]):
         agreement.request(Request(f"r{number}", "test", seconds_left))
-        assert agreement._order is not None
-        assert agreement._order.limit_s == limit_s
+        assert agreement._active is not None
+        assert agreement._active.limit_s == limit_s
 
 
 def test_reports_are_rare() -> None:
-    """However often the thread wakes up, the daemon hears of progress once a second at most."""
+    """The daemon receives at most one report a second, at any rate of ticks."""
     said: list[Message] = []
     reporter = Reporter(said.append)
     begun_s = time.monotonic()
     for step in range(1000):
-        reporter.tick(step, 1.0, Measured())
+        reporter.tick(step, 1.0, SaveCost())
     assert len(said) <= time.monotonic() - begun_s
 
 
@@ -846,7 +846,7 @@ def test_reports_are_rare() -> None:
 def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
     tmp_path: Path, attach: Attach, counter: Counter
 ) -> None:
-    """A socket that nobody answers on is a daemon that was killed: not a reason to start from scratch."""
+    """A socket that refuses connections belongs to a killed daemon: the run must not start from step 0."""
     with FakeDaemon(tmp_path) as first:
         guard = attach({"counter": counter})
         guard.restore()
@@ -857,7 +857,7 @@ def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
         guard.close()
     path = tmp_path / "trainer.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-        dead.bind(str(path))  # and closed: the file stays, as after a SIGKILL
+        dead.bind(str(path))  # closed without unlink, as by SIGKILL
     guard = attach({"counter": counter})
     steps: list[int] = []
     thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)

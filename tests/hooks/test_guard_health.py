@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard and a loss that is not finite, pauses, and the way back; against a real socket."""
+"""The guard and a loss that is not finite, rollbacks and pauses; with a fake daemon on a real socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import swansong
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong._daemon import progress
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong.protocol import (
@@ -36,7 +36,7 @@ Attach = Callable[..., swansong.Guard]
 
 
 class Tensor:
-    """A loss for which a device would have to be waited for."""
+    """A loss that blocks on a device when it is read."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -64,15 +64,15 @@ def step_to(guard: swansong.Guard, counter: Counter, last: int, loss: Any = 1.0)
 def test_a_bad_loss_is_noticed_at_its_step(
     attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture, bad: float
 ) -> None:
-    """One warning, that names the step; healthy again once the loss is."""
+    """One warning names the step; ``healthy`` is true again with the next finite loss."""
     guard = attach({"counter": counter})
-    assert guard.healthy, "nothing is known yet"
+    assert guard.healthy, "the loss is unknown"
     step_to(guard, counter, 6)
     assert guard.healthy
     step_to(guard, counter, 9, bad)
     assert not guard.healthy
     warnings = [message for message in caplog.messages if "not finite" in message]
-    assert warnings == ["the loss of step 7 is not finite; checkpoints go on, marked as such"]
+    assert warnings == ["the loss of step 7 is not finite; checkpoints continue, marked unhealthy"]
     step_to(guard, counter, 10)
     assert guard.healthy
 
@@ -80,7 +80,7 @@ def test_a_bad_loss_is_noticed_at_its_step(
 def test_a_tensor_is_read_only_when_a_checkpoint_is_taken(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """To look at it waits for the device; the checkpoint is marked all the same."""
+    """Reading a tensor blocks on its device; the checkpoint has the mark anyway."""
     guard = attach({"counter": counter})
     daemon.wait_connected()
     loss = Tensor(math.nan)
@@ -92,10 +92,10 @@ def test_a_tensor_is_read_only_when_a_checkpoint_is_taken(
     assert not guard.healthy
 
 
-def test_what_is_reported_says_whether_the_loss_is_finite(
+def test_a_report_contains_whether_the_loss_is_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the loss where it is a finite number; a tensor is not looked at; a poll is news."""
+    """A finite loss is included, a tensor is not read, and a poll alone causes a report."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
     reporter = Reporter(said.append)
@@ -107,7 +107,7 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
         (3, tensor, 0),
         (3, tensor, 1),
     ):
-        reporter.tick(step, loss, Measured(), polls)
+        reporter.tick(step, loss, SaveCost(), polls)
     facts = [(p.step, p.loss, p.loss_is_finite) for p in said if isinstance(p, Progress)]
     assert facts == [(1, 0.5, True), (2, None, False), (3, None, None), (3, None, None)]
     assert tensor.reads == 0
@@ -121,10 +121,10 @@ def test_what_is_reported_says_whether_the_loss_is_finite(
 def test_an_odd_loss_does_not_cost_the_connection(
     monkeypatch: pytest.MonkeyPatch, loss: float, sent: float | None, is_finite: bool
 ) -> None:
-    """Whatever plain number is given as the loss, the daemon understands the report."""
+    """The daemon can decode the report with any plain number as the loss."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
-    odd = Measured(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
+    odd = SaveCost(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
     Reporter(said.append).tick(1, loss, odd)
     (report,) = said
     assert decode(encode(report)) == Progress(
@@ -132,11 +132,11 @@ def test_an_odd_loss_does_not_cost_the_connection(
     )
 
 
-# ---------------------------------------------------------------- the way back
+# ---------------------------------------------------------------- rollback
 
 
 def saved_at_10(attach: Attach, counter: Counter) -> swansong.Guard:
-    """A guard that has just saved step 10, because it was told to."""
+    """A guard that has saved step 10."""
     guard = attach({"counter": counter})
     step_to(guard, counter, 10)
     until(lambda: guard.save(10), what="the welcome")
@@ -144,15 +144,16 @@ def saved_at_10(attach: Attach, counter: Counter) -> swansong.Guard:
 
 
 def offer(daemon: FakeDaemon, step: int) -> None:
-    """The daemon has the set of that step to go back to."""
+    """Make the daemon offer the set of this step for a rollback."""
     (found,) = [path for path in daemon.sealed() if f"{step:012d}." in path.name]
     daemon.restorable = lambda: (found, step)
 
 
-def test_a_rollback_brings_the_state_back_and_goes_on(
+def test_a_rollback_restores_the_state_and_continues(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Asked for before the suspect step; the daemon hears the step again, and gets a set at the next one."""
+    """The query is for a step before the suspect one; the daemon gets the step, and a set at the next
+    step."""
     guard = saved_at_10(attach, counter)
     daemon.wait_sealed(1)
     step_to(guard, counter, 19)
@@ -168,10 +169,10 @@ def test_a_rollback_brings_the_state_back_and_goes_on(
     assert daemon.wait_for(Sealed, 2).step == 11
 
 
-def test_the_last_set_does_not_answer_for_its_step_anew(
+def test_after_a_rollback_the_same_step_is_saved_again(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """The very step that was saved last comes again after the way back: it is saved again."""
+    """The set of the abandoned line does not answer a request at the repeated step."""
     guard = saved_at_10(attach, counter)
     step_to(guard, counter, 11, math.nan)
     assert guard.save(11)
@@ -183,10 +184,11 @@ def test_the_last_set_does_not_answer_for_its_step_anew(
     assert sorted(health_in(path)["loss_is_finite"] for path in sets) == [0.0, 1.0]
 
 
-def test_a_step_that_is_done_anew_is_a_set_of_its_own(
+def test_a_repeated_step_is_another_set(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with several ranks, whose sets are named after the step: nothing of the first time answers."""
+    """With several ranks, too, whose nonce is computed from the step: the set of the first time stays
+    unused."""
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     first = attach({"counter": counter}, every_steps=10)
@@ -222,7 +224,7 @@ def test_a_step_that_is_done_anew_is_a_set_of_its_own(
 def test_a_rollback_for_another_reason_excludes_the_current_step(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """A finite loss that somebody does not like: only checkpoints before this step will do."""
+    """With a finite loss, only checkpoints before the current step are candidates."""
     guard = attach({"counter": counter})
     daemon.wait_connected()
     step_to(guard, counter, 10)
@@ -232,8 +234,8 @@ def test_a_rollback_for_another_reason_excludes_the_current_step(
     assert counter.value == 10
 
 
-def test_without_a_daemon_there_is_no_way_back(attach: Attach, counter: Counter) -> None:
-    """An error that says so, and the state stays as it is."""
+def test_without_a_daemon_a_rollback_is_an_error(attach: Attach, counter: Counter) -> None:
+    """The error names the cause, and the state is unchanged."""
     guard = attach({"counter": counter})
     step_to(guard, counter, 3)
     with pytest.raises(swansong.RestoreError, match="no daemon"):
@@ -244,10 +246,10 @@ def test_without_a_daemon_there_is_no_way_back(attach: Attach, counter: Counter)
 # ---------------------------------------------------------------- periodic checkpoints
 
 
-def test_who_plans_periodic_checkpoints_is_told_at_hello(
+def test_hello_contains_who_schedules_periodic_checkpoints(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """The daemon does, unless the script says when."""
+    """The daemon schedules them, unless the script sets an interval."""
     attach({"counter": counter})
     assert daemon.wait_for(Hello).capabilities == ["periodic"]
     attach({"counter": counter}, every_steps=3)
@@ -256,10 +258,10 @@ def test_who_plans_periodic_checkpoints_is_told_at_hello(
     assert daemon.wait_for(Hello, 3).capabilities == []
 
 
-def test_a_periodic_request_is_a_periodic_checkpoint_and_stops_nobody(
+def test_a_periodic_request_is_a_periodic_checkpoint_and_does_not_stop_the_trainer(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Its kind says so, and should_stop stays False; one that is withdrawn leaves nothing behind."""
+    """Its kind is ``periodic`` and should_stop stays False; a withdrawn request leaves no files."""
     guard = attach({"counter": counter}, stop_after_save=True)
     daemon.wait_connected()
     step_to(guard, counter, 4)
@@ -283,10 +285,10 @@ def test_a_periodic_request_is_a_periodic_checkpoint_and_stops_nobody(
 # ---------------------------------------------------------------- pauses
 
 
-def test_a_pause_longer_than_the_notice_is_warned_of_once(
+def test_a_pause_longer_than_the_grace_period_causes_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Not before the first step, not while somebody polls, not where the notice is unknown."""
+    """No warning before the first step, while the loop polls, or with an unknown grace period."""
     watch = PauseWatch()
     grace_s = 0.02
 

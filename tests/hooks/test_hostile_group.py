@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another member of the trainers' group may read what a trainer stages, and can change none of it."""
+"""Another member of the trainers' group may read a trainer's sets, and cannot change them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stop(where):
 
 def save(directory):
     (directory / "model").write_bytes(b"m" * 1000)
-    os.chmod(directory / "model", 0o666)  # as a framework may
+    os.chmod(directory / "model", 0o666)  # as some frameworks do
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
         file.write(b"o" * 1000)
     os.rename(file.name, directory / "optimizer")
@@ -61,7 +61,7 @@ STOPS = [
     *("writing", "some files are final", "sealed"),
 ]
 
-# Tries everything on the paths that it is told, and shows what succeeded.
+# Tries every attack on the given paths, and shows those that succeeded.
 ATTACK = """
 (playground,) = arguments
 own = Path(playground, "own")
@@ -127,7 +127,7 @@ def place() -> Iterator[Path]:
 
 
 def snapshot(run: Path) -> dict[str, tuple[Any, ...]]:
-    """All that there is of sets: inode, type and mode, owner, group, size, content."""
+    """All facts about sets: inode, type and mode, owner, group, size, content."""
     found: dict[str, tuple[Any, ...]] = {}
     for top in sorted(run.glob("step-*")):
         for path in (top, *sorted(top.rglob("*"))):
@@ -154,7 +154,7 @@ def attacker(place: Path) -> UserProcess:
 def test_a_member_of_the_group_changes_nothing(
     place: Path, user: int, has_acl: bool, umask: int
 ) -> None:
-    """At each stage of a save every attack fails, and the daemon can read and then remove the set."""
+    """Every attack at each stage of a save fails, and the daemon can read and remove the set."""
     run = make_run_directory(place / "run", has_acl=has_acl)
     with attacker(place) as member, UserProcess(TRAIN, str(run), umask, uid=user) as trainer:
         for where in STOPS:
@@ -192,7 +192,7 @@ show("removed")
 
 
 def test_the_daemon_can_remove_what_a_trainer_left_when_it_died(place: Path) -> None:
-    """A partial set, with what was still being written."""
+    """A partial set includes the files that were being written."""
     run = make_run_directory(place / "run", has_acl=True)
     with UserProcess(TRAIN, str(run), 0o077, uid=TRAINER) as trainer:
         assert trainer.shown() == "writing"
@@ -251,7 +251,7 @@ except OSError as error:
 @pytest.mark.parametrize("user", [0, TRAINER], ids=["root", "trainer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_partial_set_of_another_user_is_not_written_to(place: Path, kind: str, user: int) -> None:
-    """The save fails with the owner's number, and writes nothing there nor where links point."""
+    """The save fails with the owner's user id, and writes neither there nor to the targets of links."""
     run = make_run_directory(place / "run", has_acl=True)
     target = place / "target"
     target.mkdir()
@@ -272,7 +272,7 @@ def test_a_partial_set_of_another_user_is_not_written_to(place: Path, kind: str,
 def test_a_sealed_name_that_another_user_took_costs_no_checkpoint(
     place: Path, kind: str, user: int
 ) -> None:
-    """Everybody sees the partial name, and so the next one: the set is sealed under another name."""
+    """The partial name shows the sealed name to all users; a taken name gets another nonce."""
     run = make_run_directory(place / "run", has_acl=True)
     taken = run / protocol.sealed_name(3, "n")
     run_as(SQUAT, str(taken), kind, str(place), uid=MEMBER)
@@ -287,7 +287,7 @@ def test_a_sealed_name_that_another_user_took_costs_no_checkpoint(
 
 @pytest.mark.fault("D12")
 def test_leftovers_of_other_users_stay(place: Path) -> None:
-    """A trainer that starts removes what its own user left, and nothing else; not even as root."""
+    """A starting trainer removes only the files of its own user, even as root."""
     run = make_run_directory(place / "run", has_acl=True)
     with UserProcess(TRAIN, str(run), 0o000, uid=TRAINER) as trainer:
         assert trainer.shown() == "writing"
@@ -298,8 +298,8 @@ def test_leftovers_of_other_users_stay(place: Path) -> None:
     assert run_as(script, str(run), uid=TRAINER) == []
 
 
-def test_two_ranks_of_different_users_are_told(place: Path) -> None:
-    """The second rank's save fails with a line that says what to do, and the first one's part stays."""
+def test_two_ranks_of_different_users_get_an_error(place: Path) -> None:
+    """The second rank's save fails with the fix in one line, and the first rank's part stays."""
     run = make_run_directory(place / "run", has_acl=True)
     manifest = manifest_of(3, local_world_size=2)
     assert not write_checkpoint(str(run), "n", manifest, save_model, durable=False).is_sealed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks obey the daemon only: not any process on the socket, and no directory of another user."""
+"""The hooks trust only the daemon's user on the socket, and only its directories."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ written = write_checkpoint(
 daemon.restorable = lambda: (daemon.staging / written.directory, 66)
 show(daemon.path)
 while wait():
-    show([type(message).__name__ for message in daemon.heard])
+    show([type(message).__name__ for message in daemon.received])
 """
 
 
 @pytest.fixture
 def outsider() -> Iterator[UserProcess]:
-    """A process of another user that behaves as a daemon; told True, it shows what it has received."""
+    """A process of another user that acts as a daemon; the value True makes it show what it has received."""
     with reachable_directory() as place:
         os.chown(place, OUTSIDER, OUTSIDERS)
         with UserProcess(LISTEN, str(place), uid=OUTSIDER, gid=OUTSIDERS) as process:
@@ -58,13 +58,13 @@ def outsider() -> Iterator[UserProcess]:
 
 @needs_root
 @pytest.mark.fault("S8")
-def test_a_listener_of_another_user_gets_no_word_and_is_not_obeyed(
+def test_a_listener_of_another_user_gets_no_message_and_is_ignored(
     outsider: UserProcess,
     counter: Counter,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Training continues without checkpoints, and one line names the user and the way out."""
+    """Training continues without checkpoints, and one log line has the user and the fix."""
     path, attempts = outsider.shown(), []
     check = channel.check_listener
 
@@ -92,7 +92,7 @@ def test_a_listener_of_another_user_gets_no_word_and_is_not_obeyed(
 def test_the_daemons_user_is_configured_or_is_named_swansong(
     outsider: UserProcess, counter: Counter, monkeypatch: pytest.MonkeyPatch, known_as: str
 ) -> None:
-    """By number or name in the environment, else the user that the packages create."""
+    """The environment has its number or name; the default is the user that the packages create."""
     users = {"swansong" if known_as == "swansong" else "checkpointer": OUTSIDER}
     if known_as == "number":
         monkeypatch.setenv("SWANSONG_DAEMON_USER", str(OUTSIDER))
@@ -123,7 +123,7 @@ def test_the_variable_replaces_the_usual_user(
 
 
 def saved(daemon: FakeDaemon, attach: Attach, counter: Counter) -> Path:
-    """A checkpoint of step 3, which the daemon hands over."""
+    """A checkpoint of step 3, which the daemon offers for a restore."""
     guard = attach({"counter": counter})
     guard.restore()
     counter.value = 3
@@ -206,10 +206,10 @@ def test_a_relative_restored_directory_is_refused(
         attach({"counter": counter}).restore()
 
 
-def test_a_directory_that_the_user_chose_may_hold_links(
+def test_a_directory_that_the_user_chose_may_contain_links(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
-    """Links, and files of other users, are the user's own choice there."""
+    """There, links and files of other users are the user's own choice."""
     sealed = saved(daemon, attach, counter)
     for part in ("", "rank-00000", "rank-00000.json"):
         link(sealed / part)
@@ -253,7 +253,7 @@ def test_staging_that_is_not_the_daemons_is_not_written_to(
     change: Callable[[Path], str],
     reason: str,
 ) -> None:
-    """A warning says why; nothing is saved there."""
+    """A warning has the reason; nothing is saved there."""
     staging = daemon.staging
     monkeypatch.chdir(staging.parent)
     daemon.staging = Path(change(staging))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in which a bucket writer has hidden a pickle: our own formats never unpickle."""
+"""Checkpoints in which a bucket writer has hidden a pickle: Swansong's formats never unpickle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Payload:
 
 
 def payloads(marker: Path) -> list[bytes]:
-    """A bare pickle, PyTorch's archive around one, and NumPy's array of objects."""
+    """A bare pickle, a pickle in PyTorch's archive, and NumPy's array of objects."""
     archive, array = io.BytesIO(), io.BytesIO()
     torch.save(Payload(marker), archive)
     np.save(array, np.array([Payload(marker)], dtype=object), allow_pickle=True)
@@ -61,7 +61,7 @@ class Plain:
 
 @pytest.mark.parametrize("number", range(3))
 def test_the_payload_works_where_something_unpickles(tmp_path: Path, number: int) -> None:
-    """Without this the next test would mean nothing."""
+    """The next test depends on it."""
     marker = tmp_path / "marker"
     data = io.BytesIO(payloads(marker)[number])
     read = [

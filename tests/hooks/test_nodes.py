@@ -31,7 +31,7 @@ from testkit.job_store import MemoryJobStore
 from testkit.waiting import until
 
 TRIALS = {"memory": 2000, "torch": 300}
-"""Single rounds, in which every rank comes when it likes."""
+"""Number of single rounds, in which each rank arrives at a random moment."""
 
 
 class Rank:
@@ -39,14 +39,14 @@ class Rank:
 
     def __init__(self, ranks: Ranks, connect: Callable[[], JobStore], seed: int) -> None:
         self.ranks = ranks
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
         self.saved: list[tuple[str, int]] = []
         self.agreement = Agreement(ranks.world_size, None, self._answer)
         self.rendezvous = Rendezvous(ranks, self._send_daemon, connect)
         self.rounds = RoundRunner(self.rendezvous, self.agreement)
         self.choice = RestoreChoice(self.rendezvous)
         self.may_begin = threading.Event()
-        """The daemon has nothing of an earlier start to commit."""
+        """Set while the daemon has nothing of an earlier start to commit."""
         self.may_begin.set()
         self.is_stuck = threading.Event()
         self.stop = threading.Event()
@@ -58,7 +58,7 @@ class Rank:
         return self.rounds.answer(message)
 
     def _send_daemon(self, message: Message) -> None:
-        self.said.append(message)
+        self.sent.append(message)
         if isinstance(message, Finish) and self.may_begin.is_set():
             self.rendezvous.finished(message.job_start_id)
 
@@ -67,7 +67,7 @@ class Rank:
         self._thread.start()
 
     def all_of(self, kind: type[Message], request_id: str) -> list[Message]:
-        return [m for m in self.said if isinstance(m, kind) and _id(m) == request_id]
+        return [m for m in self.sent if isinstance(m, kind) and _id(m) == request_id]
 
     def end(self) -> None:
         self.stop.set()
@@ -133,12 +133,12 @@ class Job:
         seconds_left: float = 60.0,
         urgency: str = "emergency",
     ) -> None:
-        """The daemon of one VM asks its ranks."""
+        """Send a request of the daemon of one VM to its ranks."""
         for rank in self.on(node):
             rank.rounds.request(Request(request_id, "test", seconds_left, urgency))
 
     def wait_sealed(self, request_id: str, node: int = 0, timeout_s: float = 60.0) -> int:
-        """The daemon of the VM hears that all its ranks have saved; returns the step."""
+        """Wait until all ranks of the VM have saved, and return the step."""
         until(
             lambda: all(rank.all_of(Sealed, request_id) for rank in self.on(node)),
             timeout_s=timeout_s,
@@ -149,7 +149,7 @@ class Job:
         return int(steps.pop())
 
     def assert_together(self) -> int:
-        """Every step that anybody has saved, all have saved; how many there are."""
+        """Check that all ranks have saved the same steps; return their number."""
         until(
             lambda: len({len(rank.saved) for rank in self.ranks}) == 1, what="all ranks have saved"
         )
@@ -169,7 +169,7 @@ def store() -> MemoryJobStore:
 
 @pytest.fixture(params=["memory", "torch"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], JobStore]]:
-    """Connections to a store: the model of it, and the real one."""
+    """Function that opens a connection to the store: a model of it, or torch's."""
     if request.param == "memory":
         yield MemoryJobStore(delay_s=0.0001, seed=random.randrange(2**32)).connect
         return
@@ -186,10 +186,10 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], JobStore]]:
 
 
 @pytest.mark.fault("T12")
-def test_no_two_ranks_ever_read_another_decision(
+def test_all_ranks_of_a_round_read_the_same_decision(
     connect: Callable[[], JobStore], request: pytest.FixtureRequest
 ) -> None:
-    """Thousands of rounds with ranks that come late, about when the first ones lose patience, or never."""
+    """In thousands of rounds, ranks arrive late, near the limit of the others, or never."""
     seed = random.randrange(2**32)
     choice = random.Random(seed)
     outcomes = {"target": 0, "abort": 0}
@@ -246,7 +246,7 @@ def test_no_two_ranks_ever_read_another_decision(
 def test_a_notice_at_any_vm_is_a_checkpoint_of_the_whole_job(
     connect: Callable[[], JobStore],
 ) -> None:
-    """Whoever asks, all ranks save one step, and the daemons of the other VMs hear at once of whom."""
+    """All ranks save one step, and the daemons of the other VMs get the request immediately."""
     seed = random.randrange(2**32)
     rounds = 15
     with Job(connect, nodes=3, local=2, seed=seed) as job:
@@ -258,15 +258,15 @@ def test_a_notice_at_any_vm_is_a_checkpoint_of_the_whole_job(
             for rank in job.ranks:
                 assert rank.saved[-1] == (f"r{number}", step), seed
                 peers = rank.all_of(PeerRequest, f"r{number}")
-                # A rank of that VM may hear it of another one there before its daemon asks.
+                # A rank of that VM may get the call from another rank before its daemon's request.
                 assert len(peers) == 1 or rank.ranks.node == node, (seed, rank.ranks)
                 assert [m.step for m in rank.all_of(Agreed, f"r{number}")] == [step]  # type: ignore[attr-defined]
-        assert len({m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)}) == 1
+        assert len({m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)}) == 1
 
 
 @pytest.mark.fault("T12", "N09")
-def test_two_notices_at_once(connect: Callable[[], JobStore]) -> None:
-    """Both VMs get a checkpoint that all ranks have; one, or one after the other."""
+def test_two_notices_at_the_same_time(connect: Callable[[], JobStore]) -> None:
+    """Both VMs get a checkpoint that all ranks have: the same one, or two in turn."""
     seed = random.randrange(2**32)
     with Job(connect, nodes=2, local=2, seed=seed) as job:
         for number in range(15):
@@ -287,7 +287,7 @@ def test_two_notices_at_once(connect: Callable[[], JobStore]) -> None:
 
 @pytest.mark.fault("T04", "T12")
 def test_a_dead_rank_costs_the_others_a_tenth_of_the_time_at_most(store: MemoryJobStore) -> None:
-    """Nobody saves, every daemon is told, training goes on; and the next round is not spoilt."""
+    """No rank saves, every daemon receives Declined, and training continues."""
     with Job(store.connect, nodes=2, local=2) as job:
         job.request("first")
         job.wait_sealed("first")
@@ -302,13 +302,13 @@ def test_a_dead_rank_costs_the_others_a_tenth_of_the_time_at_most(store: MemoryJ
         reached = [rank.agreement.step for rank in alive]
         until(
             lambda: all(r.agreement.step > s for r, s in zip(alive, reached, strict=True)),
-            what="training goes on",
+            what="further steps",
         )
 
 
 @pytest.mark.fault("T04", "T12")
 def test_a_stuck_rank_does_not_split_the_others(connect: Callable[[], JobStore]) -> None:
-    """Its thread answers while its loop hangs: the others save; it saves the same step when it gets there."""
+    """Its thread answers while its loop hangs: the others save, and it saves the same step later."""
     with Job(connect, nodes=2, local=1) as job:
         job.request("first")
         job.wait_sealed("first")
@@ -327,7 +327,7 @@ def test_a_stuck_rank_does_not_split_the_others(connect: Callable[[], JobStore])
 
 @pytest.mark.fault("T04", "T12")
 def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -> None:
-    """The next request, under its own id, is a round of its own, and all ranks save for it."""
+    """The next request has another id, and so another round, in which all ranks save."""
     moves = threading.Event()
     moves.set()
 
@@ -352,8 +352,8 @@ def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -
 
 
 @pytest.mark.fault("T12")
-def test_a_store_that_is_gone_is_a_reason_to_decline(store: MemoryJobStore) -> None:
-    """The daemon hears why within a tenth of the time left, training is held up no longer."""
+def test_a_lost_store_declines_the_request(store: MemoryJobStore) -> None:
+    """The daemon gets the reason within a tenth of the time left, and training is blocked no longer."""
     with Job(store.connect, nodes=2, local=1) as job:
         job.request("first")
         job.wait_sealed("first")
@@ -371,8 +371,8 @@ def test_a_store_that_is_gone_is_a_reason_to_decline(store: MemoryJobStore) -> N
         job.assert_together()
 
 
-def test_an_emergency_does_not_wait_for_what_has_time(store: MemoryJobStore) -> None:
-    """A checkpoint asked for without hurry and one in an emergency are both taken by all ranks."""
+def test_an_emergency_does_not_wait_for_a_drain(store: MemoryJobStore) -> None:
+    """All ranks take both checkpoints: the one of the drain, and the one of the emergency."""
     with Job(store.connect, nodes=2, local=2) as job:
         for number in range(20):
             job.request(f"drain{number}", node=0, urgency="drain")
@@ -380,50 +380,50 @@ def test_an_emergency_does_not_wait_for_what_has_time(store: MemoryJobStore) -> 
             job.wait_sealed(f"urgent{number}", node=1)
             job.wait_sealed(f"drain{number}", node=0)
         job.assert_together()
-        urgent = [m for m in job.ranks[0].said if isinstance(m, PeerRequest)]
+        urgent = [m for m in job.ranks[0].sent if isinstance(m, PeerRequest)]
         assert {m.request_id for m in urgent} == {f"urgent{n}" for n in range(20)}
-        assert not [m for m in job.ranks[2].said if isinstance(m, PeerRequest)]
+        assert not [m for m in job.ranks[2].sent if isinstance(m, PeerRequest)]
 
 
 @pytest.mark.fault("T09")
-def test_a_daemon_that_was_restarted_hears_it_all_again(store: MemoryJobStore) -> None:
-    """Which start of the job this is, whose end is near, and, when it asks, what came of the request."""
+def test_messages_are_repeated_to_a_restarted_daemon(store: MemoryJobStore) -> None:
+    """It gets the job start, the request of the other VM and, for its own request, the answer."""
     with Job(store.connect, nodes=2, local=1) as job:
         job.request("r1")
         step = job.wait_sealed("r1")
         job.assert_together()
         other = job.ranks[1]
-        other.said.clear()
+        other.sent.clear()
         other.rounds.resend()
-        assert [type(m) for m in other.said] == [JobStart, PeerRequest]
+        assert [type(m) for m in other.sent] == [JobStart, PeerRequest]
         other.rounds.request(Request("r1", "again", 50.0))
         until(lambda: other.all_of(Sealed, "r1"))
         assert other.all_of(Sealed, "r1")[0].step == step  # type: ignore[attr-defined]
         assert job.assert_together() == 1
 
 
-def test_what_an_earlier_start_has_left_means_nothing(connect: Callable[[], JobStore]) -> None:
-    """Two starts of one job, one after the other, in one store: other sessions, other rounds."""
-    sessions = []
+def test_keys_of_an_earlier_start_are_ignored(connect: Callable[[], JobStore]) -> None:
+    """Starts of one job in one store have different rendezvous ids, and so different rounds."""
+    starts = []
     for start in range(3):
         with Job(connect, nodes=2, local=1, seed=start) as job:
             job.request("r1")
             job.wait_sealed("r1")
             assert job.assert_together() == 1
-            sessions.append({m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)})
-    assert [len(session) for session in sessions] == [1, 1, 1]
-    assert len(set.union(*sessions)) == 3
+            starts.append({m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)})
+    assert [len(ids) for ids in starts] == [1, 1, 1]
+    assert len(set.union(*starts)) == 3
 
 
 def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) -> None:
-    """However late each rank asks, all get what rank 0 decided, and only rank 0 decides."""
+    """All ranks get the choice of rank 0, in any order of arrival, and only rank 0 chooses."""
     with Job(connect, nodes=2, local=2) as job:
         got: dict[int, object] = {}
 
         def ask(rank: Rank) -> None:
-            def decide(session: str) -> dict[str, object]:
+            def decide(job_start_id: str) -> dict[str, object]:
                 assert rank.ranks.rank == 0
-                assert JobStart(session) in rank.said
+                assert JobStart(job_start_id) in rank.sent
                 return {"generation": 3, "step": 40}
 
             got[rank.ranks.rank] = rank.choice.for_resume(decide)
@@ -436,39 +436,41 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
 
 
-def test_a_start_begins_when_no_daemon_has_anything_to_finish(
+def test_a_job_start_begins_when_no_daemon_has_anything_to_finish(
     connect: Callable[[], JobStore],
 ) -> None:
-    """Nothing is claimed or chosen before the last daemon says so, and one that restarts is asked again."""
+    """JobStart waits for Finished of the last daemon, and a restarted daemon gets Finish again."""
     with Job(connect, nodes=3, local=1) as job:
         busy = job.ranks[2]
         busy.may_begin.clear()
 
         def begun() -> list[Message]:
-            return [m for rank in job.ranks for m in rank.said if isinstance(m, JobStart)]
+            return [m for rank in job.ranks for m in rank.sent if isinstance(m, JobStart)]
 
-        until(lambda: all(any(isinstance(m, Finish) for m in r.said) for r in job.ranks))
-        (session,) = {m.job_start_id for r in job.ranks for m in r.said if isinstance(m, Finish)}
-        busy.said.clear()
+        until(lambda: all(any(isinstance(m, Finish) for m in r.sent) for r in job.ranks))
+        (rendezvous_id,) = {
+            m.job_start_id for r in job.ranks for m in r.sent if isinstance(m, Finish)
+        }
+        busy.sent.clear()
         busy.rounds.resend()
-        assert busy.said == [Finish(session)]
+        assert busy.sent == [Finish(rendezvous_id)]
         assert not begun()
         busy.rendezvous.finished("another start")
         assert not begun()
-        busy.rendezvous.finished(session)
+        busy.rendezvous.finished(rendezvous_id)
         until(lambda: len(begun()) == 3)
-        assert set(begun()) == {JobStart(session)}
+        assert set(begun()) == {JobStart(rendezvous_id)}
         job.request("r1")
         job.wait_sealed("r1")
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_vm_without_a_daemon_is_named_at_once(
+def test_a_vm_without_a_daemon_is_named_soon(
     connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch, absent: int
 ) -> None:
-    """Its rank would begin at step 0: the others do not wait, and the advice is to start the daemon there.
+    """Its rank would begin at step 0: the others do not wait, and the error says to start the daemon.
 
-    When the daemon has come all the same, they meet.
+    With a daemon on that VM, the ranks meet.
     """
     monkeypatch.setattr("swansong._ranks.rendezvous.ABSENT_S", 0.5)
     job = Job(connect, nodes=2, local=1)
@@ -481,17 +483,19 @@ def test_a_vm_without_a_daemon_is_named_at_once(
         ):
             present.choice.for_resume(lambda _: {})
         other.start()
-        until(lambda: any(isinstance(m, JobStart) for m in present.said))
+        until(lambda: any(isinstance(m, JobStart) for m in present.sent))
     finally:
         job.__exit__()
 
 
-def test_a_restore_without_a_daemon_tells_the_other_vms(
+def test_a_restore_without_a_daemon_announces_the_absence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It begins at step 0 all the same: without a daemon the hooks do nothing."""
-    told: list[int] = []
-    monkeypatch.setattr(Rendezvous, "announce_absence", lambda self: told.append(self.ranks.rank))
+    """The rank itself begins at step 0, because without a daemon the hooks do nothing."""
+    announced: list[int] = []
+    monkeypatch.setattr(
+        Rendezvous, "announce_absence", lambda self: announced.append(self.ranks.rank)
+    )
     environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 1}
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -499,13 +503,13 @@ def test_a_restore_without_a_daemon_tells_the_other_vms(
         save=lambda _: None, load=lambda _: None, socket=tmp_path / "no.sock"
     ) as guard:
         assert guard.restore() == 0
-    assert told == [1]
+    assert announced == [1]
 
 
-def test_what_an_earlier_start_has_left_about_a_daemon_is_not_taken_for_this_one(
+def test_a_report_of_absence_by_an_earlier_start_is_ignored(
     connect: Callable[[], JobStore],
 ) -> None:
-    """The rank of a VM without a daemon was started again, with one: nobody fails."""
+    """The rank of a VM without a daemon is restarted with one: all ranks meet."""
     job = Job(connect, nodes=2, local=1)
     for rank in job.ranks:
         report_absence(connect(), rank.ranks.rank)
@@ -514,17 +518,17 @@ def test_what_an_earlier_start_has_left_about_a_daemon_is_not_taken_for_this_one
         job.wait_sealed("r1")
 
 
-def all_go_back(
+def roll_all_back(
     job: Job, steps: dict[int, tuple[int, int]], decide: Callable[[int], dict[str, object]]
 ) -> list[object]:
-    """Each rank goes back after ``steps[rank]``: its last step, and the first that it does not trust."""
+    """Roll back each rank after ``steps[rank]``: its last step, and the first that it does not trust."""
     got: list[object] = []
 
-    def go_back(rank: Rank) -> None:
+    def roll_back(rank: Rank) -> None:
         got.append(rank.choice.for_rollback(1, *steps[rank.ranks.rank], decide))
 
     threads = [
-        threading.Thread(target=go_back, args=(rank,), daemon=True)
+        threading.Thread(target=roll_back, args=(rank,), daemon=True)
         for rank in reversed(job.ranks)
         if rank.ranks.rank in steps
     ]
@@ -535,10 +539,11 @@ def all_go_back(
     return got
 
 
-def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_job_start(
+def test_all_ranks_roll_back_to_the_choice_of_rank_0_under_one_new_job_start(
     connect: Callable[[], JobStore],
 ) -> None:
-    """Before the earliest step that any rank suspects; every daemon hears the same new name, also again."""
+    """The choice is before the earliest suspect step; all daemons get the same new id, also after a
+    reconnect."""
     with Job(connect, nodes=2, local=2) as job:
         asked: list[int] = []
 
@@ -547,39 +552,39 @@ def test_all_ranks_go_back_to_what_rank_0_chose_under_one_new_job_start(
             return {"generation": 1, "step": 10}
 
         steps = {0: (20, 20), 1: (20, 17), 2: (20, 19), 3: (20, 20)}
-        assert all_go_back(job, steps, decide) == [{"generation": 1, "step": 10}] * 4
+        assert roll_all_back(job, steps, decide) == [{"generation": 1, "step": 10}] * 4
         assert asked == [17]
-        began = {m.id for r in job.ranks for m in r.said if isinstance(m, JobStart)}
-        assert len(began) == 1, "nothing begins before it is known where"
+        began = {m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)}
+        assert len(began) == 1, "the new job start waits for the choice"
         assert len({rank.choice.begin_rollback(1) for rank in job.ranks} - began) == 1
         job.ranks[3].rounds.resend()
-        anew = [m.id for m in job.ranks[3].said if isinstance(m, JobStart)]
-        assert anew[-1] == anew[-2] == job.ranks[0].said[-1].id  # type: ignore[attr-defined]
+        ids = [m.id for m in job.ranks[3].sent if isinstance(m, JobStart)]
+        assert ids[-1] == ids[-2] == job.ranks[0].sent[-1].id  # type: ignore[attr-defined]
         job.request("r1")
         job.wait_sealed("r1")
         job.assert_together()
 
 
-def test_ranks_that_do_not_go_back_together_do_not_go_back(
+def test_ranks_that_do_not_roll_back_together_get_an_error(
     connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After different steps, or not all of them: everybody who came is told so, and nothing is chosen."""
+    """After different steps, or with a missing rank, all callers get the reason, and nothing is chosen."""
     monkeypatch.setattr("swansong._ranks.choice.ROLLBACK_LIMIT_S", 0.5)
 
     def decide(_: int) -> dict[str, object]:
         raise AssertionError
 
     with Job(connect, nodes=2, local=1) as job:
-        (first, second) = all_go_back(job, {0: (20, 20), 1: (21, 20)}, decide)
+        (first, second) = roll_all_back(job, {0: (20, 20), 1: (21, 20)}, decide)
         assert first == second
         assert "after different steps: 20, 21" in str(first)
     with Job(connect, nodes=2, local=1) as job:
-        (alone,) = all_go_back(job, {0: (20, 20)}, decide)
+        (alone,) = roll_all_back(job, {0: (20, 20)}, decide)
         assert "rank 1 has not called rollback() after step 20" in str(alone)
 
 
-def test_how_many_vms_there_are_is_said_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GROUP_RANK and GROUP_WORLD_SIZE; without them the ranks of this VM tell."""
+def test_torchrun_sets_the_number_of_vms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In GROUP_RANK and GROUP_WORLD_SIZE; without them it follows from the ranks of this VM."""
     for name, value in {"RANK": 3, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)

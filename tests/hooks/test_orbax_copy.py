@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Orbax has written comes to staging as files that the daemon takes; needs no JAX."""
+"""The daemon accepts the copies of Orbax's files in staging.  The test needs no JAX."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from swansongd.staging.seal import Scanner
 
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("can_share", [True, False], ids=["copy_file_range", "copy"])
-def test_the_daemon_takes_what_orbax_has_written(
+def test_the_daemon_accepts_copies_of_orbax_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_share: bool
 ) -> None:
-    """On one file system too: a file that stays in Orbax's directory under a second name is refused."""
+    """On one file system, too, where a hard link to Orbax's file would be refused."""
     monkeypatch.setitem(sys.modules, "jax", ModuleType("jax"))
     monkeypatch.delitem(sys.modules, "swansong.orbax", raising=False)
     orbax = importlib.import_module("swansong.orbax")
@@ -39,7 +39,7 @@ def test_the_daemon_takes_what_orbax_has_written(
     run.mkdir()
     manifest = RankManifest(run="run", step=7, kind="periodic", files=[])
     written = write_checkpoint(
-        str(run), "n", manifest, lambda target: orbax._bring(step.parent, 7, target), durable=False
+        str(run), "n", manifest, lambda target: orbax._copy_step(step.parent, 7, target), durable=False
     )
     scanner = Scanner(
         run, allowed_uids=frozenset({os.geteuid()}), settle_s=0.0, monotonic=lambda: 0.0

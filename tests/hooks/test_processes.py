@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers as real processes: resume bit for bit, fork, a file system that is full."""
+"""Trainers as real processes: resume bit by bit, fork, a full file system."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> str:
-    """Digest of the weights of a run that nothing disturbed."""
+    """Digest of the weights of an uninterrupted run."""
     return digest_of(start(EXAMPLES / "char_lm.py", "--steps", str(STEPS), "--pad-mb", "0.1"))
 
 
@@ -61,7 +61,7 @@ def uninterrupted() -> str:
 def test_a_run_that_was_killed_twice_ends_with_the_same_bits(
     daemon: FakeDaemon, uninterrupted: str
 ) -> None:
-    """Kill, resume, kill, resume: model, optimizer, loader and generators all go on as they were."""
+    """After two kills and resumes, model, optimizer, loader and generators have the same bits."""
 
     def newest() -> tuple[Path, int] | None:
         sealed = daemon.sealed()
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(
     arguments = ("--steps", str(STEPS), "--pad-mb", "0.1", "--step-delay-s", "0.01")
     for kills in (1, 2):
         trainer = start(EXAMPLES / "char_lm.py", *arguments, daemon=daemon)
-        # An emergency checkpoint in the middle of the first epoch, at whatever step it is.
+        # An emergency checkpoint at any step in the middle of the first epoch.
         daemon.wait_connected()
         assert trainer.stdout is not None
         assert trainer.stdout.readline().startswith('{"step"')
@@ -93,8 +93,8 @@ def test_the_example_learns(uninterrupted: str) -> None:
 
 
 @pytest.mark.fault("T10")
-def test_the_example_that_knows_only_sigusr1(tmp_path: Path, uninterrupted: str) -> None:
-    """On the signal it writes all files of checkpoint-N and trains on; --resume ends with the same bits."""
+def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: str) -> None:
+    """On SIGUSR1 it writes all files of checkpoint-N and continues; --resume ends with the same bits."""
     common = ("--steps", str(STEPS), "--pad-mb", "0.1", "--checkpoints", str(tmp_path))
     pid_file = tmp_path / "pid"
     quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
@@ -163,8 +163,8 @@ guard.step(5)
 
 
 @pytest.mark.fault("S26")
-def test_a_forked_child_is_no_rank(daemon: FakeDaemon) -> None:
-    """The child holds no connection and does nothing; the parent's goes on as if nothing had been."""
+def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
+    """The child has no connection and does nothing; that of the parent is unaffected."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", FORKING],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path},
@@ -176,9 +176,9 @@ def test_a_forked_child_is_no_rank(daemon: FakeDaemon) -> None:
     assert trainer.stdout.readline() == "forked\n"
     daemon.request()
     daemon.wait_for(Accepted)
-    trainer.communicate("go on\n", timeout=30)
+    trainer.communicate("continue\n", timeout=30)
     assert trainer.returncode == 0
-    # The last message of the connection: what came before it has been read.
+    # The last message of the connection: all messages before it have been read.
     assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
     assert [sealed.step for sealed in daemon.all_of(Sealed)] == [1, 4, 5]
     assert len(daemon.all_of(Hello)) == 1
@@ -205,7 +205,7 @@ print("trained on")
 
 @pytest.mark.fault("D01", "T08")
 def test_a_file_that_may_not_grow_does_not_end_the_training(daemon: FakeDaemon) -> None:
-    """A real refusal of the file system: warned of, reported, cleaned up, survived."""
+    """An error of the file system is logged and reported, partial files are removed, training continues."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", FILLING],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path},
@@ -217,7 +217,7 @@ def test_a_file_that_may_not_grow_does_not_end_the_training(daemon: FakeDaemon) 
     until(lambda: trainer.stdout and trainer.stdout.readline() == "stepped\n")
     daemon.request()
     daemon.wait_for(Accepted)
-    out, _ = trainer.communicate("go on\n", timeout=30)
+    out, _ = trainer.communicate("continue\n", timeout=30)
     assert trainer.returncode == 0
     assert out.endswith("trained on\n")
     assert re.search("File too large", daemon.wait_for(Failed).reason)

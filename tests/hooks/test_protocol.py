@@ -35,7 +35,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Capabilities": st.lists(ID, max_size=16),
     "Report": st.dictionaries(TEXT, st.none() | st.integers(-(2**63), 2**63) | TEXT, max_size=4),
 }
-"""What the alias of each field allows."""
+"""Values in the range of each alias."""
 KINDS = (*protocol.FROM_TRAINER, *protocol.FROM_DAEMON)
 
 
@@ -53,14 +53,14 @@ def messages() -> st.SearchStrategy[protocol.Message]:
 
 @given(messages())
 def test_every_message_comes_back_as_it_was(message: protocol.Message) -> None:
-    """Encoding and decoding loses nothing of any message."""
+    """Encoding and decoding changes no message."""
     assert decode(encode(message)) == message
 
 
 @pytest.mark.fault("S12", "S13")
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_and_nothing_else(data: bytes) -> None:
-    """Whatever arrives, decoding ends with a message or a ProtocolError."""
+    """For all bytes, decoding returns a message or raises ProtocolError."""
     try:
         decode(data)
     except ProtocolError:
@@ -79,7 +79,7 @@ JSON = st.recursive(
 def test_wrong_fields_are_refused_and_nothing_else(
     kind: type[protocol.Message], data: st.DataObject
 ) -> None:
-    """A message of known type with any JSON in its fields is understood or refused, never a crash."""
+    """A message of known type with any JSON in its fields is decoded or refused."""
     body = {item.name: data.draw(JSON) for item in dataclasses.fields(kind)}
     try:
         decode(json.dumps({"type": kind.TYPE, **body}).encode())
@@ -148,10 +148,8 @@ ODD_TEXT = st.text(max_size=50) | st.just("\ud800")
 
 
 @given(ODD_NUMBER, st.integers(-(2**70), 2**70), ODD_TEXT)
-def test_measurements_of_the_sender_are_moved_into_their_range(
-    number: Any, integer: int, text: str
-) -> None:
-    """No duration, loss, size, step or reason makes the other side refuse a message of ours."""
+def test_measurements_of_the_sender_are_clamped(number: Any, integer: int, text: str) -> None:
+    """The peer accepts a message with any duration, loss, size, step or reason."""
     text *= 5000
     for message in (
         protocol.Progress(integer, number, None, number, number, integer, number),
@@ -164,8 +162,8 @@ def test_measurements_of_the_sender_are_moved_into_their_range(
         protocol.Restored("q", text, integer, error=text),
         protocol.Welcome(text, text, grace_s=number),
     ):
-        heard = decode(encode(message))
-        assert type(heard) is type(message)
+        decoded = decode(encode(message))
+        assert type(decoded) is type(message)
     manifest = RankManifest("r", integer, "final", [FileEntry("a", integer)], health={text: number})
     RankManifest.decode(manifest.encode())
 
@@ -177,8 +175,8 @@ def test_a_report_that_is_not_json_is_refused_before_it_is_sent() -> None:
     assert decode(encode(protocol.Status({"x": "\udc80"}))) == protocol.Status({"x": "\udc80"})
 
 
-def test_what_is_in_range_is_sent_as_it_is() -> None:
-    """An odd value becomes the nearest one that is allowed; a NaN that may be left out is left out."""
+def test_values_in_range_are_sent_unchanged() -> None:
+    """Other values become the nearest value in range; an optional NaN is omitted."""
     odd = protocol.Progress(-7, loss=math.nan, step_s=-1.0, save_s=math.inf, save_bytes=-1)
     assert decode(encode(odd)) == protocol.Progress(
         -1, loss=None, step_s=0.0, save_s=bounds.SECONDS_MAX, save_bytes=0
@@ -187,7 +185,7 @@ def test_what_is_in_range_is_sent_as_it_is() -> None:
 
 
 def test_a_rank_manifest_keeps_the_loss_among_too_many_metrics() -> None:
-    """A thousand metrics do not cost the checkpoint; loss and health survive, whatever their place."""
+    """With a thousand metrics the checkpoint is taken; loss and health are kept in any order."""
     health = {f"m{number}": 1.0 for number in range(1000)} | {"loss": 2.0, "loss_is_finite": 1.0}
     manifest = RankManifest("r", 3, "final", [], health=health | {"nan": math.nan})
     found = RankManifest.decode(manifest.encode()).health
@@ -196,7 +194,7 @@ def test_a_rank_manifest_keeps_the_loss_among_too_many_metrics() -> None:
 
 
 def test_a_rank_manifest_that_readers_would_refuse_is_not_written() -> None:
-    """The save fails with the reason, rather than the seal later."""
+    """The save fails with the reason, before the daemon would refuse the set."""
     files = [FileEntry(f"f{number}", 1) for number in range(bounds.FILES_MAX + 1)]
     with pytest.raises(ProtocolError, match="files has 20001 items; the limit is 20000"):
         RankManifest("r", 3, "final", files).encode()
@@ -221,7 +219,7 @@ def test_a_rank_manifest_that_readers_would_refuse_is_not_written() -> None:
     ids=lambda value: repr(value)[:30],
 )
 def test_a_rank_manifest_out_of_range_is_refused_with_its_field(name: str, value: Any) -> None:
-    """Counts, sizes and metrics have ranges as well; ``1e999`` and huge integers are no metrics."""
+    """Counts, sizes and metrics have ranges; ``1e999`` and huge integers are out of range."""
     body = {"run": "r", "step": 3, "kind": "final", "files": [], name: value}
     with pytest.raises(ProtocolError, match=f"^rank manifest: .*{name}"):
         RankManifest.decode(json.dumps(body).encode())
@@ -253,8 +251,8 @@ def test_a_rank_manifest_out_of_range_is_refused_with_its_field(name: str, value
     ],
     ids=lambda data: repr(data[:40]),
 )
-def test_json_tricks_are_refused(data: bytes) -> None:
-    """Oversize, nesting, duplicate keys, huge and non-finite numbers, wrong types: each is refused."""
+def test_hostile_json_is_refused(data: bytes) -> None:
+    """Oversize, nesting, duplicate keys, huge and non-finite numbers, and wrong types."""
     with pytest.raises(ProtocolError):
         decode(data)
 
@@ -265,8 +263,8 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode(data) == protocol.Bye("done")
 
 
-def test_what_is_too_large_is_not_sent() -> None:
-    """A message that the other side would refuse is refused before it is sent."""
+def test_a_message_that_is_too_large_is_not_sent() -> None:
+    """encode() refuses it before the peer would."""
     with pytest.raises(ProtocolError, match="limit"):
         encode(protocol.Status({"x": "x" * protocol.MAX_MESSAGE_BYTES}))
 
@@ -284,7 +282,7 @@ def test_what_is_too_large_is_not_sent() -> None:
 def test_a_rank_manifest_comes_back_as_it_was(
     files: list[FileEntry], health: dict[str, float]
 ) -> None:
-    """Encoding and decoding loses nothing of a rank manifest."""
+    """Encoding and decoding changes no rank manifest."""
     manifest = RankManifest(run="r", step=3, kind="final", files=files, health=health)
     assert RankManifest.decode(manifest.encode()) == manifest
 
@@ -293,7 +291,7 @@ def test_a_rank_manifest_comes_back_as_it_was(
     "path", ["../x", "/etc/passwd", "a/../b", "a//b", "", ".", "a/.", "a\0b", "a\nb", "x" * 2000]
 )
 def test_a_rank_manifest_with_an_unsafe_path_is_refused(path: str) -> None:
-    """Nobody follows a path out of the set."""
+    """No path leads out of the set."""
     manifest = RankManifest(run="r", step=3, kind="final", files=[FileEntry(path, 1)])
     with pytest.raises(ProtocolError, match="path"):
         RankManifest.decode(manifest.encode())
@@ -301,7 +299,7 @@ def test_a_rank_manifest_with_an_unsafe_path_is_refused(path: str) -> None:
 
 @given(st.integers(0, 10**12 - 1), st.from_regex(r"\A[A-Za-z0-9]{1,64}\Z"))
 def test_sealed_names_can_be_read_back(step: int, nonce: str) -> None:
-    """The name of a set says its step and nonce."""
+    """The name of a set contains its step and nonce."""
     name = protocol.sealed_name(step, nonce)
     assert protocol.parse_sealed_name(name) == (step, nonce)
     partial = protocol.partial_name(name)

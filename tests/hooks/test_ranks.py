@@ -32,7 +32,7 @@ RANKS = 4
 
 
 class Job:
-    """Four ranks as threads; nothing keeps them in step but the hooks."""
+    """Four ranks as threads, which only the hooks synchronise."""
 
     def __init__(
         self, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch, **options: int
@@ -71,7 +71,7 @@ class Job:
 def test_all_ranks_save_the_same_step(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their pace, each request ends in one sealed set with the same step of every rank."""
+    """At any pace of the ranks, each request ends in one sealed set with the same step of every rank."""
     job = Job(attach, monkeypatch)
     daemon.wait_connected(RANKS)
     for guard in job.guards:
@@ -97,10 +97,10 @@ def test_all_ranks_save_the_same_step(
     until(lambda: len(daemon.all_of(Sealed)) >= rounds)
 
 
-def test_periodic_checkpoints_meet_by_themselves(
+def test_periodic_checkpoints_need_no_agreement(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Multiples of a step need no agreement, and each rank restores its own part."""
+    """All ranks save at the same multiples of a step, and each rank restores its own part."""
     job = Job(attach, monkeypatch, every_steps=10)
     daemon.wait_connected(RANKS)
     for guard in job.guards:
@@ -116,7 +116,7 @@ def test_periodic_checkpoints_meet_by_themselves(
 def test_a_failing_rank_voids_the_set(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If one rank cannot save, nothing gets the sealed name, and all ranks train on."""
+    """If one rank cannot save, the set is not sealed, and all ranks continue to train."""
     job = Job(attach, monkeypatch)
     daemon.wait_connected(RANKS)
     for guard in job.guards:
@@ -137,8 +137,8 @@ def test_a_failing_rank_voids_the_set(
     assert daemon.sealed() == []
 
 
-def test_ranks_agree_on_a_name_and_job_starts_do_not() -> None:
-    """The nonce is the same for all ranks of one save, and new for each start, step and request."""
+def test_ranks_have_the_same_nonce_and_restarts_another_one() -> None:
+    """The nonce is the same for all ranks of one save, and new for each restart, step and request."""
     ranks = [
         Ranks(rank=rank, world_size=2, local_world_size=2, restart_id="a/0") for rank in (0, 1)
     ]
@@ -153,8 +153,8 @@ def test_ranks_agree_on_a_name_and_job_starts_do_not() -> None:
     assert Ranks().nonce(5, "r", "x") != Ranks().nonce(5, "r", "x")
 
 
-def test_a_rank_that_has_passed_the_target_says_so() -> None:
-    """It had given up waiting; a checkpoint of another step would only waste the others' time."""
+def test_a_rank_that_has_passed_the_target_reports_a_failure() -> None:
+    """It had declined; a checkpoint of another step would be useless to the other ranks."""
     said: list[Message] = []
     agreement = Agreement(2, None, said.append)
     agreement.step = 4
@@ -166,8 +166,8 @@ def test_a_rank_that_has_passed_the_target_says_so() -> None:
     assert [type(message) for message in said] == [Accepted, Declined, Failed]
 
 
-def test_the_first_target_stands() -> None:
-    """A second target for the same request, from a daemon that forgot, changes nothing."""
+def test_the_first_target_is_final() -> None:
+    """A second target for the same request, from a restarted daemon, is ignored."""
     agreement = Agreement(2, None, lambda _: None)
     agreement.request(Request("r1", "test", 100.0))
     agreement.target(Target("r1", 5))
@@ -177,10 +177,10 @@ def test_the_first_target_stands() -> None:
 
 
 @pytest.mark.fault("T03", "D12")
-def test_what_a_dead_job_start_left_does_not_help_to_seal(
+def test_files_of_a_dead_job_start_do_not_help_to_seal(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks but one had written when the job died; the same job, started anew, begins afresh."""
+    """All ranks but one had written when the job died; after a restart all ranks must write again."""
     job = Job(attach, monkeypatch)
     daemon.wait_connected(RANKS)
     for guard in job.guards[:3]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``check_resume`` reports does not depend on which of output, answer and exit code arrives first."""
+"""The report of ``check_resume`` is the same in any order of output, answer and exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for step in range(guard.restore() + 1, 1000):
         guard.close()
         sys.exit(75)
 """
-# Starts the trainer as torchrun does, in a session of its own, and beside it a process that holds the pipe.
+# Starts the trainer as torchrun does, in a new session, and another process that holds the pipe open.
 LAUNCHER = """
 import subprocess, sys
 holder = subprocess.Popen(
@@ -67,7 +67,7 @@ def is_answer(event: object) -> bool:
 def held_until(
     first: Callable[[object], bool], held: Callable[[object], bool]
 ) -> Callable[[], queue.SimpleQueue[Any]]:
-    """A queue whose writers of events that are ``held`` wait until one of ``first`` has been put."""
+    """Return a queue whose writers of ``held`` events wait until one of ``first`` has been put."""
 
     class Held(queue.SimpleQueue):  # type: ignore[type-arg]
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def held_until(
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Decides which events arrive first: ``order(first=..., held=...)``."""
+    """Function that sets which events arrive first: ``order(first=..., held=...)``."""
 
     def order(**options: Callable[[object], bool]) -> None:
         made = SimpleNamespace(SimpleQueue=held_until(**options), Empty=queue.Empty)
@@ -119,17 +119,17 @@ def check(directory: Path, *command: str, **options: Any) -> testing.ResumeRepor
 def test_every_loss_that_was_printed_is_compared(
     tmp_path: Path, order: Callable[..., None]
 ) -> None:
-    """The checkpoint is sealed before any line of output has been read: all losses count all the same."""
+    """All losses count even if the checkpoint is sealed before any line of output is read."""
     order(first=is_answer, held=lambda event: isinstance(event, str))
     report = check(tmp_path, TRAINER, "stays")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
 
 
-def test_a_process_that_outlives_the_kill_does_not_hold_the_check(
+def test_a_process_that_survives_the_kill_does_not_block_the_check(
     tmp_path: Path, order: Callable[..., None], holders: Path
 ) -> None:
-    """A child of the launcher survives and holds the pipe open: all losses count, and the check ends."""
+    """A child of the launcher holds the pipe open: all losses count, and the check ends."""
     order(first=is_answer, held=lambda event: isinstance(event, str))
     report = check(tmp_path, LAUNCHER, str(holders), "-c", TRAINER, "stays", has_launcher=True)
     assert report.losses == STEPS
@@ -155,8 +155,8 @@ def test_the_reason_of_a_failed_save_is_reported(
         check(tmp_path, TRAINER, "broken")
 
 
-def test_a_failed_save_without_a_request_is_no_answer(tmp_path: Path) -> None:
-    """A checkpoint that the trainer planned itself and could not write does not end the check."""
+def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> None:
+    """A failed checkpoint that the trainer scheduled itself does not end the check."""
     report = check(tmp_path, TRAINER, "falters")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank's files become final: where they are written, and when they move to where they stay."""
+"""How a rank's files become final: they are written in one directory, and then move to another."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PARTIAL = "step-000000000003.n.partial"
 
 
 def tree(directory: Path) -> set[str]:
-    """Paths of all files below."""
+    """Return the paths of all files below a directory."""
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-def test_what_is_finished_is_final_and_the_rest_is_not(tmp_path: Path) -> None:
-    """In mid-save only a finished file has its final name, and the rank has said what it is writing."""
+def test_only_finished_files_have_their_final_name(tmp_path: Path) -> None:
+    """During a save, the manifest without files is there, and other files are in the writing directory."""
 
     def save(directory: Path) -> None:
         (directory / "layers").mkdir()
@@ -55,8 +55,8 @@ def test_what_is_finished_is_final_and_the_rest_is_not(tmp_path: Path) -> None:
     ]
 
 
-def test_moving_leaves_the_file_what_it_was(tmp_path: Path) -> None:
-    """The daemon knows a file again by inode, size and time: what was stored early is not sent twice."""
+def test_moving_changes_no_file(tmp_path: Path) -> None:
+    """The daemon recognises a file by inode, size and time, so an early shard is not uploaded twice."""
     seen: list[os.stat_result] = []
 
     def save(directory: Path) -> None:
@@ -73,7 +73,7 @@ def test_moving_leaves_the_file_what_it_was(tmp_path: Path) -> None:
 
 
 def test_outside_of_a_save_nothing_moves(tmp_path: Path) -> None:
-    """A save function may be called with any directory, by a test for example."""
+    """A save function may be called with any directory, for example in a test."""
     (tmp_path / "a").write_bytes(b"a")
     finish(tmp_path / "a")
     assert tree(tmp_path) == {"a"}
@@ -116,10 +116,10 @@ def deep_directory(directory: Path) -> None:
         (deep_directory, "17 levels; the limit is 16"),
     ],
 )
-def test_what_may_not_be_uploaded_fails_the_save(
+def test_a_file_that_may_not_be_uploaded_fails_the_save(
     tmp_path: Path, put: Callable[[Path], None], reason: str
 ) -> None:
-    """Links and odd names are refused when they are finished, and the set leaves no trace."""
+    """finish() refuses links and invalid names, and the partial set is removed."""
     with pytest.raises(ValueError, match=reason):
         write_checkpoint(str(tmp_path), "n", MANIFEST, put, durable=False)
     assert list(tmp_path.iterdir()) == []
@@ -177,8 +177,8 @@ print(n)
 
 @pytest.mark.fault("S2")
 @pytest.mark.parametrize("what", ["file", "directory"])
-def test_a_link_that_is_swapped_in_leads_nowhere(tmp_path: Path, what: str) -> None:
-    """Whenever a file or its directory becomes a link, the target keeps its mode, content and place."""
+def test_a_link_that_replaces_a_file_is_not_followed(tmp_path: Path, what: str) -> None:
+    """At each operation, a file or directory may become a link: the target is unchanged."""
     home = tmp_path / "home" / "layers"
     home.mkdir(parents=True)
     home.parent.chmod(0o700)
@@ -203,8 +203,8 @@ def test_a_link_that_is_swapped_in_leads_nowhere(tmp_path: Path, what: str) -> N
 
 
 @pytest.mark.fault("D12")
-def test_a_new_job_start_removes_what_its_last_one_left(tmp_path: Path) -> None:
-    """Everything of that rank goes, finished or not, and other ranks' files stay."""
+def test_a_restarted_rank_removes_its_leftovers(tmp_path: Path) -> None:
+    """All files of that rank are removed, finished or not, and other ranks' files stay."""
     partial = tmp_path / PARTIAL
     for directory in ("rank-00000.writing", "rank-00000", "rank-00001"):
         (partial / directory).mkdir(parents=True)

@@ -82,8 +82,8 @@ def same(left: Any, right: Any) -> bool:
 @example(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
 @example(np.arange(10)[::2])
 @given(TREES)
-def test_a_tree_comes_back_bit_for_bit(tree: Any) -> None:
-    """Types, order of keys, tuples, signed zeros, NaN bits and dtypes all survive."""
+def test_a_tree_is_restored_bit_by_bit(tree: Any) -> None:
+    """With types, order of keys, tuples, signed zeros, NaN bits and dtypes."""
     with tempfile.TemporaryDirectory() as directory:
         save_tree(directory, tree)
         assert same(load_tree(directory), tree)
@@ -110,28 +110,28 @@ Point = namedtuple("Point", "x y")
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_written_is_named(value: Any, tmp_path: Path) -> None:
-    """The error says where in the state it lies, and the way out; nothing is pickled."""
+def test_a_value_that_cannot_be_written_is_named(value: Any, tmp_path: Path) -> None:
+    """The error has its place in the state, and the fix; nothing is pickled."""
     with pytest.raises(TypeError, match=r"state\['optim'\]\[1\].*save="):
         save_tree(tmp_path, {"optim": [0, value]})
 
 
 def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
-    """A forged index cannot make us read another file."""
+    """A forged index cannot make load_tree() read another file."""
     (tmp_path / INDEX).write_text(json.dumps({"format": 1, "tree": {"array": "../x.npy"}}))
     with pytest.raises(ValueError, match="names the array file"):
         load_tree(tmp_path)
 
 
 def test_a_pickled_array_is_not_loaded(tmp_path: Path) -> None:
-    """Loading never unpickles, even where somebody put a pickle."""
+    """Loading never unpickles, even a file that contains a pickle."""
     np.save(tmp_path / "array-00000.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / INDEX).write_text(json.dumps({"format": 1, "tree": {"array": "array-00000.npy"}}))
     with pytest.raises(ValueError, match="allow_pickle"):
         load_tree(tmp_path)
 
 
-def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_all_generators_resume_where_they_were(tmp_path: Path) -> None:
     """random, numpy's global generator and a Generator draw the same numbers after a restore."""
     generator = np.random.default_rng(5)
     bundle = Bundle({"generator": generator, "counter": Counter()})
@@ -148,14 +148,14 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def test_an_object_without_state_in_the_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """A loader that was added after the save is not silently left fresh."""
+    """A loader that was added after the save does not silently start from the beginning."""
     Bundle({"a": Counter()}).save(tmp_path)
     with pytest.raises(KeyError, match="b"):
         Bundle({"a": Counter(), "b": Counter()}).load(tmp_path)
 
 
 def test_an_object_without_a_state_dict_is_refused_at_once() -> None:
-    """The mistake shows when the script starts, not when the VM goes."""
+    """The error is raised when the script starts, not at a notice."""
     with pytest.raises(TypeError, match="state_dict"):
         Bundle({"thing": object()})
 

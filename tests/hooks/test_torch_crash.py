@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch trainer that dies in the middle of a save, at every point there is, and what is restored then."""
+"""A PyTorch trainer that dies during a save, before each file operation, and the restore after it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Attach = Callable[..., swansong.Guard]
 
 HOOKS = Path(swansong.__file__).parents[1]
 
-# For n = 1, 2, ... until it lives: a child with step 1 in staging saves step 2, and kills itself before its
-# n-th operation on files, in the middle of a write included.  Each rank is a child of its own; of two, the
-# other one lives.  The parameters are in DDP, whose gradients nobody needs here: what the ranks have in
-# common is spread over their files as in life, without their talking to each other.
+# For n = 1, 2, ... until it survives: a child with step 1 in staging saves step 2, and kills itself before
+# its n-th file operation, or in the middle of a write.  Each rank is a separate child; of two ranks, the
+# other one survives.  The parameters are in DDP, without gradients: the ranks split their common tensors
+# without communication, as in a real job.
 HARNESS = """
 import builtins, io, os, signal, sys
 import torch
@@ -169,7 +169,7 @@ os._exit(0)
 
 
 def live_and_die(root: Path) -> None:
-    """Leave staging directories as each life left them, by who died: alone, first of two, second of two."""
+    """Create staging directories as each child left them: one rank, the first of two, the second of two."""
     done = subprocess.run(
         [sys.executable, "-c", HARNESS, str(root)],
         env={**os.environ, "PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"},
@@ -182,7 +182,7 @@ def live_and_die(root: Path) -> None:
 
 
 def candidates(staging: Path) -> list[Staged]:
-    """Sealed sets that the daemon finds in a staging directory, the newest first."""
+    """Return the sealed sets that the daemon finds in a staging directory, newest first."""
     found = Scanner(
         staging, allowed_uids=frozenset({os.geteuid()}), settle_s=0.0, monotonic=lambda: 0.0
     ).scan()
@@ -190,7 +190,7 @@ def candidates(staging: Path) -> list[Staged]:
 
 
 class Trainer:
-    """As in the harness; what is restored overwrites other values."""
+    """The trainer of the harness, with other values, which the restore overwrites."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -198,7 +198,7 @@ class Trainer:
         self.state = TrainingState(self.model, self.optimizer)
 
     def values(self) -> set[float]:
-        """All that is in the parameters and the optimizer's moments."""
+        """Return all values of the parameters and of the optimizer's moments."""
         found = [parameter.detach() for parameter in self.model.parameters()]
         found += [each for moments in self.optimizer.state.values() for each in moments.values()]
         return {value for tensor in found for value in tensor.flatten().tolist()}
@@ -209,7 +209,7 @@ class Trainer:
 def test_whenever_it_dies_the_old_or_the_new_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill before any operation on files, or within a write: what the daemon finds loads, and is whole.
+    """After a kill before each file operation, or within a write, each set that the daemon finds loads.
 
     The newest set that it finds is the old one until the very rename, and from then on the new one.
     Alone, and as the first and as the second of two ranks.
@@ -235,7 +235,7 @@ def test_whenever_it_dies_the_old_or_the_new_comes_back(
 def test_a_damaged_checkpoint_is_refused_by_name(
     tmp_path: Path, daemon: FakeDaemon, attach: Attach, damage: str
 ) -> None:
-    """A flipped bit, a short file, a missing file, marker or index: restore() says which, and raises."""
+    """A flipped bit, a truncated file, a missing file, marker or index: the error of restore() names it."""
     guard = attach(Trainer().state)
     guard.restore()
     assert guard.save(3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch trainer that is killed and resumed ends as one that is not: the example, as a user runs it."""
+"""The PyTorch example, killed and resumed, ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVIRONMENT = {"PYTHONPATH": str(HOOKS)}
 @pytest.mark.fault("T02", "T16", "S26")
 @pytest.mark.timeout(300)
 def test_one_process(tmp_path: Path) -> None:
-    """Twice in one epoch, in an evaluation, at an epoch's end; dropout, accumulation, loader workers."""
+    """Killed twice in one epoch, in an evaluation and at an epoch's end; with dropout and loader workers."""
     report = check_resume(
         [*EXAMPLE, "--workers", "1"],
         steps=10,
@@ -42,7 +42,7 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
 def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
-    """Each rank with its own dropout and its own part of the data."""
+    """Each rank has its own dropout and its own part of the data."""
     report = check_resume(
         [*EXAMPLE, *options],
         steps=5,
@@ -57,7 +57,7 @@ def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
 
 @pytest.mark.timeout(300)
 def test_torchdata(tmp_path: Path) -> None:
-    """torchdata's loader with two workers goes on in the middle of an epoch, without what it had yielded.
+    """torchdata's loader with two workers resumes in the middle of an epoch, after the yielded batches.
 
     Twice, the second time in an epoch that began after a resume; what the workers draw comes back too.
     """
@@ -86,7 +86,7 @@ def load(directory):
 
 guard = swansong.attach(save=save, load=load)
 for step in range(guard.restore() + 1, 11):
-    memory[0] *= 0.5  # decides about the next step, and is in no checkpoint
+    memory[0] *= 0.5  # determines the next step, and is in no checkpoint
     total["total"] += memory[0]
     print(json.dumps({"step": step, "loss": total["total"] if sys.argv[1] == "loud" else 0.0}))
     guard.step(step)
@@ -104,10 +104,10 @@ guard.close()
         ("short", TrainerFailedError, "ended with 0"),
     ],
 )
-def test_a_trainer_that_forgets_is_found_out(
+def test_state_that_is_not_saved_is_detected(
     tmp_path: Path, kind: str, error: type[Exception], message: str
 ) -> None:
-    """State that is in no checkpoint shows in the losses and in the bytes; a short run is no success."""
+    """Missing state is detected by losses and bytes, and a run that is too short is an error."""
     with pytest.raises(error, match=message):
         check_resume(
             [sys.executable, "-c", FORGETFUL, kind],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy between two steps: what it costs nobody, whatever happens in the middle of it."""
+"""The copy between two steps, and failures in the middle of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import swansong
 import torch
 from swansong import bounds, protocol
-from swansong._torch import safetensors
+from swansong._torch import arena
 from swansong._torch.arena import Arena, Piece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
@@ -44,7 +44,7 @@ class Trainer:
 
 
 def restored(daemon: FakeDaemon, attach: Attach, sealed: Path) -> set[float]:
-    """What a new trainer has after it has restored this set."""
+    """Restore this set in a new trainer, and return the values of its state."""
     step, _ = protocol.parse_sealed_name(sealed.name) or (0, "")
     daemon.restorable = lambda: (sealed, step)
     trainer = Trainer(0.0)
@@ -53,33 +53,33 @@ def restored(daemon: FakeDaemon, attach: Attach, sealed: Path) -> set[float]:
 
 
 @pytest.mark.fault("T03")
-def test_a_copy_that_breaks_off_leaves_the_previous_one_whole(
+def test_a_copy_that_fails_leaves_the_previous_one_complete(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The previous copy is still being written when the next one fails halfway: it is sealed as it was.
+    """The previous copy is still being written when the next one fails halfway; it is sealed unchanged.
 
-    The daemon hears of the failure, the training loop does not, and the next copy is whole.
+    The daemon gets Failed, the training loop no error, and the next copy is complete.
     """
     released = threading.Event()
-    write, fill = safetensors._write, Arena.fill
+    write, fill = arena._write, Arena.fill
 
     def waits(file: object, data: memoryview) -> None:
         assert released.wait(30)
         write(file, data)
 
-    def breaks_off(arena: Arena, pieces: list[Piece]) -> None:
+    def fails(arena: Arena, pieces: list[Piece]) -> None:
         for view, piece in list(zip(arena._views, pieces, strict=True))[:5]:
             view.copy_(piece.tensor)
         raise RuntimeError("an error of the device")
 
-    monkeypatch.setattr(safetensors, "_write", waits)
+    monkeypatch.setattr(arena, "_write", waits)
     trainer = Trainer(1.0)
     guard = attach(trainer.state)
     guard.restore()
     guard.step(1)
     assert guard.save(1)
     trainer.becomes(2.0)
-    monkeypatch.setattr(Arena, "fill", breaks_off)
+    monkeypatch.setattr(Arena, "fill", fails)
     daemon.request()
     until(lambda: guard.request is not None)
     guard.step(2)
@@ -133,10 +133,10 @@ def in_memory() -> Iterator[FakeDaemon]:
 
 
 @pytest.mark.fault("T03", "T15")
-def test_staging_in_memory_outlives_a_trainer_killed_in_the_middle_of_a_copy(
+def test_staging_in_memory_survives_a_trainer_killed_in_the_middle_of_a_copy(
     in_memory: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL halfway through the second copy: the first one lies on tmpfs, and the next trainer has it."""
+    """After SIGKILL in the second copy, the next trainer restores the first one from tmpfs."""
     monkeypatch.setenv("SWANSONG_SOCKET", in_memory.path)
     filesystem = subprocess.run(
         ["stat", "-f", "-c", "%T", str(in_memory.staging)],
@@ -166,11 +166,11 @@ def test_staging_in_memory_outlives_a_trainer_killed_in_the_middle_of_a_copy(
 def test_a_file_is_final_before_the_next_one_is_written(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the last files of a large state are written, the daemon may store the first ones."""
-    monkeypatch.setattr(safetensors, "FILE_BYTES", 100)
+    """The daemon may upload the first files of a large state while the last ones are written."""
+    monkeypatch.setattr(arena, "FILE_BYTES", 100)
     begun: list[object] = []
     second, released = threading.Event(), threading.Event()
-    write = safetensors._write
+    write = arena._write
 
     def waits(file: object, data: memoryview) -> None:
         if file not in begun:
@@ -180,7 +180,7 @@ def test_a_file_is_final_before_the_next_one_is_written(
             assert released.wait(30)
         write(file, data)
 
-    monkeypatch.setattr(safetensors, "_write", waits)
+    monkeypatch.setattr(arena, "_write", waits)
     guard = attach(Trainer(1.0).state)
     guard.restore()
     assert guard.save(1)
@@ -196,16 +196,16 @@ def test_a_file_is_final_before_the_next_one_is_written(
     assert restored(daemon, attach, sealed) == {1.0}
 
 
-def test_files_hold_so_much_and_no_more() -> None:
-    """Tensors fill files up to the limit; one that is larger is alone.  Memory is as large as the files."""
+def test_files_are_filled_up_to_the_limit() -> None:
+    """A larger tensor has its own file.  The memory is as large as the files."""
     sizes = [60, 30, 20, 250, 90, 10, 1]
     pieces = [
         Piece("model", str(place), torch.zeros(size, dtype=torch.uint8))
         for place, size in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "FILE_BYTES", 100)
-        arena = Arena(pieces)
-    held = {name: memory.nbytes for name, (_, memory, _) in arena._files.items()}
+        patch.setattr(arena, "FILE_BYTES", 100)
+        copy = Arena(pieces)
+    held = {name: memory.nbytes for name, (_, memory, _) in copy._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]
-    assert arena.homes[3] == "model-00002.safetensors"
+    assert copy.homes[3] == "model-00002.safetensors"

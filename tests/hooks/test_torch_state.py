@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of PyTorch objects holds, how it is copied, and what a broken one does."""
+"""Checkpoints of PyTorch objects: content, copy, restore, and damage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import swansong
 import torch
+from swansong._checkpoint.health import health_of
 from swansong._checkpoint.restore import RestoreError
-from swansong._checkpoint.staging import health_of
-from swansong._torch import safetensors
+from swansong._torch import arena
 from swansong._torch.arena import Arena
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
@@ -36,7 +36,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Trainer:
-    """Everything that can go wrong in a resume, small: tied, frozen, buffers, dropout, shuffling."""
+    """A small trainer with all that is hard to resume: tied and frozen weights, buffers, dropout,
+    shuffling."""
 
     def __init__(self, seed: int, width: int = 8) -> None:
         seed_all(0)
@@ -92,8 +93,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("at", [3, 6, 13])
-def test_everything_comes_back(tmp_path: Path, at: int) -> None:
-    """In the middle of an epoch and at its end: the steps after a restore are the same, bit for bit."""
+def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
+    """In the middle of an epoch and at its end, the steps after a restore are the same, bit by bit."""
     before = Trainer(1)
     before.steps(at)
     before.state.values["best"] = (0.5, {"epoch": 2})
@@ -108,8 +109,8 @@ def test_everything_comes_back(tmp_path: Path, at: int) -> None:
     assert names == {".json", ".safetensors"}
 
 
-def test_the_copy_is_of_its_moment_and_outlives_the_next(tmp_path: Path) -> None:
-    """A copy is not touched by training, nor by the next copy; memory of the last but one is used again."""
+def test_training_and_the_next_copy_do_not_change_a_copy(tmp_path: Path) -> None:
+    """Only the copy after the next one reuses the memory."""
     trainer = Trainer(1)
     trainer.steps(2)
     first = trainer.state.snapshot()
@@ -126,8 +127,8 @@ def test_the_copy_is_of_its_moment_and_outlives_the_next(tmp_path: Path) -> None
 
 
 def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come whole, from as many files as they were spread over; tied ones under both names."""
-    monkeypatch.setattr(safetensors, "FILE_BYTES", 300)
+    """load_weights() returns full tensors from all files, and tied ones under both names."""
+    monkeypatch.setattr(arena, "FILE_BYTES", 300)
     trainer = Trainer(1)
     directory = written(trainer.state.snapshot(), tmp_path)
     assert len(list((directory / "rank-00000").glob("model-*.safetensors"))) > 1
@@ -137,8 +138,8 @@ def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
 
 
-def test_what_all_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
-    """The ranks' parts make up the whole without a word between them, large tensors in even parts."""
+def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
+    """Without communication the ranks' parts cover every tensor once, large ones in equal parts."""
     whole = {"large": torch.randn(700, 500), "small": torch.randn(3), "number": torch.tensor(4)}
     world_size, sizes = 3, []
     for rank in range(world_size):
@@ -172,7 +173,7 @@ def test_what_all_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.fault("T06")
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no index", "no header", "other index"])
 def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
-    """Whatever is cut off, missing or not what it should be: an error that names it, not a guess."""
+    """A truncated, missing or wrong part is an error that names it."""
     trainer = Trainer(1)
     trainer.steps(1)
     directory = written(trainer.state.snapshot(), tmp_path)
@@ -194,8 +195,8 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
-    """One bit of every so many bytes of each file: refused, or, in what says nothing, without effect."""
+def test_a_flipped_bit_is_detected_anywhere(tmp_path: Path) -> None:
+    """A flipped bit in each file, at a fixed interval of bytes, is refused or has no effect."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
     model(torch.ones(1, 3)).sum().backward()
@@ -225,9 +226,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     assert refused > 400
 
 
-def test_what_a_checksum_tells_apart() -> None:
-    """Every bit, pages or words that change places, changes that add up to nothing, a page lost; not where
-    in memory the tensor lies."""
+def test_changes_that_the_checksum_detects() -> None:
+    """Every bit, swapped pages or words, changes that cancel each other out, and a lost page; but not the
+    address of the tensor."""
     memory = torch.randint(256, (3 * 4096 + 9,), dtype=torch.uint8)
     at_home = checksum(memory)
     for place in (0, 7, 4095, 4096, 3 * 4096 - 1, 3 * 4096, 3 * 4096 + 8):
@@ -253,7 +254,7 @@ def test_what_a_checksum_tells_apart() -> None:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    """Other shapes, other types, other names: said before anything is trained on it."""
+    """Other shapes, types and names raise an error before any training."""
     directory = written(Trainer(1).state.snapshot(), tmp_path)
     with pytest.raises(BaseException, match="mismatch"):
         Trainer(1, width=9).state.load(directory)
@@ -265,11 +266,11 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         TrainingState(nn.Linear(8, 8)).load(directory)
 
 
-def test_what_cannot_be_saved_says_so() -> None:
-    """A wrong object when it is given, a wrong value when it is copied."""
+def test_values_that_cannot_be_saved_are_named() -> None:
+    """A wrong object is refused by the constructor, a wrong value by the copy."""
     with pytest.raises(TypeError, match="without state_dict"):
         TrainingState(nn.Linear(1, 1), loader=[1, 2])
-    with pytest.raises(ValueError, match="cannot be the name"):
+    with pytest.raises(ValueError, match="not a valid name of an object"):
         TrainingState(nn.Linear(1, 1), values=nn.Linear(1, 1))
     state = TrainingState(nn.Linear(1, 1))
     state.values["when"] = object()
@@ -282,7 +283,7 @@ def test_what_cannot_be_saved_says_so() -> None:
 
 
 class Held:
-    """Lets no file be written until it is released."""
+    """Blocks every write until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.released, self.error = threading.Event(), threading.Event(), None
@@ -302,10 +303,10 @@ Attach = Callable[..., swansong.Guard]
 
 
 @pytest.mark.fault("T07", "T16")
-def test_training_goes_on_while_the_copy_is_written(
+def test_training_continues_while_the_copy_is_written(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request is answered when the set is sealed; meanwhile steps are made, and what is sealed is whole."""
+    """A request is answered when the set is sealed; steps in the meantime do not change the set."""
     held, trainer = Held(monkeypatch), Trainer(1)
     guard = attach(trainer.state)
     assert guard.restore() == 0
@@ -328,7 +329,7 @@ def test_training_goes_on_while_the_copy_is_written(
         trainer.steps(1)
         step += 1
         guard.step(step)
-    daemon.request("same")  # for the step that is copied already
+    daemon.request("same")  # at the step that is already copied
     until(lambda: guard.request is not None)
     guard.poll()
     assert guard.request is None
@@ -345,10 +346,10 @@ def test_training_goes_on_while_the_copy_is_written(
 
 
 @pytest.mark.fault("D01")
-def test_a_failed_write_is_reported_and_training_goes_on(
+def test_a_failed_write_is_reported_and_training_continues(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full behind the loop's back: the daemon hears of it, the loop does not; the next works."""
+    """The disk is full during a background write: the daemon gets Failed, and the next save works."""
     held, trainer = Held(monkeypatch), Trainer(1)
     held.error = OSError(28, "No space left on device")
     held.released.set()
@@ -372,7 +373,7 @@ def test_a_failed_write_is_reported_and_training_goes_on(
 def test_a_failed_background_write_without_a_request_is_reported(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon learns of a periodic checkpoint that was copied and could not be written."""
+    """The daemon gets Failed for a periodic checkpoint that was copied and could not be written."""
     held, trainer = Held(monkeypatch), Trainer(1)
     held.error = OSError(28, "No space left on device")
     held.released.set()
@@ -385,10 +386,10 @@ def test_a_failed_background_write_without_a_request_is_reported(
     assert "No space left" in failed.reason
 
 
-def test_the_end_waits_for_the_copy_and_says_what_it_cost(
+def test_close_waits_for_the_copy_and_reports_its_cost(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """close() returns when all is in staging; the daemon hears of the copy's time and of the whole."""
+    """close() returns when all is in staging; the daemon gets the time of the copy and of the whole save."""
     held, trainer = Held(monkeypatch), Trainer(1)
     guard = attach(trainer.state)
     guard.restore()
@@ -441,13 +442,13 @@ moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
 if rank == 0:
     torch.save([full, moments], root / "two.pt")
 dist.barrier()
-os._exit(0)  # gloo's threads now and then abort a process that ends in the usual way
+os._exit(0)  # gloo's threads sometimes abort a process that exits normally
 """
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process's checkpoint goes on under two ranks of FSDP, and theirs on one; nothing was gathered."""
+    """Two ranks of FSDP resume the checkpoint of one process, and one process theirs; nothing is gathered."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
@@ -491,10 +492,10 @@ def test_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert largest < 0.75 * whole + 1024
 
 
-def test_what_each_rank_has_of_its_own_is_not_guessed(
+def test_state_that_differs_between_ranks_needs_resize(
     tmp_path: Path, daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loader of one rank does not go on as one of two, unless somebody says how."""
+    """Two ranks refuse the loader state of one rank, unless ``resize`` converts it."""
     before = Trainer(1)
     before.steps(3)
     guard = attach(before.state)
@@ -505,7 +506,7 @@ def test_what_each_rank_has_of_its_own_is_not_guessed(
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RestoreError, match=r"1 ranks saved it and 2 .* loader and noise and numpy"):
+    with pytest.raises(RestoreError, match=r"1 ranks saved it and this job has 2.* loader and noise and numpy"):
         attach(Trainer(2).state).restore()
     asked: list[Any] = []
 
@@ -519,8 +520,8 @@ def test_what_each_rank_has_of_its_own_is_not_guessed(
     assert asked == [("loader", 1), ("noise", 1), ("numpy", 1)]
 
 
-def test_a_wrapped_loader_is_asked_what_a_loader_is_asked() -> None:
-    """Scripts print ``len(loader.dataset)``; what no loader has is still an error, also in a copy."""
+def test_a_wrapped_loader_has_the_attributes_of_the_loader() -> None:
+    """Scripts print ``len(loader.dataset)``; an unknown attribute is an error, also in a copy."""
     data = torch.utils.data.TensorDataset(torch.zeros(24, 1))
     loader = ResumableLoader(torch.utils.data.DataLoader(data, 4))
     assert (len(loader.dataset), loader.batch_size, len(loader)) == (24, 4, 6)
@@ -529,10 +530,10 @@ def test_a_wrapped_loader_is_asked_what_a_loader_is_asked() -> None:
         loader.nonsense  # noqa: B018
 
 
-def test_a_look_at_the_data_is_told_to_go_round_the_wrapper(
+def test_an_inspected_batch_causes_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It would count as an epoch; the loader within may be looked at freely, and a whole epoch is no look."""
+    """It counts as an epoch.  Batches of the inner loader, and complete epochs, cause no warning."""
     data = torch.utils.data.TensorDataset(torch.arange(24.0))
     loader = ResumableLoader(torch.utils.data.DataLoader(data, 4))
     next(iter(loader.loader))
@@ -546,7 +547,7 @@ def test_a_look_at_the_data_is_told_to_go_round_the_wrapper(
 
 
 def test_a_loss_with_its_graph_is_read_without_a_warning() -> None:
-    """As every script has it at hand; a warning may be an error there, as it is here."""
+    """Scripts pass such a loss, and a warning may be an error, as in this test."""
     weight = torch.ones(1, requires_grad=True)
     assert health_of(weight.sum() * 2, {"norm": weight * 3}) == {
         "loss": 2.0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that torchrun starts: who says hello, what signals do, and what shields a loader's workers."""
+"""Trainers under torchrun: which processes connect, signals, elastic jobs, and workers of a loader."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ while True:
 
 
 class Torchrun:
-    """``torchrun`` with two ranks of a trainer that knows no torch itself."""
+    """``torchrun`` with two ranks of a trainer that does not use torch itself."""
 
     def __init__(self, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
         script = directory / "train.py"
@@ -110,10 +110,8 @@ def torchrun(daemon: FakeDaemon, tmp_path: Path) -> Iterator[Torchrun]:
 
 
 @pytest.mark.fault("T12")
-def test_ranks_say_who_they_are_and_say_so_again_after_a_restart(
-    daemon: FakeDaemon, torchrun: Torchrun
-) -> None:
-    """Two ranks of one VM, never the launcher; the restart count tells one job start from the next."""
+def test_ranks_send_hello_and_again_after_a_restart(daemon: FakeDaemon, torchrun: Torchrun) -> None:
+    """Both ranks connect, the launcher does not; the restart count distinguishes the restarts."""
     torchrun.wait_ranks()
     daemon.wait_connected(2)
     daemon.request("r1")
@@ -134,7 +132,7 @@ def test_ranks_say_who_they_are_and_say_so_again_after_a_restart(
 
 @pytest.mark.fault("T10")
 def test_sigusr1_to_torchrun_kills_it_and_leaves_its_workers(torchrun: Torchrun) -> None:
-    """Why no signal goes to a launcher: it has no handler, and nobody looks after the ranks any more."""
+    """torchrun has no handler, and its ranks survive it: so a launcher must not get the signal."""
     torchrun.wait_ranks()
     torchrun.popen.send_signal(signal.SIGUSR1)
     assert torchrun.popen.wait(20) == -signal.SIGUSR1
@@ -142,7 +140,7 @@ def test_sigusr1_to_torchrun_kills_it_and_leaves_its_workers(torchrun: Torchrun)
 
 
 def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
-    """It passes the signal on, and our hooks do not stand in its way."""
+    """It passes the signal on, and the hooks do not block it."""
     torchrun.wait_ranks()
     torchrun.popen.send_signal(signal.SIGTERM)
     assert torchrun.popen.wait(40) != 0
@@ -150,7 +148,7 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
 
 
 def test_torchrun_kills_after_its_shutdown_timeout(daemon: FakeDaemon, tmp_path: Path) -> None:
-    """A rank that ignores SIGTERM has that long, and may step and save all the while; no longer."""
+    """A rank that ignores SIGTERM may step and save until that timeout."""
     pytest.importorskip("torch")
     job = Torchrun(daemon, tmp_path, "ignore SIGTERM")
     try:
@@ -216,7 +214,7 @@ class Agent:
             start_new_session=True,
         )
         self.starts: list[dict[str, int]] = []
-        """What each start of the rank has printed."""
+        """Return the output of each start of the rank."""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -228,7 +226,7 @@ class Agent:
                     self.starts.append(json.loads(line))
 
     def wait_world(self, size: int, after: int = 0) -> int:
-        """Wait for a start with so many ranks; returns how many starts there have been."""
+        """Wait for a start with this number of ranks; returns the number of starts so far."""
         until(
             lambda: any(start["world"] == size for start in self.starts[after:]),
             timeout_s=90,
@@ -237,7 +235,7 @@ class Agent:
         return len(self.starts)
 
     def kill(self) -> None:
-        """As when the VM loses its power."""
+        """Kill all processes, as a power cut does."""
         for pid in (self.popen.pid, *(start["pid"] for start in self.starts)):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -248,7 +246,7 @@ class Agent:
 @pytest.mark.timeout(300)
 @pytest.mark.fault("T12")
 def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
-    """A VM is lost and another one comes: the survivor's torchrun lives, and all ranks save together."""
+    """A VM is lost and another one joins: the survivor's torchrun continues, and all ranks save together."""
     pytest.importorskip("torch")
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
@@ -291,10 +289,10 @@ def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shares", "restarts"), [("True", "3"), ("False", "3"), ("True", "0")])
-def test_a_torchrun_that_cannot_grow_is_warned_of(
+def test_a_torchrun_that_cannot_grow_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shares: str, restarts: str
 ) -> None:
-    """Once for each VM, and only for a job that may change its size."""
+    """One warning for each VM, and only for a job that may change its size."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     for local_rank in (0, 1):
@@ -309,7 +307,7 @@ import multiprocessing, os, signal, sys, swansong
 from torch.utils.data import DataLoader
 from swansong.torch import shield_worker
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a trainer that wants to finish what it is at
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a trainer that finishes its step first
 guard = swansong.attach(save=lambda d: None, load=lambda d: None)
 guard.restore()
 init = None if sys.argv[1] == "bare" else shield_worker
@@ -322,7 +320,7 @@ for step, _ in enumerate(loader, 1):
     if step == 10:
         os.killpg(0, signal.SIGTERM)
     if step == 1000:
-        print("went on", flush=True)
+        print("continued", flush=True)
         break
 guard.close()
 """
@@ -333,15 +331,15 @@ guard.close()
 def test_a_shield_keeps_the_workers_of_a_loader_alive(
     daemon: FakeDaemon, how: str, survives: Any
 ) -> None:
-    """SIGTERM to the process group: bare workers die of it, and the loop with them; no worker says hello."""
+    """SIGTERM to the process group kills unshielded workers, and so the loop; no worker connects."""
     done = load(daemon, how)
-    assert ("went on" in done.stdout) is survives, done.stderr[-2000:]
+    assert ("continued" in done.stdout) is survives, done.stderr[-2000:]
     assert len(daemon.all_of(Hello)) == 1
 
 
 @pytest.mark.fault("S26")
 def test_shielded_workers_do_not_outlive_their_trainer(daemon: FakeDaemon) -> None:
-    """They ignore the signals that would end them, and see for themselves that they are alone."""
+    """They ignore the signals, and detect by themselves that the trainer has ended."""
     done = load(daemon, "killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     workers = [int(pid) for pid in done.stdout.split()]
@@ -351,7 +349,7 @@ def test_shielded_workers_do_not_outlive_their_trainer(daemon: FakeDaemon) -> No
 
 
 def load(daemon: FakeDaemon, how: str) -> subprocess.CompletedProcess[str]:
-    """A trainer with two loader workers; it may be killed while they hold its standard error."""
+    """Run a trainer with two loader workers, which may hold its standard error open after its end."""
     pytest.importorskip("torch")
     return subprocess.run(
         [sys.executable, "-c", LOADING, how],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example with JAX and Orbax, as a user runs it; ``make test-jax`` makes the environment for it."""
+"""The example with JAX and Orbax, in the environment of ``make test-jax``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(script: str, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def preempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of ten steps: ``reference``, and ``resumed``, which lost its VM and its disk twice."""
+    """Two runs of ten steps: ``reference``, and ``resumed``, which twice lost its VM and disk."""
     place = tmp_path_factory.mktemp("orbax")
     example = HOOKS / "examples" / "with_orbax.py"
     on_a_new_disk = f'exec {PYTHON} {example} --directory "$(mktemp -d {place}/vm-XXXXXX)"'
@@ -79,7 +79,7 @@ def preempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kill_at=[2, 7],
         directory=place,
         environment=ENVIRONMENT,
-        ignoring="rank-0",  # Orbax draws the names of its files; compared below
+        ignoring="rank-0",  # Orbax gives its files random names; compared below
     )
     assert report.saved_steps == [2, 7]
     assert report.losses >= 10
@@ -91,18 +91,18 @@ def set_of(run: Path, step: int) -> Path:
     return found
 
 
-def test_orbax_resumes_to_the_bit(preempted: Path) -> None:
-    """Parameters, momentum and random key of the last step are those of the run without interruption."""
+def test_orbax_resumes_bit_by_bit(preempted: Path) -> None:
+    """Parameters, momentum and random key of the last step equal those of the uninterrupted run."""
     ends = [set_of(preempted / name, 10) / "10" / "default" for name in ("reference", "resumed")]
     assert run(EQUAL, *ends).split()[-1] == "5"
 
 
-def test_what_the_daemon_has_goes_before_what_lies_there(preempted: Path, tmp_path: Path) -> None:
-    """Of a local directory, what is not older than the restored step goes; the rest stays and is found."""
+def test_the_checkpoint_of_the_daemon_replaces_local_ones(preempted: Path, tmp_path: Path) -> None:
+    """A restore removes local steps that are not older than its own, and keeps the older ones."""
     run(BEHIND, tmp_path, set_of(preempted / "resumed", 2))
 
 
 def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
-    """As it stands, on a machine without a daemon."""
+    """It runs without a change, on a machine without a daemon."""
     (block,) = re.findall(r"^```py\n(.*?)^```", DOC, re.MULTILINE | re.DOTALL)
     run(block.replace("/tmp/my-run", str(tmp_path)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network of its own for each test, in which the metadata service has the address of the real one.
+"""A new network namespace for each test, in which the metadata service has its real address.
 
-The thread that runs the test moves to a new network namespace, and every process that it starts is born
-there.  With the last of them the namespace goes away by itself.
+The thread that runs the test moves to the namespace, and every process that it starts inherits it.  The
+kernel removes the namespace after the last of these processes.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Network:
-    """The way between the VM and its metadata service, in good health to begin with.
+    """The path between the VM and its metadata service, without faults to begin with.
 
-    Packets of both directions bear that address as their destination; what the test says to an emulator
-    by way of 127.0.0.1 always arrives.
+    Packets of both directions have the address of the service as their destination.  Requests of the test
+    to an emulator use 127.0.0.1 and always arrive.
     """
 
     def drop(self) -> None:
-        """Nothing arrives, and nobody is told."""
+        """Drop all packets silently."""
         self._treat("drop")
 
     def lose(self, percent: int) -> None:
-        """So many packets of a hundred do not arrive."""
+        """Drop this percentage of the packets."""
         self._treat(f"numgen random mod 100 < {percent} counter drop")
 
     def lose_puts(self) -> None:
-        """Nothing that begins with PUT arrives: 32 bytes into TCP, behind its header and timestamps."""
+        """Drop what begins with PUT: 32 bytes into TCP, behind its header and timestamps."""
         self._treat("tcp dport 80 @th,256,32 0x50555420 counter drop")
 
     def reset(self) -> None:
-        """Who sends anything is told that the connection is no more."""
+        """Answer every packet with a TCP reset."""
         self._treat("tcp dport 80 counter reject with tcp reset")
 
     def heal(self) -> None:
@@ -61,7 +61,7 @@ class Network:
 
     @contextmanager
     def ipv6_only(self, address: str) -> Iterator[None]:
-        """The metadata service is at this address instead; 127.0.0.1 stays, for the test."""
+        """Move the metadata service to this address; 127.0.0.1 stays for the test."""
         _run("ip", "address", "del", f"{ADDRESS}/32", "dev", "lo")
         _run("ip", "-6", "address", "add", f"{address}/128", "dev", "lo", "nodad")
         with closing(socket.create_server((address, 80), family=socket.AF_INET6)) as listener:
@@ -71,8 +71,8 @@ class Network:
             listener.shutdown(socket.SHUT_RDWR)
             relay.join(10)
 
-    def victims(self) -> int:
-        """How many packets the trouble has hit so far."""
+    def dropped_packets(self) -> int:
+        """Number of packets that the present rule has matched."""
         (count,) = re.findall(r"counter packets (\d+)", _run("nft", "list", "ruleset"))
         return int(count)
 
@@ -83,7 +83,7 @@ class Network:
 
 
 class Decoy:
-    """A listener that nobody should turn to."""
+    """A listener that must receive no connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -103,7 +103,7 @@ class Decoy:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Every fixture and test that starts a process here asks for this one first."""
+    """A network namespace; every fixture and test that starts a process here depends on this fixture."""
     missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
@@ -135,12 +135,12 @@ class Clouds:
         return Gcp(self._start("testkit.emulators.gcp_metadata"))
 
     def kill(self) -> None:
-        """The metadata service and its connections are gone."""
+        """Kill the metadata service with its connections."""
         assert self._emulator is not None
         self._emulator.kill()
 
     def _start(self, module: str) -> str:
-        # At every address: the test gives its orders at 127.0.0.1, whatever befalls the real one.
+        # On every address: the test reaches the emulator at 127.0.0.1, whatever happens to the real address.
         emulator = EmulatorProcess(module, "--host", "0.0.0.0", "--port", "80")
         self._emulator = self._started.enter_context(emulator)
         return "http://127.0.0.1"
@@ -160,7 +160,7 @@ def decoy(network: Network) -> Iterator[Decoy]:
 
 @pytest.fixture
 def new_vm(network: Network, tmp_path: Path) -> Iterator[Any]:
-    """``new_vm("aws")``: a VM that was told no address for its metadata; its store is a directory."""
+    """``new_vm("aws")``: a VM without a configured metadata address, with a directory as its store."""
     with ExitStack() as vms:
 
         def make(cloud: str, store: dict[str, str] | None = None) -> Vm:
@@ -176,12 +176,12 @@ def new_vm(network: Network, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def witness() -> str:
-    """Script of the small trainer that tells what the daemon tells it."""
+    """Script of the small trainer that prints each message of the daemon."""
     return WITNESS
 
 
 def _relay_all(listener: socket.socket) -> None:
-    """Connect each caller with port 80 of 127.0.0.1, until the listener is shut down."""
+    """Connect each client to port 80 of 127.0.0.1, until the listener is shut down."""
     with suppress(OSError):
         while True:
             caller, _ = listener.accept()

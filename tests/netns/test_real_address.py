@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon at the address that every cloud has, on a network that does it harm.
+"""The daemon at the metadata address that every cloud uses, on a network with faults.
 
-``sources.metadata_url`` is not set: what is polled is http://169.254.169.254, as on a VM.
+``sources.metadata_url`` is not set: the daemon polls http://169.254.169.254, as on a VM.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ OTHER_SERVICES = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
 NO_ROUTE = "198.51.100.7:9000"
 
 
-def tell_the_end(cloud: Any) -> None:
-    """The notice, in the words of this cloud."""
+def give_notice(cloud: Any) -> None:
+    """Give the notice of this cloud."""
     if cloud.metadata[0] == "aws":
         cloud.notice(in_s=60)
     else:
@@ -33,7 +33,7 @@ def tell_the_end(cloud: Any) -> None:
 
 
 def variables(kind: str, decoy: Any) -> dict[str, str]:
-    """The environment that would divert metadata requests to the decoy."""
+    """An environment that would divert metadata requests to the decoy."""
     if kind == "proxy":
         return dict.fromkeys(PROXIES, decoy.url)
     others = dict.fromkeys(OTHER_SERVICES, decoy.authority)
@@ -48,15 +48,15 @@ def variables(kind: str, decoy: Any) -> dict[str, str]:
         pytest.param("other service", marks=pytest.mark.fault("S16")),
     ],
 )
-def test_a_notice_at_the_real_address_whatever_the_environment_says(
+def test_the_environment_does_not_divert_metadata_requests(
     *, clouds: Any, decoy: Any, new_vm: Any, witness: str, name: str, kind: str
 ) -> None:
-    """From the notice to SAFE; neither a proxy nor another metadata service hears a word of it."""
+    """From the notice to SAFE; neither a proxy nor another metadata service receives a connection."""
     cloud = getattr(clouds, name)()
     vm = new_vm(name)
     daemon = vm.start_daemon(**variables(kind, decoy))
     vm.start_trainer(script=witness).lines.wait(step=5)
-    tell_the_end(cloud)
+    give_notice(cloud)
     daemon.lines.wait(event="verdict", verdict="SAFE")
     assert not decoy.was_called()
 
@@ -66,7 +66,7 @@ def test_a_notice_at_the_real_address_whatever_the_environment_says(
 def test_a_redirect_is_not_followed(
     *, clouds: Any, decoy: Any, new_vm: Any, witness: str, name: str, source: str
 ) -> None:
-    """It is no answer: the source is degraded until there is one, and where it points nobody goes."""
+    """A redirect is an error: the source is degraded until a response, and the target gets no request."""
     cloud = getattr(clouds, name)()
     control(cloud.url, "fault", kind="redirect", value=decoy.url)
     vm = new_vm(name)
@@ -75,14 +75,14 @@ def test_a_redirect_is_not_followed(
     vm.start_trainer(script=witness).lines.wait(step=5)
     control(cloud.url, "clear")
     daemon.lines.wait(event="health", source=source, health="ok")
-    tell_the_end(cloud)
+    give_notice(cloud)
     daemon.lines.wait(event="verdict", verdict="SAFE")
     assert not decoy.was_called()
 
 
 @pytest.mark.fault("N01")
 def test_a_vm_boots_without_metadata(network: Any, clouds: Any, new_vm: Any, witness: str) -> None:
-    """The run starts and is replicated all the same; the notice is seen once the service is there."""
+    """The run starts and is replicated; the notice is seen once the service responds."""
     aws = clouds.aws()
     network.drop()
     vm = new_vm("aws")
@@ -107,10 +107,10 @@ def test_a_vm_boots_without_metadata(network: Any, clouds: Any, new_vm: Any, wit
         pytest.param("overload", "HTTP 503", marks=pytest.mark.fault("N06")),
     ],
 )
-def test_trouble_on_the_way_delays_nothing_else(
+def test_faults_of_the_network_delay_nothing_else(
     *, network: Any, clouds: Any, new_vm: Any, witness: str, trouble: str, words: str
 ) -> None:
-    """While the source cannot see, it says so, status answers and commits go on; then it sees again."""
+    """A blind source reports it while status responds and commits continue; afterwards it works again."""
     aws = clouds.aws()
     vm = new_vm("aws")
     daemon = vm.start_daemon()
@@ -132,9 +132,9 @@ def test_trouble_on_the_way_delays_nothing_else(
     before = max(line["step"] for line in trainer.lines.all() if "step" in line)
     until(
         lambda: any(line["step"] > before for line in daemon.lines.all(event="committed")),
-        what="a commit of what was trained in the meantime",
+        what="a commit of a step trained in the meantime",
     )
-    aws.notice(in_s=60)  # which nobody sees yet
+    aws.notice(in_s=60)  # no source can see it yet
     seen = {source["name"]: source["health"] for source in vm.status()["sources"]}
     assert seen["aws.spot"] in ("degraded", "blind")
     assert not daemon.lines.all(event="notice")
@@ -151,21 +151,21 @@ def test_trouble_on_the_way_delays_nothing_else(
 def test_a_vm_without_ipv4_is_watched(
     *, network: Any, clouds: Any, new_vm: Any, witness: str, name: str
 ) -> None:
-    """No route leads to the usual address: the one for IPv6 is asked, and the notice is seen there."""
+    """No route leads to the IPv4 address: the daemon polls the IPv6 address and sees the notice there."""
     cloud = getattr(clouds, name)()
     with network.ipv6_only(IPV6_URLS[name].removeprefix("http://").strip("[]")):
         vm = new_vm(name)
         daemon = vm.start_daemon()
         vm.start_trainer(script=witness).lines.wait(step=5)
-        tell_the_end(cloud)
+        give_notice(cloud)
         daemon.lines.wait(event="verdict", verdict="SAFE")
 
 
 @pytest.mark.fault("N04")
-def test_a_token_that_gets_lost_is_told_from_a_service_that_is_away(
+def test_a_lost_token_request_is_distinguished_from_an_unreachable_service(
     network: Any, clouds: Any, new_vm: Any, witness: str
 ) -> None:
-    """The operator reads what to fix; nothing is asked without a token in earnest."""
+    """The reason contains the fix, and no notice is requested without a token."""
     aws = clouds.aws()
     network.lose_puts()
     vm = new_vm("aws")
@@ -177,7 +177,7 @@ def test_a_token_that_gets_lost_is_told_from_a_service_that_is_away(
         ),
         what="the hint",
     )
-    assert network.victims() > 0
+    assert network.dropped_packets() > 0
     assert f"GET {SPOT_PATH}" not in control(aws.url, "requests")
     vm.start_trainer(script=witness).lines.wait(step=5)
     network.heal()
@@ -189,22 +189,20 @@ def test_a_token_that_gets_lost_is_told_from_a_service_that_is_away(
 def test_three_packets_of_ten_may_get_lost(
     network: Any, clouds: Any, new_vm: Any, witness: str, name: str
 ) -> None:
-    """What is lost is sent or asked again: the notice comes through."""
+    """Lost packets are retransmitted or the request is repeated: the notice is seen."""
     cloud = getattr(clouds, name)()
     vm = new_vm(name)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=5)
     network.lose(percent=30)
-    tell_the_end(cloud)
+    give_notice(cloud)
     daemon.lines.wait(event="verdict", verdict="SAFE")
-    until(network.victims, what="a packet that was lost")
+    until(network.dropped_packets, what="a dropped packet")
 
 
 @pytest.mark.fault("N16")
-def test_a_hanging_request_that_broke_off_is_made_again(
-    clouds: Any, new_vm: Any, witness: str
-) -> None:
-    """The metadata server goes and comes back, with it every request that it held."""
+def test_a_hanging_get_that_broke_off_is_repeated(clouds: Any, new_vm: Any, witness: str) -> None:
+    """The metadata server restarts, which closes every request that it held."""
     clouds.gcp()
     vm = new_vm("gcp")
     daemon = vm.start_daemon()
@@ -218,10 +216,10 @@ def test_a_hanging_request_that_broke_off_is_made_again(
 
 
 @pytest.mark.fault("N16")
-def test_the_answer_to_a_hanging_request_may_get_lost_at_first(
+def test_the_response_to_a_hanging_get_may_be_lost_at_first(
     network: Any, clouds: Any, new_vm: Any, witness: str
 ) -> None:
-    """The word is given while nothing arrives; it does arrive afterwards."""
+    """The notice is given while all packets are dropped, and is seen afterwards."""
     gcp = clouds.gcp()
     vm = new_vm("gcp")
     daemon = vm.start_daemon()
@@ -229,7 +227,7 @@ def test_the_answer_to_a_hanging_request_may_get_lost_at_first(
     vm.start_trainer(script=witness).lines.wait(step=5)
     network.drop()
     gcp.preempt()
-    until(lambda: network.victims() >= 2, what="the answer, and another try")
+    until(lambda: network.dropped_packets() >= 2, what="the response, and a retransmission")
     assert not daemon.lines.all(event="notice")
     network.heal()
     daemon.lines.wait(event="notice", source="gcp.preempted")
@@ -237,8 +235,10 @@ def test_the_answer_to_a_hanging_request_may_get_lost_at_first(
 
 
 @pytest.mark.fault("O22")
-def test_a_proxy_for_the_store_is_none_for_metadata(clouds: Any, new_vm: Any, witness: str) -> None:
-    """Only the proxy knows the way to the store; notice and credentials come without it."""
+def test_a_proxy_for_the_store_is_not_used_for_metadata(
+    clouds: Any, new_vm: Any, witness: str
+) -> None:
+    """Only the proxy can reach the store; notice and credentials come without the proxy."""
     aws = clouds.aws()
     with (
         EmulatorProcess("testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt") as s3,

@@ -24,10 +24,10 @@ def cluster(network: Any, tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.fault("N09", "T12")
-def test_a_notice_at_one_vm_saves_the_job_which_goes_on_with_fewer_and_with_more(
+def test_a_notice_at_one_vm_saves_the_job_which_resumes_on_fewer_and_on_more(
     cluster: Cluster,
 ) -> None:
-    """Both parts committed, the farewell says so; then one VM resumes it, and then three do."""
+    """Both parts are committed and in the farewells; one VM resumes the job, and then three do."""
     doomed, other = cluster.add(2)
     first, _ = cluster.start([other, doomed])
     first.lines.wait(90, step=5)
@@ -47,7 +47,7 @@ def test_a_notice_at_one_vm_saves_the_job_which_goes_on_with_fewer_and_with_more
         lambda: (
             [f["complete"] for f in cluster.farewells() if f["verdict"] == "SAFE"].count(True) == 2
         ),
-        what="two farewells that tell of a whole checkpoint",
+        what="two farewells with a whole checkpoint",
     )
     cluster.power_off()
 
@@ -67,8 +67,8 @@ def test_a_notice_at_one_vm_saves_the_job_which_goes_on_with_fewer_and_with_more
 
 
 @pytest.mark.fault("G17", "T03")
-def test_a_vm_that_dies_in_mid_save_leaves_the_older_checkpoint_to_all(cluster: Cluster) -> None:
-    """The part that the other VM has committed, and has on its disk, is chosen by nobody."""
+def test_a_vm_that_dies_during_a_save_leaves_the_older_checkpoint_to_all(cluster: Cluster) -> None:
+    """No VM chooses the part that the other VM has committed and holds on its disk."""
     survivor, dying = cluster.add(2)
     arguments = ("--every-steps", "10", "--die-in-save", "30", "--die-node", "1")
     trainers = cluster.start([survivor, dying], *arguments)
@@ -87,8 +87,8 @@ def test_a_vm_that_dies_in_mid_save_leaves_the_older_checkpoint_to_all(cluster: 
 
 
 @pytest.mark.fault("T12")
-def test_a_nan_at_one_vm_takes_the_whole_job_back_in_its_processes(cluster: Cluster) -> None:
-    """To the newest healthy checkpoint, all at once, as a new generation; what was bad is never restored."""
+def test_a_nan_at_one_vm_rolls_the_whole_job_back_in_its_processes(cluster: Cluster) -> None:
+    """All ranks load the newest healthy checkpoint as a new generation; no VM restores an unhealthy one."""
     first, second = cluster.add(2)
     arguments = ("--every-steps", "10", "--bad-from", "29", "--bad-rank", "1")
     trainers = cluster.start([first, second], *arguments)
@@ -96,7 +96,7 @@ def test_a_nan_at_one_vm_takes_the_whole_job_back_in_its_processes(cluster: Clus
         back = trainer.lines.wait(90, event="rolled_back")
         assert (back["from_step"], back["to_step"]) == (30, 20), back
         trainer.lines.wait(step=45)
-    # The first checkpoint of the new generation is there at once.
+    # The first checkpoint of the new generation is taken immediately.
     until(lambda: {part(2, 21, node, 2) for node in (0, 1)} <= cluster.parts(), what="step 21")
     until(lambda: {part(2, 40, node, 2) for node in (0, 1)} <= cluster.parts(), what="step 40")
     assert all(trainer.popen.poll() is None for trainer in trainers)
@@ -110,7 +110,7 @@ def test_a_nan_at_one_vm_takes_the_whole_job_back_in_its_processes(cluster: Clus
 
 
 @pytest.mark.fault("N09")
-def test_torchrun_goes_on_with_the_vms_that_are_left(cluster: Cluster) -> None:
+def test_torchrun_continues_with_the_remaining_vms(cluster: Cluster) -> None:
     """Elastic restart: the same torchrun, fewer nodes, the checkpoint of the notice, a new generation."""
     staying, doomed = cluster.add(2)
     trainer, _ = cluster.start([staying, doomed], nodes="1:2", restarts=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clouds, once for all tests of this directory; a bucket prefix and VMs anew for each."""
+"""The emulated clouds, one for all tests of this directory; a new bucket prefix and new VMs for each test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def s3() -> Iterator[EmulatorProcess]:
 
 @pytest.fixture
 def aws(imds: EmulatorProcess) -> Iterator[Aws]:
-    """EC2's word to the VM: no notice, to begin with."""
+    """The instance metadata of the VM, without a notice."""
     yield Aws(imds.url)
     control(imds.url, "withdraw")
     control(imds.url, "clear")
@@ -46,21 +46,21 @@ def aws(imds: EmulatorProcess) -> Iterator[Aws]:
 
 @pytest.fixture
 def gcp() -> Iterator[Gcp]:
-    """Compute Engine's word to the VM: not preempted, to begin with."""
+    """The metadata server of the VM; ``preempted`` is FALSE."""
     with EmulatorProcess("testkit.emulators.gcp_metadata", "--port", "0") as emulator:
         yield Gcp(emulator.url)
 
 
 @pytest.fixture
 def bucket(s3: EmulatorProcess) -> Iterator[Bucket]:
-    """An empty prefix in a bucket in good health."""
+    """An empty prefix in a bucket without faults."""
     yield Bucket(s3.url, secrets.token_hex(4))
     control(s3.url, "clear")
 
 
 @pytest.fixture
 def new_vm(tmp_path: Path) -> Iterator[NewVm]:
-    """Makes VMs: ``new_vm("a", store, metadata=...)``.  They end with the test."""
+    """Make VMs: ``new_vm("a", store, metadata=...)``.  They are shut down after the test."""
     with ExitStack() as vms:
 
         def make(name: str, store: dict[str, str], **options: Any) -> Vm:
@@ -73,13 +73,13 @@ def new_vm(tmp_path: Path) -> Iterator[NewVm]:
 
 @pytest.fixture
 def witness() -> str:
-    """Script of the small trainer that tells what the daemon tells it."""
+    """Script of the small trainer that prints each message of the daemon."""
     return WITNESS
 
 
 @pytest.fixture(scope="session")
 def weights_after() -> Callable[[int], str]:
-    """SHA-256 of the weights that ``char_lm.py`` ends with after so many steps without interruption."""
+    """SHA-256 of the weights of ``char_lm.py`` after this number of steps without interruption."""
     known: dict[int, str] = {}
 
     def digest(steps: int) -> str:

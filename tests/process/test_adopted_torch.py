@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch trainers without our hooks, signalled with SIGTERM: what their frameworks write is adopted."""
+"""PyTorch trainers without our hooks, signalled with SIGTERM: their frameworks' checkpoints are adopted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SCRIPT = str(TRAINERS / "signalled_torch.py")
 @pytest.mark.fault("T11")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("layout", ["dcp", "ckpt"])
-def test_what_a_framework_writes_is_adopted_and_comes_back(
+def test_a_checkpoint_of_a_framework_is_adopted_and_restored(
     aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Path, layout: str
 ) -> None:
-    """The signal goes to the worker, which saves once and trains on; another VM can load the files."""
+    """The signalled worker saves once and continues; another VM loads the files."""
     settings = {"trainer": {"signal": "SIGTERM", "pid_file": str(tmp_path / "vm" / "trainer.pid")}}
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
     daemon = vm.start_daemon()

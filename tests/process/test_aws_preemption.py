@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EC2 takes a spot VM back: from the notice to a commit in S3, and on to the next VM.
 
-Read these first: they show what the product is for.
+Read these tests first: they show the purpose of Swansong.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_notice_becomes_a_commit_before_the_deadline(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """Between two steps the trainer saves all it has; minutes before the end all of it lies in S3."""
+    """The trainer saves between two steps, and all its files are in S3 before the deadline."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
     trainer.lines.wait(step=5)
 
-    power_goes = aws.notice("terminate", in_s=30)
+    terminated_at = aws.notice("terminate", in_s=30)
 
     verdict = daemon.lines.wait(event="verdict")
-    assert datetime.now(UTC) < power_goes
+    assert datetime.now(UTC) < terminated_at
     assert verdict["verdict"] == "SAFE"
     assert 0 < verdict["slack_s"] < 30
 
@@ -38,26 +38,26 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
     target = daemon.lines.wait(event="evacuation", phase="target")
     assert manifest["step"] == target["step"] == verdict["step"]
 
-    # What the manifest lists is what the trainer sealed: each file, under its name, byte for byte.
+    # The manifest lists exactly the files that the trainer sealed, byte for byte.
     (sealed,) = vm.run_directory.glob("step-*")
     files = {
         str(path.relative_to(sealed)): path.read_bytes()
         for path in sealed.rglob("*")
         if path.is_file()
     }
-    assert len(files) == 4  # three of the trainer, and the rank manifest
+    assert len(files) == 4  # three files of the trainer, and the rank manifest
     assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == files
 
-    # The trainer hears of it, and trains on for as long as there is power.
-    told = trainer.lines.wait(event="committed", committed=manifest["step"])
-    assert told["generation"] == 1
+    # The trainer receives the commit and continues until the VM is terminated.
+    message = trainer.lines.wait(event="committed", committed=manifest["step"])
+    assert message["generation"] == 1
     trainer.lines.wait(step=manifest["step"] + 5)
 
-    # And the farewell tells whoever asks tomorrow how it went.
+    # The farewell records the outcome for later readers.
     (farewell,) = until(bucket.farewells, what="the farewell")
     assert (farewell["verdict"], farewell["commit"]["step"]) == ("SAFE", manifest["step"])
     timeline = farewell["timeline"]
-    # A slow save has files that are final before it is sealed: on a loaded machine they go out early.
+    # A slow save finishes some files before the set is sealed: a loaded machine uploads them early.
     phases = [entry["phase"] for entry in timeline if entry["phase"] != "early_shards"]
     assert phases == [
         "notice", "request", "accepted", "target", "sealed", "flush", "flushed", "committed",
@@ -68,7 +68,7 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
 def test_the_next_vm_ends_with_the_same_weights(
     aws: Aws, bucket: Bucket, new_vm: Any, weights_after: Any
 ) -> None:
-    """A run that was preempted ends bit for bit where one ends that was not."""
+    """A preempted run ends with the same bits as a run without interruption."""
     command_line = ("--steps", "300")
     first = new_vm("first", bucket.store, metadata=aws.metadata)
     daemon = first.start_daemon()
@@ -77,7 +77,7 @@ def test_the_next_vm_ends_with_the_same_weights(
     aws.notice("terminate", in_s=30)
     saved = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
     first.power_off()
-    aws.withdraw()  # that notice was for the first VM
+    aws.withdraw()  # the notice was for the first VM
 
     second = new_vm("second", bucket.store, metadata=aws.metadata)
     second.start_daemon()
@@ -90,7 +90,7 @@ def test_the_next_vm_ends_with_the_same_weights(
 
 
 def test_large_files_travel_in_parts(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Three files of 7 MB in parts of 5 MiB, many at a time: each arrives as one object, whole."""
+    """Three files of 7 MB are sent as parallel parts of 5 MiB; each becomes one object with all its bytes."""
     vm = new_vm(
         "vm", bucket.store, metadata=aws.metadata, settings={"flush": {"part_size_bytes": "5MiB"}}
     )
@@ -103,14 +103,14 @@ def test_large_files_travel_in_parts(aws: Aws, bucket: Bucket, new_vm: Any, witn
     assert len(parts) >= 6
     second = new_vm("second", bucket.store)
     second.start_daemon()
-    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")  # checks each byte
+    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")  # verifies each byte
     assert resumed["from_step"] == saved
 
 
-def test_a_withdrawn_notice_leaves_no_trace_in_training(
+def test_training_continues_after_a_withdrawn_notice(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """EC2 changes its mind: training goes on, and the next notice is acted on like the first."""
+    """EC2 withdraws the notice and training continues; the next notice leads to a checkpoint as well."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -133,7 +133,7 @@ def test_a_withdrawn_notice_leaves_no_trace_in_training(
 def test_one_notice_is_one_emergency_checkpoint(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """However often the notice is seen, and by a restarted daemon too, the trainer saves once."""
+    """Repeated polls and a restart of the daemon lead to no second save."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -154,7 +154,7 @@ def test_one_notice_is_one_emergency_checkpoint(
     assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
 
 
-def test_a_notice_to_stop_is_acted_on_like_one_to_terminate(
+def test_a_stop_notice_is_handled_like_a_terminate_notice(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
     """A stopped VM loses its local disks as well."""
@@ -173,10 +173,10 @@ def test_a_notice_to_stop_is_acted_on_like_one_to_terminate(
     ['{"action": "term', '{"action": "terminate"}', '{"action": "vanish", "time": "soon"}', ""],
     ids=["cut off", "no time", "unknown action", "empty"],
 )
-def test_a_notice_that_cannot_be_read_is_a_notice(
+def test_an_unreadable_notice_counts_as_a_notice(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str, body: str
 ) -> None:
-    """To save once too often costs a moment; the deadline is taken to be a near one."""
+    """An unnecessary checkpoint costs seconds; the assumed deadline is near."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=2)
@@ -189,10 +189,10 @@ def test_a_notice_that_cannot_be_read_is_a_notice(
 
 
 @pytest.mark.fault("N12")
-def test_without_any_notice_the_loss_is_what_status_shows(
+def test_without_a_notice_the_loss_is_the_lag_in_status(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """Periodic checkpoints are replicated all the time; a power cut costs at most the shown lag."""
+    """Periodic checkpoints are replicated continuously; a power cut costs at most the reported lag."""
     vm = new_vm("first", bucket.store)
     daemon = vm.start_daemon()
     vm.start_trainer("--every-steps", "20", script=witness)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong configuration, a wrong place, wrong messages, a hostile bucket, a full disk: one clear line each."""
+"""Invalid configuration, paths and messages, a hostile bucket, a full disk: one clear line each."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-WRONG_CONFIG, BAD_STAGING = 2, 15
+INVALID_CONFIG, BAD_STAGING = 2, 15
 
 
-# ---------------------------------------------------------------- at the start
+# ---------------------------------------------------------------- start of the daemon
 
 
 @pytest.mark.fault("H11")
-def test_every_mistake_in_the_configuration_is_named_at_once(new_vm: Any) -> None:
-    """Five mistakes, five lines, each with its key; exit code 2, and nothing was touched."""
+def test_all_problems_of_the_configuration_are_listed(new_vm: Any) -> None:
+    """Five problems are five lines, each with its key; the exit code is 2, and staging is unchanged."""
     mistakes = {
         "run": {"name": "../up"},
         "store": {"url": "ftp://somewhere"},
@@ -39,7 +39,7 @@ def test_every_mistake_in_the_configuration_is_named_at_once(new_vm: Any) -> Non
     }
     vm = new_vm("vm", {}, settings=mistakes)
     daemon = vm.start_daemon(ready=False)
-    assert daemon.wait() == WRONG_CONFIG
+    assert daemon.wait() == INVALID_CONFIG
     problems = [line for line in daemon.lines.raw if "problem=" in line]
     for key in (
         "run.name",
@@ -55,10 +55,10 @@ def test_every_mistake_in_the_configuration_is_named_at_once(new_vm: Any) -> Non
 
 @pytest.mark.fault("D08")
 @pytest.mark.parametrize("what", ["missing", "a file"])
-def test_staging_that_cannot_be_used_is_said_and_not_made(
+def test_a_missing_staging_directory_is_reported_and_not_created(
     new_vm: Any, tmp_path: Path, what: str
 ) -> None:
-    """Were the mount missing, a directory made in its place would fill the root disk; exit code 15."""
+    """The exit code is 15.  In place of a missing mount, a new directory would fill the root disk."""
     place = tmp_path / "nvme"
     if what == "a file":
         place.write_text("not a directory")
@@ -73,8 +73,8 @@ def test_staging_that_cannot_be_used_is_said_and_not_made(
 
 
 @pytest.mark.fault("D08")
-def test_staging_that_cannot_be_written_to_is_said(bucket: Bucket, new_vm: Any) -> None:
-    """A read-only file system: exit code 15 before anything is promised to anybody."""
+def test_read_only_staging_is_reported(bucket: Bucket, new_vm: Any) -> None:
+    """The exit code is 15, before the daemon writes to the bucket."""
     vm = new_vm("vm", bucket.store)
     with mounted_tmpfs(vm.staging, "ro,size=1m"):
         daemon = vm.start_daemon(ready=False)
@@ -87,7 +87,7 @@ def test_staging_that_cannot_be_written_to_is_said(bucket: Bucket, new_vm: Any) 
 
 @pytest.mark.fault("H10")
 def test_a_second_daemon_in_the_same_staging_is_refused(bucket: Bucket, new_vm: Any) -> None:
-    """It says who is in the way and leaves; the first does not notice."""
+    """The second daemon names the conflict and exits; the first continues."""
     vm = new_vm("vm", bucket.store)
     first = vm.start_daemon()
     second = vm.start_daemon(ready=False)
@@ -99,10 +99,10 @@ def test_a_second_daemon_in_the_same_staging_is_refused(bucket: Bucket, new_vm: 
 
 
 @pytest.mark.fault("O07")
-def test_a_bucket_that_does_not_exist_is_said_once_with_the_way_out(
+def test_a_missing_bucket_is_reported_once_with_a_fix(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The daemon stays, for somebody may create the bucket; status shows what is wrong."""
+    """The daemon keeps running, because an operator may create the bucket; status shows the error."""
     vm = new_vm("vm", {**bucket.store, "url": "s3://no-such-bucket/team"})
     daemon = vm.start_daemon()
     line = daemon.lines.wait(event="health", source="store")
@@ -119,12 +119,12 @@ def test_a_bucket_that_does_not_exist_is_said_once_with_the_way_out(
     assert daemon.popen.poll() is None
 
 
-# ---------------------------------------------------------------- on the socket
+# ---------------------------------------------------------------- messages on the socket
 
 
 @pytest.mark.fault("S12", "S13")
 @pytest.mark.parametrize(
-    ("message", "complaint"),
+    ("message", "reason"),
     [
         (b"x" * 1_000_000, "65536 bytes"),
         (b'{"type": "hello", ', "not JSON"),
@@ -134,10 +134,10 @@ def test_a_bucket_that_does_not_exist_is_said_once_with_the_way_out(
     ],
     ids=["1 MB", "broken JSON", "wrong field", "deep", "unknown type"],
 )
-def test_a_bad_message_costs_its_sender_the_connection(
-    bucket: Bucket, new_vm: Any, witness: str, message: bytes, complaint: str
+def test_an_invalid_message_closes_its_connection(
+    bucket: Bucket, new_vm: Any, witness: str, message: bytes, reason: str
 ) -> None:
-    """One line in the log, one answer that says why; other trainers go on."""
+    """The log and the reply each contain the reason; other trainers continue."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
@@ -149,26 +149,26 @@ def test_a_bad_message_costs_its_sender_the_connection(
         peer.send(message)
         answer = json.loads(peer.recv(65536))
         assert answer["type"] == "refused"
-        assert complaint in answer["reason"]
-        assert peer.recv(65536) == b""  # hung up
-    (line,) = until(lambda: _complaints(daemon), what="a line in the log")
-    assert complaint in line["reason"]
+        assert reason in answer["reason"]
+        assert peer.recv(65536) == b""  # the daemon closed the connection
+    (line,) = until(lambda: _warnings(daemon), what="a line in the log")
+    assert reason in line["reason"]
     daemon.lines.wait(event="committed", step=20)
-    assert len(_complaints(daemon)) == 1
+    assert len(_warnings(daemon)) == 1
 
 
 _SO_SNDBUFFORCE = 32
-"""Only root may; a message of 1 MB does not fit the usual buffer."""
+"""Requires root; a message of 1 MB exceeds the default buffer."""
 
 
-def _complaints(daemon: Any) -> list[dict[str, Any]]:
+def _warnings(daemon: Any) -> list[dict[str, Any]]:
     return [line for line in daemon.lines.all(level="warning") if "trainer" in line["event"]]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.fault("S8")
-def test_another_user_is_turned_away(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Even if the socket's mode lets everybody in: the kernel says who it is."""
+def test_another_user_is_refused(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """The kernel reports the uid of the peer, so that the mode of the socket does not matter."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -180,7 +180,7 @@ import os, socket
 os.setgid(65534); os.setuid(65534)
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
     peer.settimeout(10)
-    peer.connect({vm.socket.name!r})  # relative: the directories above are nobody's business
+    peer.connect({vm.socket.name!r})  # relative: this user may not enter the directories above
     try:
         peer.send({json.dumps(hello).encode()!r})
     except BrokenPipeError:
@@ -198,13 +198,13 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
     answer = json.loads(done.stdout)
     assert answer["type"] == "refused"
     assert "65534" in answer["reason"]
-    (line,) = until(lambda: _complaints(daemon), what="a line in the log")
+    (line,) = until(lambda: _warnings(daemon), what="a line in the log")
     assert line["uid"] == 65534
     trainer.lines.wait(step=30)
     assert [item["pid"] for item in vm.status()["trainers"]] == [trainer.pid]
 
 
-# ---------------------------------------------------------------- from the bucket
+# ---------------------------------------------------------------- objects in the bucket
 
 
 @pytest.mark.fault("S6", "S24", "G16")
@@ -212,7 +212,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
 def test_a_manifest_that_points_outside_is_refused(
     bucket: Bucket, new_vm: Any, tmp_path: Path, witness: str, path: str
 ) -> None:
-    """Its digest is right, its path is not: nothing of it is written, and the older commit is taken."""
+    """The digest is valid, the path is not: no file is written, and the older commit is restored."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--steps", "20", "--every-steps", "20", script=witness)
@@ -235,14 +235,14 @@ def test_a_manifest_that_points_outside_is_refused(
     assert not Path("/tmp/escaped-from-swansong").exists()
 
 
-# ---------------------------------------------------------------- on the disk
+# ---------------------------------------------------------------- disk and socket directory
 
 
 @pytest.mark.fault("D01")
-def test_a_full_staging_disk_costs_a_checkpoint_and_not_the_training(
+def test_a_full_staging_disk_fails_a_checkpoint_and_not_the_training(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """Training goes on, one line says why there is no checkpoint, and older commits are untouched."""
+    """Training continues, one line per save states the reason, and older commits are unchanged."""
     vm = new_vm("vm", bucket.store)
     with mounted_tmpfs(vm.staging, "size=8m"):
         daemon = vm.start_daemon()
@@ -252,13 +252,13 @@ def test_a_full_staging_disk_costs_a_checkpoint_and_not_the_training(
         before = bucket.objects("run/commits/")
 
         command = [sys.executable, "-u", witness, "--every-steps", "30", "--size-bytes", "5000000"]
-        trainer = vm.spawn(command, SWANSONG_SOCKET=str(vm.socket))  # what it logs, this time
+        trainer = vm.spawn(command, SWANSONG_SOCKET=str(vm.socket))
         until(lambda: _about_the_disk(trainer), what="a line about the disk")
         seen = vm.status()["trainers"][-1]["step"]
         until(lambda: vm.status()["trainers"][-1]["step"] > seen + 10, what="further steps")
 
         lines = _about_the_disk(trainer)
-        assert len(lines) == len(set(lines))  # one for each attempt, naming its step
+        assert len(lines) == len(set(lines))  # one line per attempt, with its step
         assert trainer.popen.poll() is None
         assert daemon.popen.poll() is None
         assert bucket.objects("run/commits/") == before
@@ -273,7 +273,7 @@ def _about_the_disk(trainer: Any) -> list[str]:
 
 @contextmanager
 def mounted_tmpfs(place: Path, options: str) -> Iterator[None]:
-    """A disk of its own at ``place``."""
+    """Mount a tmpfs at ``place``."""
     mount = ["mount", "-t", "tmpfs", "-o", options, "swansong-test", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a tmpfs here")
@@ -283,8 +283,8 @@ def mounted_tmpfs(place: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_socket_that_cannot_be_made_is_explained(new_vm: Any, tmp_path: Path) -> None:
-    """A missing directory of the socket is one line with the key, the path and the way out."""
+def test_a_missing_socket_directory_is_reported(new_vm: Any, tmp_path: Path) -> None:
+    """One line contains the key and the path, another one the fix."""
     missing = tmp_path / "missing" / "trainer.sock"
     vm = new_vm(
         "vm",
@@ -293,9 +293,9 @@ def test_a_socket_that_cannot_be_made_is_explained(new_vm: Any, tmp_path: Path) 
     )
     daemon = vm.start_daemon(ready=False)
     assert daemon.wait() == 2
-    said = daemon.lines.all(event="cannot_start")
+    lines = daemon.lines.all(event="cannot_start")
     assert any(
-        f"trainer.socket: cannot listen at {missing}" in line.get("problem", "") for line in said
+        f"trainer.socket: cannot listen at {missing}" in line.get("problem", "") for line in lines
     )
-    assert any("Create its directory" in line.get("hint", "") for line in said)
+    assert any("Create its directory" in line.get("hint", "") for line in lines)
     assert not any("Traceback" in line for line in daemon.lines.raw)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A writer of the bucket plants claims, commits and junk; and a store does not show what it took."""
+"""A bucket writer plants claims, commits and junk; a store does not return the objects that it accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = f"run/generations/{bounds.GENERATION_MAX}.json"
 
 
 def planted_commit(bucket: Bucket, *, generation: int, step: int) -> str:
-    """A copy of the newest honest manifest under a higher number, with a right digest and no signature."""
+    """A copy of the newest genuine manifest under a higher number, with a valid digest and no signature."""
     body = bucket.manifests()[0] | {"generation": generation, "step": step}
     body.pop("signature", None)
     del body["digest"]
@@ -45,8 +45,8 @@ def key_file(tmp_path: Path) -> Path:
 def test_with_a_signing_key_a_bucket_writer_gains_nothing(
     bucket: Bucket, new_vm: Any, witness: str, key_file: Path
 ) -> None:
-    """A higher generation and a commit under it: the daemon is not fenced, and the next VM restores what
-    was signed."""
+    """A planted higher generation does not fence the daemon, and the next VM restores the newest signed
+    commit, not the planted one."""
     store = bucket.store | {"signing_key_file": str(key_file)}
     vm = new_vm("vm", store)
     daemon = vm.start_daemon()
@@ -85,10 +85,10 @@ def test_with_a_signing_key_a_bucket_writer_gains_nothing(
 
 
 @pytest.mark.fault("S25")
-def test_a_key_that_others_may_read_keeps_the_daemon_down(
+def test_the_daemon_refuses_a_key_that_others_may_read(
     bucket: Bucket, new_vm: Any, key_file: Path
 ) -> None:
-    """One line with the key of the configuration and the fix, exit code 2, nothing in the bucket."""
+    """It logs one line with the configuration key and the fix, exits with 2, and writes nothing."""
     key_file.chmod(0o444)
     vm = new_vm("vm", bucket.store | {"signing_key_file": str(key_file)})
     daemon = vm.start_daemon(ready=False)
@@ -103,10 +103,10 @@ def test_a_key_that_others_may_read_keeps_the_daemon_down(
 
 
 @pytest.mark.fault("S25")
-def test_a_planted_last_generation_is_refused_aloud_and_never_safe(
+def test_a_planted_last_generation_is_reported_and_never_safe(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The daemon stays, shows why, and claims nothing: the verdict is LOST until the object is gone."""
+    """The daemon runs, reports the reason and claims nothing: LOST until the object is deleted."""
     bucket.put(LAST, b"{}")
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
@@ -130,8 +130,8 @@ def test_a_planted_last_generation_is_refused_aloud_and_never_safe(
 def test_a_commit_that_no_reader_parses_is_not_an_empty_run(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """``restore --fresh-ok`` fails, a trainer gets an error and does not start from scratch; the object to
-    delete is named."""
+    """``restore --fresh-ok`` fails, and a trainer gets an error instead of a fresh start.  The message names
+    the object to delete."""
     foreign = "run/commits/100000000/000000000020/00000-of-00001.json"
     bucket.put(foreign, b"{}")
     vm = new_vm("vm", bucket.store)
@@ -152,10 +152,10 @@ def test_a_commit_that_no_reader_parses_is_not_an_empty_run(
 
 @pytest.mark.fault("G08")
 @pytest.mark.parametrize("what", ["GET", "listing"])
-def test_a_store_that_does_not_show_what_it_took_is_never_safe(
+def test_a_store_that_does_not_return_what_it_accepted_is_never_safe(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str, what: str
 ) -> None:
-    """Each PUT succeeds, and each GET and HEAD of a manifest is answered with 404, or its listing fails."""
+    """Each PUT succeeds, but GET and HEAD of a manifest return 404, or its listing fails."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -170,7 +170,7 @@ def test_a_store_that_does_not_show_what_it_took_is_never_safe(
     aws.notice(in_s=5)
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "LOST"
-    assert bucket.keys("run/commits/"), "the manifest is there, and no reader finds it"
+    assert bucket.keys("run/commits/"), "the manifest exists, and no reader finds it"
     assert daemon.lines.all(event="commit_failed")
     assert not daemon.lines.all(event="committed")
     bucket.order("clear")

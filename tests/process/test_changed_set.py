@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sealed set that somebody writes to while it is on its way."""
+"""A process writes to a sealed set during its upload."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 def test_a_file_that_changes_during_its_upload_voids_the_set(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Two of its parts are stored when it changes: no commit comes of it, the older one stands, and the
-    next set is committed."""
+    """The file changes after two of its parts are stored.  The set is not committed, the older commit
+    remains, and the next set is committed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     seal_files(vm.run_directory, 1, {"model.bin": b"older"})
@@ -35,7 +35,7 @@ def test_a_file_that_changes_during_its_upload_voids_the_set(
             "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
         )
     seal_files(vm.run_directory, 2, {"model.bin": FROZEN})
-    until(lambda: len(strict_bucket.parts_sent()) >= 4, what="parts to be on their way")
+    until(lambda: len(strict_bucket.parts_sent()) >= 4, what="parts in flight")
     changed = vm.run_directory / protocol.sealed_name(2, "abc") / "rank-00000" / "model.bin"
     with changed.open("r+b") as file:
         file.write(b"x")

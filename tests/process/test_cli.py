@@ -88,8 +88,8 @@ def is_one_line_of_swansong(text: str) -> bool:
 # ---------------------------------------------------------------- restore
 
 
-def test_restore_says_what_came_back(place: Place) -> None:
-    """The bytes are there, and the last line tells step, run, generation, bytes, time and speed."""
+def test_restore_prints_a_summary(place: Place) -> None:
+    """The bytes are on disk; the last line states step, run, generation, bytes, time and speed."""
     commit(place.store, FILES, step=100)
     done = place.run("restore", "--to", str(place.to))
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_restore_says_what_came_back(place: Place) -> None:
 
 
 def test_restore_as_json_with_every_option(place: Place) -> None:
-    """Another run, a step that is not the newest, and facts that programs can read."""
+    """``--run`` and ``--step`` select an older commit of another run; the facts are JSON."""
     commit(place.store, FILES, run="q", step=100)
     commit(place.store, {"a": b"newer"}, run="q", step=200)
     got = place.run_json("restore", "--run", "q", "--step", "100", "--to", str(place.to))
@@ -119,7 +119,7 @@ def test_restore_as_json_with_every_option(place: Place) -> None:
 
 @pytest.mark.fault("G10")
 def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
-    """On standard error for people, in the JSON for programs."""
+    """Standard error names the commit for people, the JSON for programs."""
     commit(place.store, FILES, step=100)
     made = commit(place.store, {"a": b"x"}, step=200)
     object_path(place.tmp_path / "store", made.shards[0].key).unlink()
@@ -133,7 +133,7 @@ def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
 
 
 def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
-    """17 by default; 0 with --fresh-ok, which is what the boot unit asks for."""
+    """17 by default; 0 with --fresh-ok, which the boot unit uses."""
     done = place.run("restore", "--to", str(place.to))
     assert done.returncode == 17
     assert is_one_line_of_swansong(done.stderr)
@@ -147,7 +147,7 @@ def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
     assert not place.to.exists()
 
 
-def test_commits_that_a_farewell_names_are_missed(place: Place) -> None:
+def test_a_run_whose_farewell_names_a_commit_is_not_fresh(place: Place) -> None:
     """--fresh-ok fails with 17 when a farewell names a commit and the listing contains none."""
     farewell = b'{"verdict": "SAFE", "commit": {"generation": 1, "step": 7}}'
     place.store.put("r/farewells/00000001-x.json", farewell)
@@ -157,7 +157,7 @@ def test_commits_that_a_farewell_names_are_missed(place: Place) -> None:
 
 
 def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> None:
-    """--fresh-ok must not let a trainer begin anew over commits that somebody could still rescue."""
+    """--fresh-ok must not let a trainer start from scratch over commits that an operator could repair."""
     commit(place.store, FILES)
     flip_bit(
         object_path(place.tmp_path / "store", RunKeys("r").commit(CommitRef(1, 100), 0, 1)), 99
@@ -167,7 +167,7 @@ def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> Non
 
 @pytest.mark.fault("G12")
 def test_a_full_target_is_found_before_the_download(place: Place) -> None:
-    """On a file system of 64 KiB: exit 15 with the numbers, and nothing is left there."""
+    """On a file system of 64 KiB the exit code is 15, the error states the sizes, and no file is left."""
     if not shutil.which("unshare"):
         pytest.skip("needs unshare")
     small = place.tmp_path / "small"
@@ -194,8 +194,8 @@ def test_a_full_target_is_found_before_the_download(place: Place) -> None:
 
 
 @pytest.mark.fault("G12")
-def test_a_target_that_refuses_in_the_middle_is_an_error_and_no_older_commit(place: Place) -> None:
-    """Writing hits a limit: exit 15, the older commit does not come back instead, nothing is left."""
+def test_a_write_error_of_the_target_does_not_select_an_older_commit(place: Place) -> None:
+    """A write exceeds a limit: the exit code is 15, the older commit is not restored, no file is left."""
     commit(place.store, {"a": b"small"}, step=50)
     commit(place.store, FILES, step=100)
     limited = 'ulimit -f 8; exec "$@"'
@@ -227,7 +227,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 @contextmanager
 def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]:
-    """A restore that has begun to write, and hangs in the store from its second part on."""
+    """A restore that has written its first part and blocks in the store from the second part on."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -253,7 +253,7 @@ def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]
 
 @pytest.mark.fault("G11")
 def test_a_killed_restore_can_be_run_again(place: Place) -> None:
-    """SIGKILL in the middle: no destination; the second run succeeds and uses what was left."""
+    """After a SIGKILL there is no destination; the second run reuses the fetched bytes."""
     commit(place.store, FILES)
     with slow_restore(place, mild=False) as process:
         process.kill()
@@ -267,8 +267,10 @@ def test_a_killed_restore_can_be_run_again(place: Place) -> None:
 
 @pytest.mark.fault("G11")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_restore_keeps_what_it_has(place: Place, number: signal.Signals) -> None:
-    """Ctrl-C or a stopping unit: exit 9, and the word that the same command goes on from there."""
+def test_an_interrupted_restore_keeps_the_fetched_bytes(
+    place: Place, number: signal.Signals
+) -> None:
+    """After Ctrl-C or a stop of the unit the exit code is 9, and the hint names the way to resume."""
     commit(place.store, FILES)
     with slow_restore(place, mild=True) as process:
         process.send_signal(number)
@@ -279,27 +281,27 @@ def test_a_stopped_restore_keeps_what_it_has(place: Place, number: signal.Signal
     assert not place.to.exists()
     done = place.run("restore", "--to", str(place.to))
     assert done.returncode == 0, done.stderr
-    assert "of it were here already" in done.stdout
+    assert "were already on disk" in done.stdout
     assert tree(place.to) == FILES
     assert os.listdir(place.to.parent) == ["here"]
 
 
-def test_a_second_signal_ends_a_restore_that_hangs(place: Place) -> None:
-    """Who insists is obeyed at once; the next restore goes on with what was left."""
+def test_a_second_signal_ends_a_blocked_restore(place: Place) -> None:
+    """The second SIGINT kills the process immediately."""
     commit(place.store, FILES)
     with slow_restore(place, mild=False) as process:
 
-        def insist() -> bool:
+        def interrupt() -> bool:
             process.send_signal(signal.SIGINT)
             return process.poll() is not None
 
-        until(insist, what="the process to end")
+        until(interrupt, what="the process to end")
     assert process.returncode == -signal.SIGINT
     assert not place.to.exists()
 
 
 def test_progress_on_a_terminal_is_a_bar(place: Place) -> None:
-    """A terminal gets a bar and no lines; what is on standard output does not change."""
+    """A terminal gets a bar and no lines; standard output does not change."""
     commit(place.store, FILES)
     ours, theirs = pty.openpty()
     drawn = bytearray()
@@ -335,7 +337,7 @@ def test_progress_on_a_terminal_is_a_bar(place: Place) -> None:
 
 
 def test_ls_shows_all_commits_newest_first(place: Place) -> None:
-    """Complete, incomplete and damaged ones, each with what can be known of it."""
+    """Complete, incomplete and damaged commits are listed, each with the facts that are readable."""
     commit(place.store, FILES, step=100, loss=1.25)
     commit(place.store, {"a": b"x"}, step=200, node=1, nodes=2)
     commit(place.store, {"a": b"x"}, generation=2, step=50)
@@ -390,7 +392,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
 
 
 def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
-    """Of the complete ones; --best takes another metric, --highest the other end of it."""
+    """Only complete commits are marked; --best selects the metric, --highest its direction."""
     for step, loss, accuracy, is_finite in ((1, 2.0, 0.7, 1.0), (2, 3.0, 0.9, 1.0), (3, 0, 0.5, 0)):
         health = {"accuracy": accuracy, "loss_is_finite": is_finite}
         commit(
@@ -415,8 +417,8 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
     assert lines[1].split()[-4:] == ["-", "0.5", "no", "-"]
 
 
-def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> None:
-    """Newer ones are passed over; with none that is known to be healthy there is nothing to restore."""
+def test_restore_healthy_takes_the_newest_healthy_commit(place: Place) -> None:
+    """Newer commits are skipped; without a commit that is known to be healthy the exit code is 17."""
     commit(place.store, {"a": b"unknown"}, step=1, upload_nonce="x")
     refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
     assert refused.returncode == 17
@@ -429,11 +431,11 @@ def test_restore_takes_the_newest_healthy_commit_when_told_to(place: Place) -> N
 
 @pytest.mark.fault("O20")
 def test_verify_finds_damage(place: Place) -> None:
-    """0 when all bytes match, 8 and one line for each finding when not."""
+    """The exit code is 0 if all bytes match, else 8 with one line per damaged object."""
     commit(place.store, FILES, step=100)
     made = commit(place.store, {"a": b"xyz"}, step=200)
     done = place.run("verify")
-    counts = "3 objects, each read once, 0 of them shared by several commits"
+    counts = "3 objects read, 0 of them shared by several commits"
     assert done.returncode == 0
     assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
     assert place.run_json("verify") == []
@@ -477,9 +479,9 @@ REPORT = {
 
 
 @contextmanager
-def daemon_that_says(path: Path, *answers: bytes) -> Iterator[list[Message]]:
-    """A real socket that answers one StatusQuery as told, then closes."""
-    heard: list[Message] = []
+def daemon_that_answers(path: Path, *answers: bytes) -> Iterator[list[Message]]:
+    """A real socket that sends ``answers`` to one StatusQuery, then closes."""
+    received: list[Message] = []
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen()
@@ -491,30 +493,30 @@ def daemon_that_says(path: Path, *answers: bytes) -> Iterator[list[Message]]:
         except OSError:
             return
         with connection:
-            heard.append(decode(connection.recv(65536)))
+            received.append(decode(connection.recv(65536)))
             for answer in answers:
                 connection.send(answer)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield heard
+        yield received
     finally:
         thread.join(60)
         listener.close()
 
 
 def test_status_as_json_is_the_report(place: Place) -> None:
-    """Exactly what the daemon said, even when it says hello first."""
+    """The JSON is the daemon's report, even if the daemon sends a Welcome first."""
     welcome = encode(Welcome(run="r", staging="/x"))
-    with daemon_that_says(place.socket, welcome, encode(Status(REPORT))) as heard:
+    with daemon_that_answers(place.socket, welcome, encode(Status(REPORT))) as received:
         assert place.run_json("status") == REPORT
-    assert heard == [StatusQuery()]
+    assert received == [StatusQuery()]
 
 
 def test_status_for_people(place: Place) -> None:
-    """Every part of the report is there, with units, and no control character from outside."""
-    with daemon_that_says(place.socket, encode(Status(REPORT))):
+    """Every field of the report is shown with its unit; control characters are escaped."""
+    with daemon_that_answers(place.socket, encode(Status(REPORT))):
         done = place.run("status")
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
@@ -536,9 +538,9 @@ def test_status_for_people(place: Place) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_status_of_a_daemon_that_knows_little(place: Place) -> None:
-    """Right after its start most is unknown; that is shown as such."""
-    with daemon_that_says(place.socket, encode(Status({"run": "r", "generation": None}))):
+def test_status_of_a_daemon_that_has_just_started(place: Place) -> None:
+    """Facts that the daemon does not know yet are shown as unknown."""
+    with daemon_that_answers(place.socket, encode(Status({"run": "r", "generation": None}))):
         done = place.run("status")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
@@ -547,13 +549,13 @@ def test_status_of_a_daemon_that_knows_little(place: Place) -> None:
     assert "replication lag unknown" in text
 
 
-def test_status_says_in_words_what_is_not_known(place: Place) -> None:
-    """A commit whose age is unknown was made before the daemon started; no question mark stands for it."""
+def test_status_shows_unknown_times_in_words(place: Place) -> None:
+    """A commit of unknown age was made before the daemon started; status does not print a question mark."""
     report = {
         "last_commit": {"generation": 2, "step": 1200, "age_s": None},
         "replication_lag": {"steps": 34, "seconds": None, "bytes": 0},
     }
-    with daemon_that_says(place.socket, encode(Status(report))):
+    with daemon_that_answers(place.socket, encode(Status(report))):
         done = place.run("status")
     text = " ".join(done.stdout.split())
     assert "last commit generation 2 step 1200, from before the daemon started" in text
@@ -561,7 +563,7 @@ def test_status_says_in_words_what_is_not_known(place: Place) -> None:
 
 
 def test_status_without_a_daemon(place: Place) -> None:
-    """Exit 13, one line, and what to do: no socket, nobody listening, refused, closed, nonsense."""
+    """No socket, no listener, a refusal, a closed connection or an invalid message: exit 13 and one line."""
     for prepare in ("nothing", "dead"):
         if prepare == "dead":
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
@@ -572,7 +574,7 @@ def test_status_without_a_daemon(place: Place) -> None:
         assert "systemctl status swansongd" in done.stderr
     for answers in ([encode(Refused("uid 7 is not allowed"))], [], [b"not json"]):
         place.socket.unlink()
-        with daemon_that_says(place.socket, *answers):
+        with daemon_that_answers(place.socket, *answers):
             done = place.run("status")
         assert (done.returncode, done.stdout) == (13, "")
         assert is_one_line_of_swansong(done.stderr)
@@ -582,7 +584,7 @@ def test_status_without_a_daemon(place: Place) -> None:
 
 
 def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
-    """Exit 2, one line each, and a last one with the way out."""
+    """The exit code is 2; each problem has a line, and the last line is a hint."""
     place.configure(
         """
         signal = "SIGKILL"
@@ -612,13 +614,13 @@ def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
         [],
     ],
 )
-def test_a_wrong_command_line_is_exit_2(place: Place, arguments: list[str]) -> None:
-    """Usage errors end like errors of the configuration."""
+def test_an_invalid_command_line_is_exit_2(place: Place, arguments: list[str]) -> None:
+    """Usage errors have the exit code of configuration errors."""
     assert place.run(*arguments).returncode == 2
 
 
 def test_a_store_that_fails_is_exit_16(place: Place) -> None:
-    """A store that is not there is neither a fresh run nor a crash."""
+    """A missing store is neither a fresh run nor a crash."""
     shutil.rmtree(place.tmp_path / "store")
     for command in (["ls"], ["verify"], ["restore", "--fresh-ok", "--to", str(place.to)]):
         done = place.run(*command)
@@ -627,7 +629,7 @@ def test_a_store_that_fails_is_exit_16(place: Place) -> None:
 
 
 def test_version_and_help(place: Place) -> None:
-    """The version needs no configuration; the help documents every exit code of errors.py."""
+    """The version needs no configuration; the help lists every exit code of errors.py."""
     place.config.unlink()
     assert place.run("version").stdout == place.run("--version").stdout
     assert place.run("--version").stdout == f"swansong {swansongd.__version__}\n"
@@ -690,7 +692,7 @@ def test_each_shell_gets_a_script_that_names_every_command(place: Place, shell: 
 
 
 def test_a_command_loads_no_other_command() -> None:
-    """An operator who repeats ``swansong status`` every second does not pay for doctor and restore."""
+    """``swansong status``, repeated every second, does not import doctor and restore."""
     program = (
         "import sys; from swansongd.cli.main import main\n"
         "try: main(['status', '--help'])\n"
@@ -711,8 +713,8 @@ def test_a_command_loads_no_other_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])
-def test_a_reader_that_has_seen_enough_is_no_error(place: Place, arguments: list[str]) -> None:
-    """``swansong ls | head -1`` ends quietly."""
+def test_a_closed_pipe_is_not_an_error(place: Place, arguments: list[str]) -> None:
+    """``swansong ls | head -1`` prints no error."""
     commit(place.store, FILES)
     read_fd, write_fd = os.pipe()
     os.close(read_fd)

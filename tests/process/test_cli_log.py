@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs, as a process writes them: one line per event, nothing blocks, nothing leaks."""
+"""Logs of a process: one line per event, no blocking, no leaked secrets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines_of(body: str) -> list[dict[str, Any]]:
 
 
 def test_a_line_is_one_json_object_with_the_event_first() -> None:
-    """Event, level, UTC time, then the facts, on standard error; levels below the limit are dropped."""
+    """Standard error gets event, level, UTC time and the fields; lower levels are dropped."""
     (line,) = lines_of(
         "log.configure('json', 'info')\n"
         "logger.debug('unseen')\n"
@@ -54,15 +54,15 @@ def test_a_line_is_one_json_object_with_the_event_first() -> None:
 
 @pytest.mark.fault("S14")
 def test_strings_from_outside_are_shortened_and_cannot_forge_a_line() -> None:
-    """Long ones are cut, line breaks and terminal codes become text, at every depth, also on a console."""
+    """Long strings are cut; line breaks and terminal codes are escaped at every depth, also on a console."""
     body = (
         'evil = \'x\\n{"event": "forged"}\\x1b[2J\'\n'
-        "logger.warning('heard', said=evil, deep={'k': [evil]}, long='y' * 9000, odd=object,"
+        "logger.warning('received', text=evil, deep={'k': [evil]}, long='y' * 9000, odd=object,"
         " wide=list(range(9999)), number=float('nan'))\n"
     )
     (line,) = lines_of("log.configure('json', 'info')\n" + body)
-    assert line["event"] == "heard"
-    assert "\n" not in line["said"]
+    assert line["event"] == "received"
+    assert "\n" not in line["text"]
     assert "\x1b" not in line["deep"]["k"][0]
     assert len(line["long"]) < 600
     assert len(line["wide"]) <= 50
@@ -74,7 +74,7 @@ def test_strings_from_outside_are_shortened_and_cannot_forge_a_line() -> None:
 
 @pytest.mark.fault("S22")
 def test_libraries_log_the_same_way_and_sdks_only_warnings() -> None:
-    """What a library says is a fact, not an event; SDKs may show credentials below warnings."""
+    """A message of a library is a field, not an event; SDKs log below warning may contain credentials."""
     lines = lines_of(
         "log.configure('json', 'debug')\n"
         "for name in ('boto3', 'botocore.auth', 'urllib3.connectionpool', 'google.auth', 'ours'):\n"
@@ -90,7 +90,7 @@ def test_libraries_log_the_same_way_and_sdks_only_warnings() -> None:
 
 
 def test_an_exception_keeps_its_traceback() -> None:
-    """In the same line, so that nothing tears it apart."""
+    """The traceback is a field of the same line."""
     (line,) = lines_of(
         "log.configure('json', 'info')\n"
         "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logger.exception('failed')\n"
@@ -101,8 +101,8 @@ def test_an_exception_keeps_its_traceback() -> None:
 
 
 @pytest.mark.fault("H12")
-def test_a_reader_that_stalls_blocks_nobody_and_the_loss_is_counted() -> None:
-    """Nobody reads the pipe: logging goes on at once; later the count of lost lines is told."""
+def test_a_stalled_reader_does_not_block_and_lost_lines_are_counted() -> None:
+    """With a full pipe logging does not block; later one line reports the number of lost lines."""
     read_fd, write_fd = os.pipe()
     body = (
         f"log.configure('json', 'info', fd={write_fd})\n"
@@ -134,13 +134,13 @@ def test_a_reader_that_stalls_blocks_nobody_and_the_loss_is_counted() -> None:
         lines = [json.loads(line) for line in pipe]
     process.stdout.close()
     until(lambda: process.poll() == 0, what="the process to end")
-    told = [line["lines"] for line in lines if line["event"] == "log_dropped"]
-    assert sum(told) == dropped
-    assert len(lines) == 30_000 - dropped + len(told)
+    reported = [line["lines"] for line in lines if line["event"] == "log_dropped"]
+    assert sum(reported) == dropped
+    assert len(lines) == 30_000 - dropped + len(reported)
 
 
 def test_a_closed_standard_error_is_survived() -> None:
-    """When the journal goes away the process lives on."""
+    """The process keeps running after the journal closes the pipe."""
     done = run(
         "r, w = os.pipe(); os.close(r)\n"
         "log.configure('json', 'info', fd=w)\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that is stored is sent again, whatever happens to the daemon meanwhile."""
+"""No stored byte is sent again, whenever the daemon is killed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ FROZEN = random.Random(7).randbytes(4 * PART + 4321)
 
 @pytest.mark.fault("H01", "G01", "O19")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_request_the_uploads_go_on(
+def test_killed_at_any_request_the_uploads_continue(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path, when: When
 ) -> None:
-    """Each life is killed at a request of its own, and no life begins again what an earlier one stored.
+    """Each process of the daemon is killed one request later; none restarts an upload of an earlier one.
 
-    ``before``: the request never arrives.  ``after``: a write took effect, and its answer is lost.
+    ``before``: the request never arrives.  ``after``: a write took effect, and its reply is lost.
     """
     first = 7 if when == "before" else 1
     with StoreTap(strict_bucket.url) as tap:
@@ -42,34 +42,36 @@ def test_killed_at_any_request_the_uploads_go_on(
         vm.daemon.kill()
         content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
         seen: dict[str, str] = {}
-        # The first reads of a life are those of the claim: later ones strike in the flush.
+        # The first reads of a process are those of the claim: later ones are part of the flush.
         for request in itertools.count(first):
             daemon = vm.start_daemon(ready=False, **ACCOUNT)
-            # A lost answer to a read changes as little as a request that never arrived.
+            # A lost reply to a read changes as little as a request that never arrived.
             methods = WRITES if when == "after" else ("GET", "HEAD", *WRITES)
             tap.arm(request, when, daemon.kill, methods=methods)
-            until(lambda: _is_over(vm, strict_bucket, 7), what="its end, or its commit")
+            until(
+                lambda: _is_over(vm, strict_bucket, 7), what="the end of the daemon, or its commit"
+            )
             stored = strict_bucket.objects("run/data/")
             assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
             seen = stored
             if daemon.popen.poll() is None:
                 break
-    lives = request - first + 1
-    assert lives > 4
+    starts = request - first + 1
+    assert starts > 4
     assert strict_bucket.restored(tmp_path / "restored") == content
     parts = strict_bucket.parts_sent()
-    begun = {upload for upload, _ in parts}
-    assert len(begun) == 1, "an upload that was begun unheard never got a part"
-    assert sum(parts.values()) <= 5 + 2 * lives, (
-        "two connections, so two parts for each life at most"
+    uploads = {upload for upload, _ in parts}
+    assert len(uploads) == 1, "an upload whose id was lost never got a part"
+    assert sum(parts.values()) <= 5 + 2 * starts, (
+        "two connections, so at most two parts for each start"
     )
 
 
 @pytest.mark.fault("H01", "D06")
-def test_a_reboot_that_keeps_the_disk_goes_on_with_the_same_uploads(
+def test_a_reboot_that_keeps_the_disk_continues_the_same_uploads(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Another boot claims another generation, and references what the one before has stored."""
+    """The next boot claims a new generation and references the objects that the previous boot stored."""
     content, vm = _cut_off(strict_bucket, new_vm)
     claim = vm.run_directory / ".swansongd" / "claim.json"
     claim.write_text(json.dumps(json.loads(claim.read_bytes()) | {"boot_id": "the one before"}))
@@ -88,10 +90,10 @@ def test_a_reboot_that_keeps_the_disk_goes_on_with_the_same_uploads(
 
 
 @pytest.mark.fault("H01")
-def test_a_store_that_lists_no_checksums_gets_no_part_twice(
+def test_without_listed_checksums_no_part_is_sent_twice(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Foreign stores list the number, the ETag and the size of a part: that is enough after a restart."""
+    """Foreign stores list number, ETag and size of a part; that is sufficient after a restart."""
     content, vm = _cut_off(strict_bucket, new_vm)
     before = strict_bucket.parts_sent()
     strict_bucket.order("clear")
@@ -106,10 +108,10 @@ def test_a_store_that_lists_no_checksums_gets_no_part_twice(
     assert {number for _, number in after} == {"3", "4", "5"}
 
 
-def test_a_store_that_forgets_uploads_gets_them_afresh(
+def test_uploads_that_the_store_has_dropped_start_over(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Nothing of the journal is believed that the store does not confirm."""
+    """The daemon uses no entry of its journal that the store does not confirm."""
     content, vm = _cut_off(strict_bucket, new_vm)
     before = {upload for upload, _ in strict_bucket.parts_sent()}
     strict_bucket.order("clear")
@@ -123,7 +125,7 @@ def test_a_store_that_forgets_uploads_gets_them_afresh(
 
 
 def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
-    """A LoRA-like run: the weights travel with the first commit, later ones name them; restarts included."""
+    """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     for step in (1, 2, 3, 4):
@@ -157,7 +159,7 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
 
 
 def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
-    """A daemon that was killed when two of five parts were stored, and the others hung."""
+    """A daemon that was killed when two of five parts were stored and the others were in flight."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -173,14 +175,14 @@ def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
 
 
 def _is_over(vm: Vm, bucket: Strict, step: int) -> bool:
-    """The daemon is dead, or has made the commit, or knows that an earlier life has made it."""
+    """The daemon has ended, has made the commit, or reports the commit of an earlier process."""
     daemon = vm.daemon
     assert daemon is not None
     if daemon.popen.poll() is not None or daemon.lines.all(event="committed", step=step):
         return True
     if not bucket.manifests() or not daemon.lines.all(event="health", source="store", health="ok"):
         return False
-    answer = vm.swansong("status", "--json")  # of a daemon that may be killed just now
+    answer = vm.swansong("status", "--json")  # the daemon may be killed during this call
     if answer.returncode:
         return False
     commit = json.loads(answer.stdout)["last_commit"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bit of the newest checkpoint flips in the store: it is found, named, and stepped over."""
+"""One bit of the newest checkpoint flips in the store: restore reports it and takes the older commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORRUPT = 8
 
 @pytest.fixture
 def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
-    """A run with commits at steps 20 and 40; its VM is gone."""
+    """A run with commits at steps 20 and 40, whose VM is terminated."""
     vm = new_vm("first", bucket.store)
     daemon = vm.start_daemon()
     for step in (20, 40):
@@ -30,7 +30,7 @@ def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
 
 @pytest.fixture
 def damaged(two_commits: Bucket) -> Bucket:
-    """One bit of the newer one's data has flipped."""
+    """One bit in the data of the newer commit has flipped."""
     newest = two_commits.manifests()[0]
     shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
     two_commits.flip_bit(shard["key"])
@@ -38,7 +38,7 @@ def damaged(two_commits: Bucket) -> Bucket:
 
 
 def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
-    """Exit code 8, and one finding: which commit, which object."""
+    """Exit code 8, and one finding that names the commit and the object."""
     vm = new_vm("vm", damaged.store)
     answer = vm.swansong("verify", "--json")
     assert answer.returncode == CORRUPT
@@ -47,8 +47,8 @@ def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
     assert "weights.bin" in finding["problem"]
 
 
-def test_restore_steps_over_it_and_says_why(damaged: Bucket, new_vm: Any) -> None:
-    """The older commit is restored; the newer one is named with its reason, and left in the bucket."""
+def test_restore_skips_the_damaged_commit_and_reports_why(damaged: Bucket, new_vm: Any) -> None:
+    """The older commit is restored; the newer one is reported with the reason and stays in the bucket."""
     vm = new_vm("vm", damaged.store)
     before = damaged.objects()
     place = vm.disk / "restored"
@@ -69,7 +69,7 @@ def test_restore_steps_over_it_and_says_why(damaged: Bucket, new_vm: Any) -> Non
 def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
     damaged: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """``guard.restore()`` gives whole bytes or none; the daemon's log has the reason."""
+    """``guard.restore()`` returns only verified bytes; the daemon logs the reason for the older commit."""
     vm = new_vm("vm", damaged.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -79,10 +79,10 @@ def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
     assert "weights.bin" in skipped["reason"]
 
 
-def test_with_every_commit_damaged_nobody_starts_from_scratch(
+def test_with_every_commit_damaged_no_run_starts_from_scratch(
     damaged: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """A clear failure is better than a run that silently begins anew."""
+    """Restore fails instead of silently starting the run from scratch."""
     older = damaged.manifests()[-1]
     damaged.flip_bit(older["shards"][0]["key"])
     vm = new_vm("vm", damaged.store)
@@ -97,10 +97,10 @@ def test_with_every_commit_damaged_nobody_starts_from_scratch(
 
 @pytest.mark.fault("G08", "G10", "O20")
 @pytest.mark.parametrize("damage", ["manifest flipped", "shard deleted"])
-def test_other_damage_is_stepped_over_as_well(
+def test_other_damaged_commits_are_skipped_as_well(
     two_commits: Bucket, new_vm: Any, damage: str
 ) -> None:
-    """Whatever is wrong with a commit, verify finds it, and restore takes the next older one."""
+    """For either damage verify finds the commit, and restore takes the next older one."""
     if damage == "manifest flipped":
         two_commits.flip_bit(max(two_commits.keys("run/commits/")))
     else:

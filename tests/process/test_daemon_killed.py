@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon is killed, in the middle of anything, and started again."""
+"""The daemon is killed during each of its tasks and started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(100)
 
 
 @pytest.mark.fault("T08", "T09", "H01")
-def test_killed_in_mid_flush_it_goes_on_where_it_was(
+def test_killed_during_a_flush_it_continues_where_it_was(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
     """The same generation, the same emergency checkpoint, SAFE; the trainer only reconnects."""
@@ -38,11 +38,11 @@ def test_killed_in_mid_flush_it_goes_on_where_it_was(
     bucket.order("answer", status=503, method="PUT", match="optimizer.bin", times=1_000_000)
     aws.notice(in_s=60)
     flush = daemon.lines.wait(event="evacuation", phase="flush")
-    daemon.lines.wait(event="store_retry")  # a part of it hangs in mid-air
+    daemon.lines.wait(event="store_retry")  # the upload of a part is in flight
 
     daemon.kill()
     trainer.lines.wait(step=flush["step"] + 20)
-    trainer.kill(signal.SIGSTOP)  # so that it comes back only after all is done
+    trainer.kill(signal.SIGSTOP)  # so that it reconnects only after the verdict
     bucket.order("clear")
     restarted = vm.start_daemon()
 
@@ -56,10 +56,10 @@ def test_killed_in_mid_flush_it_goes_on_where_it_was(
 
 
 @pytest.mark.fault("T09", "H01")
-def test_killed_between_request_and_seal_the_trainer_is_asked_again_and_saves_once(
+def test_killed_between_request_and_seal_it_repeats_the_request_and_the_trainer_saves_once(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The notice outlives the daemon, and so does the request: it has the same name afterwards."""
+    """The notice and the request outlive the daemon: the request has the same id afterwards."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -77,12 +77,12 @@ def test_killed_between_request_and_seal_the_trainer_is_asked_again_and_saves_on
 
 @pytest.mark.fault("H01", "G01", "G02", "G05")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
+def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
     bucket: Bucket, new_vm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: When
 ) -> None:
-    """The daemon dies at its first request, the next one at its second, and so on until one gets through.
+    """The first process of the daemon dies at its first request, the second at its second, until one commits.
 
-    ``before``: the request never arrives.  ``after``: it took effect, and its answer is lost.
+    ``before``: the request never arrives.  ``after``: the request took effect, and its reply is lost.
     """
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -101,19 +101,24 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
             for step, d in ((7, old), (8, new))
         }
 
-        (vm.run_directory / ".swansongd" / "claim.json").unlink()  # from the very beginning
+        (vm.run_directory / ".swansongd" / "claim.json").unlink()  # the first request is the claim
         for request in itertools.count(1):
-            is_committed = bucket.manifests()[0]["step"] == 8  # and its daemon died without knowing
+            is_committed = (
+                bucket.manifests()[0]["step"] == 8
+            )  # and its daemon died before the reply
             daemon = vm.start_daemon(ready=False)
             if is_committed:
                 daemon.lines.wait(event="health", source="store", health="ok")
                 until(
                     lambda: (vm.status()["last_commit"] or {}).get("step") == 8,
-                    what="its own commit",
+                    what="the commit in status",
                 )
             else:
                 tap.arm(request, when, daemon.kill)
-                until(partial(_is_dead_or_committed, daemon), what="its end, or its commit")
+                until(
+                    partial(_is_dead_or_committed, daemon),
+                    what="the end of the daemon, or its commit",
+                )
             place = tmp_path / f"restored-{request}"
             restore(store, RunKeys("run"), RestoreTarget(place))
             restored = {
@@ -123,7 +128,7 @@ def test_killed_at_any_request_restore_gives_the_old_or_the_new_checkpoint(
             if daemon.popen.poll() is None:
                 break
 
-    assert request > 5  # there was something to be killed at
+    assert request > 5, "too few requests to be killed at"
     assert restored == sealed[8]
     steps = [(manifest["generation"], manifest["step"]) for manifest in bucket.manifests()]
     assert sorted({step for _, step in steps}) == [7, 8]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong doctor`` as a process, against the emulated clouds: each fault gives its own finding."""
+"""``swansong doctor`` as a process, against the emulated clouds: each fault has its own finding."""
 
 from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -26,9 +27,9 @@ from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
 from testkit.store_tap import StoreTap
 from testkit.waiting import until
 
-SECRET = "a-secret-that-nobody-may-read"
+SECRET = "a-secret-that-is-never-printed"
 ELSEWHERE = "# with rights on the account: "
-"""Before a command that no VM has the rights for."""
+"""Prefix of a command that needs rights on the cloud account."""
 NewVm = Callable[..., Vm]
 Findings = dict[str, dict[str, str]]
 
@@ -63,7 +64,7 @@ def names(findings: Findings, level: str) -> set[str]:
 
 
 def only_failure(result: tuple[int, Findings], name: str) -> dict[str, str]:
-    """The one failure that there must be."""
+    """The only failure; its name must be ``name``."""
     code, findings = result
     assert names(findings, "failure") == {name}, findings
     assert code == 12
@@ -73,17 +74,17 @@ def only_failure(result: tuple[int, Findings], name: str) -> dict[str, str]:
 
 @pytest.fixture
 def vm(new_vm: NewVm, bucket: Bucket, aws: Aws) -> Vm:
-    """A VM on AWS where all is well; the daemon runs."""
+    """A VM on AWS without faults; the daemon runs."""
     vm = new_vm("a", bucket.store, metadata=aws.metadata)
     vm.start_daemon()
     return vm
 
 
-# ---------------------------------------------------------------- all is well
+# ---------------------------------------------------------------- no faults
 
 
 def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> None:
-    """Exit 0; every path was asked, every kind of request made; nothing is left in the bucket."""
+    """The exit code is 0, every path and kind of request was checked, no object is left in the bucket."""
     code, findings = examine(vm)
     assert code == 0, findings
     assert names(findings, "failure") == set()
@@ -100,7 +101,7 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
 
 
 def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_path: Path) -> None:
-    """The same with the metadata server of Compute Engine and a bucket of GCS."""
+    """The same with the metadata server of Compute Engine and a GCS bucket."""
     with EmulatorProcess("testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt") as gcs:
         store = {"url": "gs://ckpt/team", "endpoint": gcs.url}
         vm = new_vm("a", store, metadata=gcp.metadata)
@@ -116,7 +117,7 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
 
 
 def test_people_get_lines_with_failures_last(vm: Vm) -> None:
-    """By family, plain where no terminal is; what failed comes at the end, with what fixes it."""
+    """Findings are grouped by family, without colors; failures come last, with their fixes."""
     shutil.rmtree(vm.staging)
     done = run_doctor(vm)
     assert done.returncode == 12
@@ -133,15 +134,15 @@ def test_people_get_lines_with_failures_last(vm: Vm) -> None:
     assert done.stderr.startswith("swansong: 1 of ")
 
 
-def test_speed_tells_what_fits_into_the_grace_period(new_vm: NewVm, tmp_path: Path) -> None:
-    """With ``--speed`` the bandwidth is measured, and no part of the upload stays behind."""
+def test_speed_shows_the_bytes_that_fit_into_a_notice(new_vm: NewVm, tmp_path: Path) -> None:
+    """``--speed`` measures the bandwidth, and no part of the upload remains."""
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()}, settings={"flush": {"connections": 1}})
     vm.start_daemon()
     code, findings = examine(vm, "--speed", "--trial")
     assert code == 0, findings
-    assert "GB fit into the 24 s that a notice leaves" in findings["speed"]["found"]
+    assert "GB fit into the 24 s of a notice" in findings["speed"]["found"]
     kept = ("generations", MARKER)
     files = [path for path in store.rglob("*") if path.is_file()]
     assert [path for path in files if not any(name in path.parts for name in kept)] == []
@@ -151,7 +152,7 @@ def test_speed_tells_what_fits_into_the_grace_period(new_vm: NewVm, tmp_path: Pa
 
 
 def test_hop_limit_is_named(vm: Vm, aws: Aws) -> None:
-    """A token that never arrives while the service answers: the hop limit, and what raises it."""
+    """If the service answers but no token arrives, the finding names the hop limit and its fix."""
     control(aws.url, "invalidate-tokens")
     control(aws.url, "fault", kind="refuse-put")
     finding = only_failure(result := examine(vm), "IMDS token")
@@ -161,7 +162,7 @@ def test_hop_limit_is_named(vm: Vm, aws: Aws) -> None:
 
 
 def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
-    """HTTP 403: the service is switched off."""
+    """HTTP 403 means that the service is disabled."""
     control(aws.url, "fault", kind="status", value=403, path="/latest/*")
     finding = only_failure(examine(vm), "IMDS token")
     assert finding["fix"].endswith("--http-endpoint enabled")
@@ -170,7 +171,7 @@ def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
 def test_doctor_and_the_sources_are_equally_patient(
     new_vm: NewVm, bucket: Bucket, aws: Aws
 ) -> None:
-    """Every answer needs 1.2 s, more than the first limit: doctor finds it ok, and the daemon too."""
+    """Every answer takes 1.2 s, longer than the first timeout; doctor and the daemon accept it."""
     control(aws.url, "fault", kind="delay", value=1.2, path="/latest/*")
     vm = new_vm("slow", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
@@ -185,7 +186,7 @@ def test_doctor_and_the_sources_are_equally_patient(
 def test_an_answer_without_the_flavor_is_not_the_metadata_server(
     new_vm: NewVm, bucket: Bucket, gcp: Gcp
 ) -> None:
-    """Whoever answers there is not believed."""
+    """Doctor rejects an answer without the header Metadata-Flavor."""
     vm = new_vm("a", bucket.store, metadata=gcp.metadata)
     vm.start_daemon()
     control(gcp.url, "fault", kind="bare", path="/computeMetadata/v1/instance/id")
@@ -193,8 +194,8 @@ def test_an_answer_without_the_flavor_is_not_the_metadata_server(
     assert "Metadata-Flavor" in finding["found"]
 
 
-def test_a_live_notice_is_a_warning(vm: Vm, aws: Aws) -> None:
-    """It is no fault of the installation."""
+def test_a_notice_in_force_is_a_warning(vm: Vm, aws: Aws) -> None:
+    """A notice is not a fault of the installation."""
     aws.notice("terminate", in_s=3000)
     code, findings = examine(vm)
     assert code == 0
@@ -206,7 +207,7 @@ def test_a_live_notice_is_a_warning(vm: Vm, aws: Aws) -> None:
 
 
 def test_no_credentials(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
-    """Said as such; nothing else is asked of the store then, and the daemon's own health follows from it."""
+    """Missing credentials are the only failure; the other checks of the store are skipped."""
     vm = new_vm("a", bucket.store, metadata=aws.metadata)
     vm.start_daemon(AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="", HOME="/nonexistent")
     result = examine(vm)
@@ -230,7 +231,7 @@ def test_no_credentials(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
 
 
 def test_bucket_missing(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
-    """The one finding, and the command that makes the bucket at this endpoint."""
+    """The only failure contains the command that creates the bucket at this endpoint."""
     vm = new_vm("a", {**bucket.store, "url": "s3://absent/x"}, metadata=aws.metadata)
     with_daemon(vm)
     assert only_failure(examine(vm), "bucket")["fix"] == (
@@ -240,14 +241,14 @@ def test_bucket_missing(new_vm: NewVm, bucket: Bucket, aws: Aws) -> None:
 
 @pytest.mark.fault("O14")
 def test_store_that_ignores_preconditions(vm: Vm, bucket: Bucket) -> None:
-    """A second create that goes through is a failure: two VMs could overwrite each other's commits."""
+    """A second create that succeeds is a failure: two VMs could overwrite each other's commits."""
     bucket.order("preconditions", honour=0)
     finding = only_failure(examine(vm), "create-if-absent")
     assert "ignores create-if-absent" in finding["found"]
 
 
 def test_no_right_to_write(vm: Vm, bucket: Bucket) -> None:
-    """A refused write is named with the right that it needs, in words: the store is not one of AWS."""
+    """The fix of a refused write describes the missing right without AWS commands: the store is not AWS."""
     bucket.order("answer", status=403, code="AccessDenied", method="PUT", match="/probes/", times=9)
     finding = only_failure(examine(vm), "write")
     assert "s3:PutObject" not in finding["fix"]
@@ -257,7 +258,7 @@ def test_no_right_to_write(vm: Vm, bucket: Bucket) -> None:
 
 @pytest.mark.fault("S21")
 def test_no_right_to_delete_is_fine(vm: Vm, bucket: Bucket) -> None:
-    """It is the recommended way; what stays behind is named, with its size."""
+    """A role without this right is recommended; the finding states the objects and bytes that remain."""
     for match in ("/absent", "/generations/"):
         bucket.order("answer", status=403, code="AccessDenied", method="DELETE", match=match)
     code, findings = examine(vm)
@@ -272,7 +273,7 @@ def test_no_right_to_delete_is_fine(vm: Vm, bucket: Bucket) -> None:
 
 
 class NoTrailers(StoreTap):
-    """An S3 behind TLS that verifies the hash of what it gets, and so refuses checksum trailers."""
+    """An S3 server behind TLS that verifies the payload hash, and therefore refuses checksum trailers."""
 
     def __init__(self, upstream_url: str, folder: Path) -> None:
         super().__init__(upstream_url)
@@ -294,8 +295,8 @@ class NoTrailers(StoreTap):
         handler.wfile.write(refusal)
 
 
-def test_a_store_that_refuses_trailers_is_found_out(vm: Vm, bucket: Bucket, tmp_path: Path) -> None:
-    """Behind TLS with an authority of its own; the printed command makes doctor green, verbatim."""
+def test_a_store_that_refuses_trailers_is_reported(vm: Vm, bucket: Bucket, tmp_path: Path) -> None:
+    """The printed command fixes the failure verbatim, behind TLS with a private certificate authority."""
     with NoTrailers(bucket.endpoint, tmp_path) as store:
         table = f'[store]\nca_bundle = "{store.ca}"'
         text = vm.config.read_text().replace("[store]", table).replace(bucket.endpoint, store.url)
@@ -303,7 +304,7 @@ def test_a_store_that_refuses_trailers_is_found_out(vm: Vm, bucket: Bucket, tmp_
         findings = examine(vm)[1]
         assert findings["clock (store)"]["level"] == "ok"
         upload = findings["upload"]
-        # A warning where the daemon has learned by itself to do without.
+        # A warning if the client has already switched to headers.
         assert upload["level"] in ("failure", "warning")
         assert names(findings, "failure") == {"upload"} & names(findings, "failure")
         subprocess.run(["sh", "-c", upload["fix"]], check=True)
@@ -315,29 +316,29 @@ def test_a_store_that_refuses_trailers_is_found_out(vm: Vm, bucket: Bucket, tmp_
 
 @pytest.mark.fault("S16")
 def test_credentials_of_the_running_daemon_count(vm: Vm) -> None:
-    """They are in its environment, and in no other: no failure, although doctor's own caller has none."""
+    """Only the daemon's environment contains credentials; doctor uses them and finds no failure."""
     hidden = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"}
     code, findings = examine(vm, **hidden)
     assert code == 0, findings
     assert findings["credentials"]["level"] == "ok"
 
 
-def test_store_that_dies_with_the_vm(new_vm: NewVm, tmp_path: Path) -> None:
-    """A directory beside the daemon's own files saves nothing: a failure, unless it is said to be a trial."""
+def test_store_that_is_lost_with_the_vm(new_vm: NewVm, tmp_path: Path) -> None:
+    """A directory on the boot disk is a failure, and a warning with ``--trial``."""
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()})
     vm.start_daemon()
     finding = only_failure(examine(vm), "store disk")
-    assert "dies with the VM" in finding["found"]
+    assert "is lost with the VM" in finding["found"]
     assert "swansong doctor --trial" in finding["found"]
     code, findings = examine(vm, "--trial")
     assert code == 0, findings
     assert findings["store disk"]["level"] == "warning"
 
 
-def test_doctor_does_not_make_the_store(new_vm: NewVm, tmp_path: Path) -> None:
-    """A directory that is missing may be a mount that is missing: it is named, and not made here and now."""
+def test_doctor_does_not_create_the_store(new_vm: NewVm, tmp_path: Path) -> None:
+    """A missing directory may be a missing mount: doctor names the directory and does not create it."""
     store = tmp_path / "above" / "store"
     vm = new_vm("a", {"url": store.as_uri()})
     findings = examine(vm, "--trial")[1]
@@ -346,16 +347,16 @@ def test_doctor_does_not_make_the_store(new_vm: NewVm, tmp_path: Path) -> None:
     assert not store.parent.exists()
 
 
-def test_lifecycle_rule_that_may_not_be_read_is_skipped(vm: Vm, bucket: Bucket) -> None:
-    """No right to look is no finding."""
+def test_unreadable_lifecycle_rules_are_skipped(vm: Vm, bucket: Bucket) -> None:
+    """A role without the right to read the rules is not a failure."""
     bucket.order("answer", status=403, code="AccessDenied", method="GET", match="?lifecycle")
     code, findings = examine(vm)
     assert code == 0
     assert findings["lifecycle rule"]["level"] == "skipped"
 
 
-def test_lifecycle_rule_as_its_command_makes_it(vm: Vm, bucket: Bucket) -> None:
-    """Carried out, the rule that the warning names satisfies the check; another kind does not."""
+def test_the_command_for_the_lifecycle_rule_fixes_the_warning(vm: Vm, bucket: Bucket) -> None:
+    """The rule of the printed command satisfies the check; a rule of another kind does not."""
     fix = examine(vm)[1]["lifecycle rule"]["fix"]
     rule = json.loads(fix.partition("--lifecycle-configuration ")[2].strip("'"))
     assert "\n" not in fix
@@ -384,7 +385,7 @@ def put_lifecycle(bucket: Bucket, rules: dict[str, Any]) -> None:
 
 
 def with_daemon(vm: Vm) -> None:
-    """Something answers on the socket, though the daemon proper would not start like this."""
+    """Start another daemon on the socket, because the configured one would not start."""
     healthy = vm.disk / "other"
     healthy.mkdir()
     (healthy / "store").mkdir()
@@ -396,7 +397,7 @@ def with_daemon(vm: Vm) -> None:
 
 
 def test_staging_missing(vm: Vm) -> None:
-    """Not made, or not mounted."""
+    """A missing staging directory is the only failure, with the command that creates it."""
     shutil.rmtree(vm.staging)
     finding = only_failure(examine(vm), "staging")
     assert str(vm.staging) in finding["fix"]
@@ -404,7 +405,7 @@ def test_staging_missing(vm: Vm) -> None:
 
 @pytest.fixture
 def open_disk() -> Iterator[Path]:
-    """A directory that every user may enter, and everything in it."""
+    """A directory that all users may enter."""
     path = Path(tempfile.mkdtemp(prefix="doctor-"))
     path.chmod(0o755)
     yield path
@@ -412,28 +413,28 @@ def open_disk() -> Iterator[Path]:
 
 
 def test_staging_not_writable(open_disk: Path) -> None:
-    """Seen as the user who asks."""
+    """The permissions are checked for the calling user."""
     store = open_disk / "store"
     store.mkdir()
     if os.geteuid() == 0:
         os.chown(store, 65534, 65534)
     with Vm(open_disk, {"url": store.as_uri()}) as vm:
         vm.staging.chmod(0o555)
-        nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
-        prefix = nobody if os.geteuid() == 0 else ()
+        unprivileged = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+        prefix = unprivileged if os.geteuid() == 0 else ()
         code, findings = examine(vm, "--trial", prefix=prefix)
         vm.staging.chmod(0o755)
     assert code == 12
-    # That user starts no daemon here, and could not.
+    # The user cannot start a daemon here.
     assert names(findings, "failure") == {"staging rights"}
     assert findings["daemon"]["level"] == "skipped"
     assert "may not write" in findings["staging rights"]["found"]
-    assert "chown nobody " in findings["staging rights"]["fix"]
+    assert f"chown {pwd.getpwuid(65534).pw_name} " in findings["staging rights"]["fix"]
     assert findings["disk speed"]["level"] == "skipped"
 
 
 def on_a_disk_of(size: str, place: Path) -> tuple[str, ...]:
-    """Before a command: it finds a file system of this size there."""
+    """Prefix of a command that mounts a file system of this size at ``place``."""
     mount = ("unshare", "--user", "--map-root-user", "--mount")
     if subprocess.run([*mount, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("needs user namespaces")
@@ -446,7 +447,7 @@ def on_a_disk_of(size: str, place: Path) -> tuple[str, ...]:
 
 
 def test_staging_full(vm: Vm) -> None:
-    """Too little space for any checkpoint; its file system is named, and no speed is measured."""
+    """Too little space for a checkpoint is a failure; the speed is not measured."""
     result = examine(vm, prefix=on_a_disk_of("size=1m", vm.staging))
     finding = only_failure(result, "free space")
     assert finding["fix"].startswith("df -h ")
@@ -455,13 +456,13 @@ def test_staging_full(vm: Vm) -> None:
 
 
 def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
-    """A directory with 2 MB free, or few inodes, holds no checkpoint: the numbers are named."""
+    """A directory with 2 MB or 60 inodes is too small for a checkpoint; the finding states the numbers."""
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()})
     vm.start_daemon()
     until(lambda: '"generation": 1' in vm.swansong("status", "--json").stdout, what="the claim")
-    # Without its record: a disk that the daemon has never seen would be another store.
+    # Without the recorded claim, doctor would report the empty disk as another store.
     (vm.run_directory / ".swansongd" / "claim.json").unlink()
     for size, number, fix in (
         ("size=2m", " MB free in ", "df -h "),
@@ -477,7 +478,7 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
 
 
 def test_unknown_trainer_user(vm: Vm) -> None:
-    """The daemon would not start again with it."""
+    """With an unknown user in the configuration the daemon would not start."""
     text = vm.config.read_text().replace("[trainer]", '[trainer]\nusers = ["nosuchuser"]')
     vm.config.write_text(text)
     finding = only_failure(examine(vm), "trainer users")
@@ -485,8 +486,8 @@ def test_unknown_trainer_user(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--image"]])
-def test_broken_configuration_tells_all_problems(vm: Vm, arguments: list[str]) -> None:
-    """Each one is a failure of its own; still exit 12, for image tests."""
+def test_an_invalid_configuration_lists_all_problems(vm: Vm, arguments: list[str]) -> None:
+    """Each problem is a separate failure; the exit code is 12, for tests of images."""
     vm.config.write_text('[run]\nname = "-"\n[staging]\npath = "relative"\n')
     done = run_doctor(vm, "--json", *arguments)
     assert done.returncode == 12
@@ -499,7 +500,7 @@ def test_broken_configuration_tells_all_problems(vm: Vm, arguments: list[str]) -
 
 
 def test_missing_configuration(vm: Vm) -> None:
-    """The command that fixes it copies the example."""
+    """The fix copies the example."""
     vm.config.unlink()
     done = run_doctor(vm, "--json")
     assert done.returncode == 12
@@ -510,7 +511,7 @@ def test_missing_configuration(vm: Vm) -> None:
 
 
 def test_daemon_not_running(vm: Vm) -> None:
-    """The one finding, and how to start it: systemd does not run here."""
+    """The only failure contains the start command, without systemd."""
     assert vm.daemon is not None
     vm.daemon.kill()
     start = f"{BIN}/swansongd --config {vm.config} &"
@@ -518,7 +519,7 @@ def test_daemon_not_running(vm: Vm) -> None:
 
 
 def test_the_command_that_starts_the_daemon_works(vm: Vm) -> None:
-    """Pasted as it is printed, it starts the daemon, and doctor finds nothing any more."""
+    """The printed command starts the daemon; doctor then finds no failure."""
     assert vm.daemon is not None
     vm.daemon.kill()
     fix = only_failure(examine(vm), "daemon")["fix"]
@@ -532,7 +533,7 @@ def test_the_command_that_starts_the_daemon_works(vm: Vm) -> None:
 
 
 def test_socket_directory_missing(vm: Vm) -> None:
-    """The daemon could not make its socket."""
+    """Without the directory the daemon could not create its socket."""
     vm.config.write_text(vm.config.read_text().replace(str(vm.socket), f"{vm.disk}/gone/s"))
     result = examine(vm)
     assert only_failure(result, "socket directory")["fix"].startswith(
@@ -546,11 +547,11 @@ def test_socket_directory_missing(vm: Vm) -> None:
 def test_variables_that_redirect_the_daemon_are_a_warning(
     new_vm: NewVm, bucket: Bucket, aws: Aws, name: str
 ) -> None:
-    """Read from the environment of the daemon itself, by name only: the value holds a password."""
+    """Doctor reads the names from the daemon's environment; it never prints values, which may be secret."""
     vm = new_vm("a", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon(**{name: f"http://user:{SECRET}@127.0.0.1:9"})
     findings = examine(vm)[1]
-    # The daemon takes the proxy to its store as well, and this one does not exist: a true failure.
+    # The daemon also uses the proxy for its store.  This proxy does not exist, so the store fails.
     expected = {"bucket"} if name == "HTTP_PROXY" else set()
     assert names(findings, "failure") == expected, findings
     assert findings["environment"]["level"] == "warning"
@@ -561,7 +562,7 @@ def test_variables_that_redirect_the_daemon_are_a_warning(
 
 @pytest.mark.fault("S11")
 def test_trainer_that_does_not_catch_the_signal(vm: Vm) -> None:
-    """It would die of it: the signal is refused, and doctor says so beforehand."""
+    """The signal would kill the trainer, so the daemon would refuse to send it; doctor reports that."""
     trainer = vm.spawn(["sleep", "60"])
     vm.pid_file.write_text(str(trainer.pid))
     with_signal = f'[trainer]\nsignal = "SIGUSR1"\npid_file = "{vm.pid_file}"'
@@ -570,9 +571,9 @@ def test_trainer_that_does_not_catch_the_signal(vm: Vm) -> None:
 
 
 def test_a_silent_store_is_bounded_and_isolated(vm: Vm) -> None:
-    """A store that takes the connection and never answers costs its check and no other."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    """A store that accepts the connection and never answers fails its own check only."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         text = vm.config.read_text()
         endpoint = next(line for line in text.splitlines() if line.startswith("endpoint"))
         vm.config.write_text(text.replace(endpoint, f'endpoint = "{address}"'))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards that are finished travel while others of their set are still written, with real processes."""
+"""Finished shards are uploaded while others of their set are still written, with real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = {"flush": {"part_size_bytes": "5MiB", "connections": 4}}
 
 @dataclass
 class Slow:
-    """A VM with an older commit, and a trainer that takes its time for the next."""
+    """A VM with an older commit, and a trainer that saves slowly."""
 
     vm: Vm
     daemon: Process
@@ -32,7 +32,7 @@ class Slow:
     gate: Path
 
     def begin(self, aws: Aws) -> int:
-        """A notice comes; the step of the set that is then being written."""
+        """Give a notice; returns the step of the set that is then being written."""
         aws.notice(in_s=60)
         return int(self.trainer.lines.wait(event="slow")["step"])
 
@@ -49,16 +49,16 @@ def slow(aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> Slow:
 
 
 def asked(strict_bucket: Strict, method: str, *words: str) -> list[str]:
-    """What was asked of the store since the older commit, for the set that is being written."""
+    """Targets of the requests since the older commit that contain these words."""
     requests = control(strict_bucket.url, "requests")
     return [t for m, t in requests if m == method and all(word in t for word in words)]
 
 
-def test_what_is_finished_is_sent_before_the_set_is_sealed(
+def test_finished_files_are_sent_before_the_set_is_sealed(
     slow: Slow, aws: Aws, strict_bucket: Strict, tmp_path: Path
 ) -> None:
-    """Every byte of the finished files is in the store while another still grows; sealed, the set is
-    committed whole, and nothing was sent twice."""
+    """All bytes of the finished files are in the store while another file still grows.  After the seal the
+    whole set is committed, and no byte was sent twice."""
     step = slow.begin(aws)
     until(
         lambda: (
@@ -69,7 +69,7 @@ def test_what_is_finished_is_sent_before_the_set_is_sealed(
         what="the finished shards to be stored",
     )
     (partial,) = slow.vm.run_directory.glob("*.partial")
-    assert list(partial.glob("*.writing/optimizer.bin")), "it is still being written"
+    assert list(partial.glob("*.writing/optimizer.bin")), "the file was complete too early"
     stored = strict_bucket.objects("run/data/")
     assert not asked(strict_bucket, "PUT", "optimizer.bin")
     assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
@@ -94,11 +94,11 @@ def test_what_is_finished_is_sent_before_the_set_is_sealed(
 
 
 @pytest.mark.fault("T02", "T03", "G01", "O19")
-def test_a_set_that_is_never_sealed_is_no_commit(
+def test_a_set_that_is_never_sealed_is_not_committed(
     slow: Slow, aws: Aws, strict_bucket: Strict, new_vm: Any
 ) -> None:
-    """Its trainer dies: the older commit stands and is what the next VM goes on from, which also aborts
-    the upload that was left in the middle."""
+    """The trainer dies during the save.  The older commit remains, and the next VM resumes from it and aborts
+    the unfinished upload."""
     strict_bucket.order("answer", status=503, method="PUT", match="partNumber=2", times=1_000_000)
     step = slow.begin(aws)
     until(
@@ -106,13 +106,13 @@ def test_a_set_that_is_never_sealed_is_no_commit(
             asked(strict_bucket, "PUT", "weights.bin", "partNumber=2")
             and asked(strict_bucket, "PUT", "small.bin")
         ),
-        what="a shard to be stored, and one to be half stored",
+        what="a stored shard, and another that is half stored",
     )
     slow.trainer.kill()
 
     verdict = slow.daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 1)
-    assert verdict["slack_s"] > 20, "the end of the trainer was noticed, not waited out"
+    assert verdict["slack_s"] > 20, "the daemon waited for a trainer that had ended"
     assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
     slow.vm.power_off()
     strict_bucket.order("clear")
@@ -122,7 +122,7 @@ def test_a_set_that_is_never_sealed_is_no_commit(
     until(
         lambda: all(upload.age_s >= 1 for upload in strict_bucket.store.uploads("run/data/")),
         what="the upload to be old enough",
-    )  # the daemon sweeps once at its start
+    )  # the daemon sweeps once after its start
 
     table = strict_bucket.table() | {"abort_uploads_after_s": "1s"}
     second = new_vm("second", table, metadata=aws.metadata, settings=SETTINGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of S3 that others wrote: from the notice to the restored file, and back after a kill."""
+"""S3 servers of other projects: from the notice to the restored files, with a kill during the flush."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ LARGE = 6 * 2**20
 
 @pytest.mark.fault("H01", "O15")
 @pytest.mark.parametrize("name", SERVERS)
-def test_what_a_foreign_store_has_is_restored(
+def test_a_foreign_store_returns_what_was_committed(
     aws: Aws, new_vm: Any, witness: str, tmp_path: Path, name: str
 ) -> None:
-    """Killed in the middle of a multi-part flush the daemon still reports SAFE, and SAFE is restorable.
+    """Killed during a multipart flush, the daemon still reports SAFE, and the commit can be restored.
 
-    A listing that is cut after its headers never counts as an empty bucket.
+    A listing that is truncated after its headers never counts as an empty bucket.
     """
     ca, pem = tls.make(tmp_path)
     is_tls = name.endswith("-tls")
@@ -62,7 +62,7 @@ def test_what_a_foreign_store_has_is_restored(
         proxy.stall("up", after_bytes=3_000_000)
         aws.notice(in_s=90)
         step = daemon.lines.wait(event="evacuation", phase="flush")["step"]
-        until(lambda: proxy.hits, timeout_s=60, what="a part that hangs")
+        until(lambda: proxy.hits, timeout_s=60, what="a part whose upload stalls")
         daemon.kill()
         trainer.kill()
         proxy.forward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute Engine takes a Spot VM back: one word, perhaps the last that the metadata server says."""
+"""Compute Engine takes a Spot VM back: one value, perhaps the last response of the metadata server."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def gcs() -> Iterator[EmulatorProcess]:
 
 @pytest.fixture
 def narrow(request: pytest.FixtureRequest, gcs: EmulatorProcess, store: dict[str, str]) -> None:
-    """The role of packer/permissions: nobody may delete, and so not overwrite."""
+    """The role of packer/permissions, which may not delete, and so may not overwrite."""
     control(gcs.url, f"role?delete=0&first={request.param}")
 
 
 @pytest.fixture
 def store(gcs: EmulatorProcess) -> dict[str, str]:
-    """An empty prefix in a bucket of Cloud Storage, whose store is in good health."""
+    """An empty prefix in a Cloud Storage bucket without faults."""
     control(gcs.url, "clear")
     return {"url": f"gs://ckpt/{secrets.token_hex(4)}", "endpoint": gcs.url}
 
@@ -42,7 +42,7 @@ def store(gcs: EmulatorProcess) -> dict[str, str]:
 def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
     gcp: Gcp, store: dict[str, str], new_vm: Any, weights_after: Any
 ) -> None:
-    """``preempted`` turns TRUE; what was sealed after it is in Cloud Storage, and loads elsewhere."""
+    """``preempted`` turns TRUE; the set that was sealed after it is in Cloud Storage, and loads elsewhere."""
     command_line = ("--steps", "200")
     first = new_vm("first", store, metadata=gcp.metadata)
     daemon = first.start_daemon()
@@ -52,7 +52,7 @@ def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
     gcp.preempt()
 
     notice = daemon.lines.wait(event="notice", source="gcp.preempted")
-    assert notice["deadline_quality"] == "assumed"  # the word does not say when
+    assert notice["deadline_quality"] == "assumed"  # the value contains no time
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "SAFE"
     assert verdict["slack_s"] > 0
@@ -71,7 +71,7 @@ def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
 def test_the_metadata_server_may_die_right_after_the_notice(
     gcp: Gcp, store: dict[str, str], new_vm: Any, witness: str
 ) -> None:
-    """Silence takes nothing back: the evacuation goes on to its end."""
+    """Lost contact withdraws no notice: the evacuation continues to its verdict."""
     vm = new_vm("vm", store, metadata=gcp.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=5)
@@ -89,8 +89,8 @@ def test_the_metadata_server_may_die_right_after_the_notice(
 def test_lost_replies_under_a_role_that_may_not_overwrite(
     gcp: Gcp, gcs: EmulatorProcess, store: dict[str, str], new_vm: Any, witness: str
 ) -> None:
-    """The answers to the claim, a shard, a completion and the manifest get lost: each is settled by asking
-    what is there, and the next VM, under the same role, goes on from the commit."""
+    """The replies to the claim, a shard, a completion and the manifest are lost.  A read resolves each,
+    and the next VM, under the same role, resumes from the commit."""
     claim, manifest, shard, completion = (
         ("PUT", "/generations/"),
         ("PUT", "/commits/"),
@@ -110,7 +110,7 @@ def test_lost_replies_under_a_role_that_may_not_overwrite(
     vm = new_vm("vm", store, metadata=gcp.metadata, settings={"flush": {"part_size_bytes": "5MiB"}})
     daemon = vm.start_daemon()
     vm.start_trainer("--size-bytes", "5500000", script=witness).lines.wait(step=5)
-    until(lambda: asked(*claim) == 3, what="the claim to be made, made again, and probed")
+    until(lambda: asked(*claim) == 3, what="the claim, its retry, and the read that resolves it")
     for lost in (manifest, shard, completion):
         lose(*lost)
     gcp.preempt()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer and the real daemon: periodic checkpoints, a NaN and the way back, a halt, a stop."""
+"""A trainer and the real daemon: periodic checkpoints, a NaN and its rollback, a stall, a stop."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def start(new_vm: NewVm, tmp_path: Path, *arguments: str) -> tuple[Vm, Process]:
     return vm, vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
 
 
-def test_a_run_goes_back_from_a_nan_and_on_under_a_new_generation(
+def test_a_run_rolls_back_from_a_nan_and_continues_as_a_new_generation(
     new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """Nobody plans saves but the daemon; unhealthy commits are marked, and the next VM never sees them."""
+    """Only the daemon plans saves; unhealthy commits are marked, and the next VM does not restore them."""
     vm, trainer = start(new_vm, tmp_path, "--bad-after", "2")
     bad = trainer.lines.wait(event="bad")
     back = trainer.lines.wait(event="rolled_back")
@@ -46,7 +46,7 @@ def test_a_run_goes_back_from_a_nan_and_on_under_a_new_generation(
     trainer.lines.wait(event="committed", generation=2)
     commits = vm.commits()
     unhealthy = [row for row in commits if row["healthy"] is False]
-    assert unhealthy, "the checkpoint after the NaN was taken, and marked"
+    assert unhealthy, "the checkpoint after the NaN is missing, or is not marked"
     assert {row["generation"] for row in unhealthy} == {1}
     newest = commits[0]
     assert (newest["generation"], newest["healthy"]) == (2, True)
@@ -60,8 +60,8 @@ def test_a_run_goes_back_from_a_nan_and_on_under_a_new_generation(
 
 @pytest.mark.fault("T12")
 @pytest.mark.timeout(120)
-def test_a_nan_at_one_rank_takes_all_ranks_back_together(new_vm: NewVm, tmp_path: Path) -> None:
-    """DDP with two ranks: the same checkpoint for both, and what follows is committed anew."""
+def test_a_nan_at_one_rank_rolls_all_ranks_back(new_vm: NewVm, tmp_path: Path) -> None:
+    """DDP with two ranks: both load the same checkpoint, and the steps after it are committed again."""
     pytest.importorskip("torch")
     store = {"url": f"file://{tmp_path}/store"}
     (tmp_path / "store").mkdir()
@@ -84,8 +84,10 @@ def test_a_nan_at_one_rank_takes_all_ranks_back_together(new_vm: NewVm, tmp_path
 
 
 @pytest.mark.fault("T04")
-def test_a_halt_is_seen_and_a_stop_has_its_exit_code(new_vm: NewVm, tmp_path: Path) -> None:
-    """A frozen trainer is a stall in log and status; thawed, saved and stopped, it exits with 75."""
+def test_a_stall_is_reported_and_a_stopped_trainer_exits_with_75(
+    new_vm: NewVm, tmp_path: Path
+) -> None:
+    """SIGSTOP is a stall in log and status; after SIGCONT and a notice the trainer saves and exits."""
     vm, trainer = start(new_vm, tmp_path)
     trainer.lines.wait(event="committed")
     assert vm.daemon is not None
@@ -99,8 +101,8 @@ def test_a_halt_is_seen_and_a_stop_has_its_exit_code(new_vm: NewVm, tmp_path: Pa
     assert "made no progress" in vm.swansong("status").stdout
     trainer.popen.send_signal(signal.SIGCONT)
     vm.daemon.lines.wait(event="stall_over")
-    told = vm.swansong("notify", "--in", "60s", "--wait")
-    assert told.returncode == 0, told.stderr
+    notified = vm.swansong("notify", "--in", "60s", "--wait")
+    assert notified.returncode == 0, notified.stderr
     assert trainer.wait(30) == swansong.EXIT_SAVED == 75
     stopped = trainer.lines.wait(event="stopped")
     newest = vm.commits()[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host shuts down and nobody said so before: SIGTERM to the daemon is the notice."""
+"""The host shuts down without an earlier notice: SIGTERM to the daemon is the notice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.skipif(
     Path("/run/systemd/system").is_dir(),
-    reason="does not apply: systemd tells a stop from a shutdown",
+    reason="does not apply: under systemd the daemon distinguishes a stop from a shutdown",
 )
 @pytest.mark.fault("H03")
-def test_sigterm_of_the_host_is_a_notice(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """The trainer is asked, its checkpoint committed, the farewell left; then the daemon leaves."""
+def test_sigterm_outside_systemd_is_a_notice(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """The trainer saves, its checkpoint is committed, the farewell is written; then the daemon exits."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -39,8 +39,8 @@ def test_sigterm_of_the_host_is_a_notice(bucket: Bucket, new_vm: Any, witness: s
 
 
 @pytest.mark.fault("H02")
-def test_sigint_is_for_people(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """The daemon leaves at once, without a checkpoint; the trainer does not notice."""
+def test_sigint_exits_without_a_checkpoint(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """An operator's Ctrl-C stops the daemon immediately; the trainer continues."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers that attack a real daemon of another user, by way of staging and the socket."""
+"""Trainers attack a real daemon of another user, through staging and the socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from testkit import REPOSITORY, committed
 from testkit.as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
 from testkit.rig import Vm
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="switches to other users: needs root")
 
 NAME = "rank-00000/model.bin"
 FILES = {NAME: bytes(range(256)) * 40}
@@ -29,7 +29,7 @@ DAEMON_AS = REPOSITORY / "testkit" / "daemon_as.py"
 
 
 class Site(Vm):
-    """A VM whose daemon is neither root nor the trainer, with a home and a store that are worth attacking."""
+    """A VM whose daemon is neither root nor the trainer, with a home and a store as targets."""
 
     def __init__(self, disk: Path) -> None:
         self.home = disk / "home"
@@ -78,7 +78,7 @@ class Site(Vm):
         as_user(DAEMON, make)
 
     def ask(self, who: int = TRAINER, query_id: str = "q1") -> dict[str, Any]:
-        """The answer to a restore query of that user."""
+        """The reply to a restore query of this user."""
 
         def talk() -> dict[str, Any]:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -97,7 +97,7 @@ class Site(Vm):
         return answer
 
     def treasure(self) -> dict[str, tuple[bytes, int]]:
-        """The daemon's files outside of staging that nothing may change: content and modification time."""
+        """The daemon's files outside of staging that no trainer may change: content and modification time."""
         places = (self.home, self.bucket / "run" / "data", self.bucket / "run" / "commits")
         return {
             str(path): (path.read_bytes(), path.stat().st_mtime_ns)
@@ -122,7 +122,7 @@ def plant_link(run: Path, target: Path) -> None:
 
 
 def plant_partials(run: Path, target: Path) -> None:
-    """A directory of the trainer's with partial restores, and links where files will be written."""
+    """Plant a directory of the trainer with partial restores, and links in place of files to be written."""
     restored = run / protocol.RESTORED_DIRECTORY
     planted = restored / ".0123abcd.partial-0123456789abcdef"
     (planted / "files").mkdir(parents=True)
@@ -133,15 +133,15 @@ def plant_partials(run: Path, target: Path) -> None:
 
 
 def make_run_directory(run: Path) -> None:
-    """As an earlier daemon left it, without the daemon's own directories."""
+    """Make the directory as an earlier daemon left it, without the daemon's own directories."""
     run.mkdir()
     os.chown(run, DAEMON, GROUP)
     run.chmod(0o1770)
 
 
 @pytest.mark.fault("S24", "S8")
-def test_the_names_of_the_daemon_are_taken_from_the_start(site: Site) -> None:
-    """A FUSE mount on a directory that a member made could not be moved aside later."""
+def test_the_daemon_creates_its_directories_at_the_start(site: Site) -> None:
+    """A FUSE mount on a directory that a member created could not be moved aside later."""
     site.start_daemon()
     member = as_user(MEMBER, lambda: os.mkdir(site.run_directory / protocol.RESTORED_DIRECTORY))
     assert member.startswith("FileExistsError")
@@ -150,8 +150,8 @@ def test_the_names_of_the_daemon_are_taken_from_the_start(site: Site) -> None:
 @pytest.mark.fault("S24", "S1", "S2")
 @pytest.mark.parametrize("plant", [plant_link, plant_partials])
 @pytest.mark.parametrize("place", ["home/.aws", "bucket", "staging/run/.swansongd"])
-def test_a_planted_restored_directory_leads_nowhere(site: Site, plant: Any, place: str) -> None:
-    """Nothing of the daemon's is written or deleted, and the trainer gets the checkpoint."""
+def test_a_planted_restored_directory_redirects_nothing(site: Site, plant: Any, place: str) -> None:
+    """No file of the daemon is written or deleted, and the trainer gets the checkpoint."""
     site.commit(100)
     make_run_directory(site.run_directory)
     assert as_user(TRAINER, lambda: plant(site.run_directory, site.disk / place)) is None
@@ -166,8 +166,8 @@ def test_a_planted_restored_directory_leads_nowhere(site: Site, plant: Any, plac
 
 
 @pytest.mark.fault("S24")
-def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
-    """A trainer that was there first plants the daemon's own directory: it is moved aside."""
+def test_a_forged_claim_in_staging_is_ignored(site: Site) -> None:
+    """A trainer creates the daemon's directory before its first start: the daemon moves it aside."""
     run = site.run_directory
     make_run_directory(run)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -190,8 +190,8 @@ def test_a_forged_claim_in_staging_is_not_believed(site: Site) -> None:
 
 
 @pytest.mark.fault("S7")
-def test_a_deep_directory_does_not_end_the_daemon(site: Site) -> None:
-    """1,500 levels under the names of leftovers: it starts, twice, and answers."""
+def test_a_deep_directory_does_not_stop_the_daemon(site: Site) -> None:
+    """With 1,500 levels under the names of leftovers the daemon starts, twice, and replies."""
     site.commit(100)
     site.start_daemon()
 
@@ -214,8 +214,8 @@ def test_a_deep_directory_does_not_end_the_daemon(site: Site) -> None:
 
 
 @pytest.mark.fault("S8")
-def test_a_member_who_is_no_trainer_is_refused(site: Site) -> None:
-    """The group lets it connect; trainer.users decides."""
+def test_a_group_member_who_is_not_a_trainer_is_refused(site: Site) -> None:
+    """The group may connect; ``trainer.users`` decides."""
     site.start_daemon()
     answer = site.ask(MEMBER)
     assert answer["type"] == "refused"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registered trainer lies on the socket, floods it, or meets a fault of ours: the evacuation continues."""
+"""A registered trainer sends false numbers, floods the socket, or meets a bug: the evacuation continues."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ FAULTY_DAEMON = str(REPOSITORY / "testkit" / "faulty_daemon.py")
 
 
 class Liar:
-    """A process that says what it likes, byte for byte; with ``hello``, as a rank."""
+    """A process that sends arbitrary messages, byte for byte; with ``hello``, as a rank."""
 
     def __init__(self, vm: Vm, *, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(20)
         self.socket.connect(str(vm.socket))
         if hello:
-            self.say(type="hello", run="run", step=3, capabilities=["periodic"])
+            self.send(type="hello", run="run", step=3, capabilities=["periodic"])
             self.welcome = json.loads(self.socket.recv(65536))
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         try:
             self.socket.send(json.dumps(message).encode())
         except OSError:
             pass  # refused already
 
-    def hear(self) -> dict[str, Any]:
-        """The last message before the daemon hung up."""
+    def last_reply(self) -> dict[str, Any]:
+        """The last message before the daemon closed the connection."""
         last: dict[str, Any] = {}
         try:
             while data := self.socket.recv(65536):
@@ -59,7 +59,7 @@ class Liar:
 
 @pytest.fixture
 def vm(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> Vm:
-    """A VM that trains, with a generation."""
+    """A VM that trains and has claimed a generation."""
     made: Vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = made.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -76,18 +76,16 @@ LIES = [
 
 
 @pytest.mark.fault("H09", "S13")
-def test_numbers_that_cannot_be_cost_the_liar_its_connection_and_nothing_else(
-    aws: Aws, vm: Vm
-) -> None:
-    """A negative duration, before a notice and during the evacuation: refused with its field, and SAFE."""
+def test_impossible_numbers_close_the_connection_and_nothing_else(aws: Aws, vm: Vm) -> None:
+    """A negative duration is refused with its field, before a notice and during the evacuation: SAFE."""
     daemon = vm.daemon
     assert daemon is not None
 
     def lie() -> None:
         for message in LIES:
             with Liar(vm, hello=False) as liar:  # the trainer has the only rank
-                liar.say(**message)
-                answer = liar.hear()
+                liar.send(**message)
+                answer = liar.last_reply()
                 assert answer["type"] == "refused"
                 assert f"{message['type']}: " in answer["reason"]
 
@@ -122,10 +120,10 @@ def test_a_fault_in_the_decision_loop_does_not_cost_the_checkpoint(
 
 
 @pytest.mark.fault("H07", "S12", "H03")
-def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
+def test_a_flood_of_restore_queries_does_not_cost_the_last_checkpoint(
     vm: Vm, bucket: Bucket
 ) -> None:
-    """2,000 of them, none of which is answered: threads are bounded, and a SIGTERM ends in SAFE."""
+    """After 2,000 queries without a reply the number of threads is bounded, and a SIGTERM ends in SAFE."""
     daemon = vm.daemon
     assert daemon is not None
     tasks = f"/proc/{daemon.pid}/task"
@@ -135,7 +133,7 @@ def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
     while sent < 2000:
         with Liar(vm) as liar:
             for _ in range(20):
-                liar.say(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
+                liar.send(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
                 sent += 1
         assert len(os.listdir(tasks)) <= before + CONNECTIONS_PER_USER + 10
     bucket.order("clear")
@@ -146,19 +144,19 @@ def test_restore_queries_without_end_do_not_cost_the_last_checkpoint(
 
 @pytest.mark.fault("S19")
 def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: str) -> None:
-    """What ranks of several VMs say is refused: no evacuation, no farewell, and one generation."""
+    """Messages of multi-VM ranks are refused: no evacuation, no farewell, and one generation."""
     daemon = vm.daemon
     assert daemon is not None
     generation = vm.status()["generation"]
     assert vm.trainer is not None
-    vm.trainer.kill()  # it has the only rank
+    vm.trainer.kill()  # the trainer has the only rank
     for number in range(30):
         with Liar(vm) as liar:
-            liar.say(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
-            assert "run.several_vms" in liar.hear()["reason"]
+            liar.send(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
+            assert "run.several_vms" in liar.last_reply()["reason"]
         with Liar(vm) as liar:
-            liar.say(type="job_start", id=f"i{number}")
-            assert "run.several_vms" in liar.hear()["reason"]
+            liar.send(type="job_start", id=f"i{number}")
+            assert "run.several_vms" in liar.last_reply()["reason"]
     report = vm.status()
     assert (report["generation"], report["state"]) == (generation, "IDLE")
     assert not daemon.lines.all(event="evacuation")

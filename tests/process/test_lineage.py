@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of states: what a trainer discarded by starting behind it is not what the next VM resumes from."""
+"""Lineage: the next VM does not resume from states that a trainer discarded by starting behind them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ WITNESS = TRAINERS / "liner.py"
 
 @contextmanager
 def outage(bucket: Bucket) -> Iterator[None]:
-    """The store refuses all requests meanwhile."""
+    """The store refuses all requests inside the block."""
     bucket.order("outage", seconds=600)
     yield
     bucket.order("clear")
 
 
 def train(vm: Vm, *arguments: str, **env: str) -> Process:
-    """A trainer with hooks that steps when told to; its lines are what it did."""
+    """Start a trainer with hooks for these steps; it prints its actions."""
     command = [sys.executable, "-u", str(WITNESS), *arguments]
     return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket), **env)
 
@@ -47,12 +47,12 @@ def newest(vm: Vm) -> tuple[int, int]:
 
 
 @pytest.mark.fault("G03", "T12")
-def test_a_discarded_commit_is_not_what_the_verdict_names(
+def test_the_verdict_names_no_discarded_commit(
     aws: Aws, bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
     """An operator goes back to step 60 while step 220 is committed.
 
-    SAFE names a step of the new line, and the next VM resumes from it.
+    SAFE names a step of the new lineage, and the next VM resumes from it.
     """
     vm = new_vm("a", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
@@ -62,10 +62,10 @@ def test_a_discarded_commit_is_not_what_the_verdict_names(
     chosen = tmp_path / "chosen"
     assert vm.swansong("restore", "--step", "60", "--to", str(chosen)).returncode == 0
 
-    second = train(vm, "--for-ever", SWANSONG_RESTORE=str(chosen))
+    second = train(vm, "--forever", SWANSONG_RESTORE=str(chosen))
     assert second.lines.wait(event="resumed")["step"] == 60
     assert daemon.lines.wait(event="lineage_left")["newest_step"] == 220
-    replaced = daemon.lines.wait(event="committed", generation=2)  # at once, without a notice
+    replaced = daemon.lines.wait(event="committed", generation=2)  # immediately, without a notice
     assert 60 < replaced["step"] < 220
     aws.notice(in_s=60)
     verdict = daemon.lines.wait(event="verdict")
@@ -81,10 +81,10 @@ def test_a_discarded_commit_is_not_what_the_verdict_names(
 
 
 @pytest.mark.fault("O04", "T12")
-def test_with_the_store_cut_off_nothing_of_the_old_line_is_called_safe(
+def test_with_the_store_unreachable_no_set_of_the_old_lineage_is_safe(
     aws: Aws, bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """Sealed sets ahead of the trainer are not its answer, and are not committed once the store is back."""
+    """Sealed sets ahead of the trainer do not answer the request, and are not committed after the outage."""
     vm = new_vm("a", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
@@ -92,11 +92,11 @@ def test_with_the_store_cut_off_nothing_of_the_old_line_is_called_safe(
     with outage(bucket):
         assert train(vm, "--from", "50", "--steps", "120", "--save-at", "100,120").wait() == 0
         daemon.lines.wait(event="sealed_set_found", step=120)
-        trainer = train(vm, "--from", "70", "--for-ever")
+        trainer = train(vm, "--from", "70", "--forever")
         daemon.lines.wait(event="lineage_left")
         aws.notice(in_s=8)
         assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
-    until(lambda: newest(vm)[0] == 2, timeout_s=60, what="a commit of the new line")
+    until(lambda: newest(vm)[0] == 2, timeout_s=60, what="a commit of the new lineage")
     trainer.kill()
     assert not [row for row in vm.commits() if row["step"] in (100, 120)]
 
@@ -105,9 +105,9 @@ def test_with_the_store_cut_off_nothing_of_the_old_line_is_called_safe(
 def test_a_set_that_survived_a_power_cut_is_resumed_from(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """The store was down: step 175 is sealed on the disk, and the newest commit is step 120.
+    """During an outage of the store step 175 is sealed on the disk, and the newest commit is step 120.
 
-    The restore command of the unit and the hooks choose the same, nothing is repeated, the set is committed.
+    The restore unit and the hooks choose step 175, no step is repeated, and the set is committed.
     """
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
@@ -133,10 +133,10 @@ def test_a_set_that_survived_a_power_cut_is_resumed_from(
 
 
 @pytest.mark.fault("G04", "D06")
-def test_what_another_vm_went_past_is_not_resumed_from(
+def test_a_surviving_set_that_another_vm_has_overtaken_is_not_resumed_from(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """Step 175 survived on one VM, another VM trained on from step 120: its commit is the newest state."""
+    """Step 175 survived on one VM; another VM continued from step 120, and its commit is the newest state."""
     first = new_vm("a", bucket.store)
     daemon = first.start_daemon()
     assert train(first, "--steps", "120", "--save-at", "120").wait() == 0
@@ -159,10 +159,10 @@ def test_what_another_vm_went_past_is_not_resumed_from(
 
 
 @pytest.mark.parametrize("choice", [["--step", "5"], ["--generation", "1"], ["--healthy"]])
-def test_a_local_restore_takes_no_other_choice(
+def test_local_excludes_every_other_choice(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path, choice: list[str]
 ) -> None:
-    """``--local`` is the choice of the daemon: a wrong combination is refused, and nothing is written."""
+    """``--local`` means the daemon's choice: a wrong combination is refused, and nothing is written."""
     vm = new_vm("a", bucket.store)
     answer = vm.swansong("restore", "--local", *choice, "--to", str(tmp_path / "there"))
     assert (answer.returncode, (tmp_path / "there").exists()) == (2, False)
@@ -170,11 +170,11 @@ def test_a_local_restore_takes_no_other_choice(
 
 
 @pytest.mark.fault("S8")
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives directories away: needs root")
-def test_a_local_restore_looks_as_the_user_of_the_daemon(
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners of directories: needs root")
+def test_a_local_restore_needs_the_user_of_the_daemon(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """Another user cannot read what was abandoned, and is told so. Sets of strangers do not count."""
+    """Another user cannot read the record of abandoned sets and gets an error.  Foreign sets are ignored."""
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -193,26 +193,24 @@ def test_a_local_restore_looks_as_the_user_of_the_daemon(
 
 
 @pytest.mark.fault("H01")
-def test_a_restart_of_the_daemon_does_not_bring_the_old_line_back(
-    bucket: Bucket, new_vm: NewVm
-) -> None:
-    """The record outlives the daemon: sets of the old line that still lie in staging are not committed."""
+def test_after_a_restart_the_old_lineage_is_still_abandoned(bucket: Bucket, new_vm: NewVm) -> None:
+    """The record outlives the daemon: sets of the old lineage that are still in staging are not committed."""
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
     assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
     daemon.lines.wait(event="committed", step=50)
     with outage(bucket):
-        # Those of a framework are not moved aside.
+        # Sets of a framework are not moved aside.
         for name in ("checkpoint-9000", "checkpoint-9500"):
             adopted(vm.run_directory / name)
         daemon.lines.wait(event="sealed_set_found", step=9500)
-        trainer = train(vm, "--from", "70", "--for-ever")
+        trainer = train(vm, "--from", "70", "--forever")
         daemon.lines.wait(event="lineage_left")
         until(lambda: b'"9500.' in record_of(vm), what="the record of the abandoned sets")
         daemon.kill()
     daemon = vm.start_daemon()
     daemon.lines.wait(event="sealed_set_found", step=9500)
-    until(lambda: vm.status()["trainers"], what="the trainer to be back")
+    until(lambda: vm.status()["trainers"], what="the trainer to reconnect")
     assert vm.swansong("notify", "--in", "60s", "--wait").returncode == 0
     verdict = daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 2)
@@ -222,7 +220,7 @@ def test_a_restart_of_the_daemon_does_not_bring_the_old_line_back(
 
 @pytest.mark.fault("T12")
 def test_a_trainer_without_hooks_that_starts_behind(bucket: Bucket, new_vm: NewVm) -> None:
-    """It writes step 100 after step 200 was committed: the next VM resumes from step 100, then from 110."""
+    """A framework writes step 100 after step 200 was committed: a resume takes step 100, later step 110."""
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
     adopted(vm.run_directory / "checkpoint-200")
@@ -239,28 +237,28 @@ def test_a_trainer_without_hooks_that_starts_behind(bucket: Bucket, new_vm: NewV
 def test_a_second_process_of_the_same_rank_is_refused(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
-    """Of three processes that were started without RANK one trains, and the others get an error with the fix.
+    """Of three processes without RANK one trains; the others get an error that contains the fix.
 
-    A successor of the first is welcome at once.
+    A successor of the first is admitted immediately.
     """
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
-    first = train(vm, "--for-ever")
+    first = train(vm, "--forever")
     first.lines.wait(event="resumed")
     for _ in range(2):
-        other = train(vm, "--for-ever")
+        other = train(vm, "--forever")
         assert "rank 0 of 1 is connected already" in other.lines.wait(event="error")["reason"]
     status = vm.status()
     assert status["trainers_refused"]["count"] >= 2
     assert "RANK" in status["trainers_refused"]["last"]
     assert len(status["trainers"]) == 1
     first.kill()
-    assert train(vm, "--for-ever").lines.wait(event="resumed")["step"] == 0
+    assert train(vm, "--forever").lines.wait(event="resumed")["step"] == 0
     assert daemon.popen.poll() is None
 
 
 def another_boot(vm: Vm) -> None:
-    """The VM was booted again since the daemon ran: the record of its claim is of another boot."""
+    """Make the record of the claim that of another boot, as after a reboot of the VM."""
     record = vm.run_directory / ".swansongd" / "claim.json"
     body: dict[str, Any] = json.loads(record.read_bytes())
     record.write_text(json.dumps({**body, "boot_id": "another"}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that lists as it likes, cuts its answers, or acknowledges what it did not do."""
+"""A store returns its listings in any order, truncates responses, or acknowledges what it did not do."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.timeout(110)
 MIB = 2**20
 FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)
-"""More than a part: its upload has to be completed."""
+"""More than one part, so its upload has to be completed."""
 FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}
 
 
 def restored(vm: Vm, to: Path, *options: str) -> tuple[int, dict[str, bytes]]:
-    """Exit code of ``swansong restore``, and the files that it made."""
+    """Exit code of ``swansong restore``, and the files that it wrote."""
     done = vm.swansong("restore", "--to", str(to), *options, **ACCOUNT)
     found = {
         str(path.relative_to(to)): path.read_bytes() for path in to.rglob("*") if path.is_file()
@@ -38,7 +38,7 @@ def restored(vm: Vm, to: Path, *options: str) -> tuple[int, dict[str, bytes]]:
 def test_a_store_that_lists_in_another_order(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """SAFE means restorable where keys come sorted otherwise, two a page, and some of them twice."""
+    """SAFE means restorable although listings are unsorted, two keys a page, with duplicates."""
     strict_bucket.order("page", size=2)
     strict_bucket.order("listing", reversed=1, duplicates=1)
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
@@ -56,10 +56,10 @@ def test_a_store_that_lists_in_another_order(
 
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", ["cut", "empty", "half", "foreign"])
-def test_a_listing_that_is_cut_is_no_fresh_start(
+def test_a_truncated_listing_is_no_fresh_start(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path, how: str
 ) -> None:
-    """``restore --fresh-ok`` finds the commit behind a listing that broke off, and never starts afresh."""
+    """``restore --fresh-ok`` finds the commit behind a truncated listing, and never starts from scratch."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     content = seal_files(vm.run_directory, 7, FILES)
@@ -70,12 +70,12 @@ def test_a_listing_that_is_cut_is_no_fresh_start(
 
 
 @pytest.mark.fault("O12", "O11")
-def test_a_store_that_acknowledges_what_it_did_not_do(
+def test_a_store_that_acknowledges_completions_and_stores_nothing(
     aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Completions are answered with an empty 200, and no HEAD finds anything: no verdict is SAFE.
+    """Completions return an empty 200, and every HEAD returns 404: no verdict is SAFE.
 
-    Nothing is committed that names such a shard; once the store does what it says, all is stored.
+    No commit references such a shard; once the store works, everything is stored and committed.
     """
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
@@ -91,4 +91,4 @@ def test_a_store_that_acknowledges_what_it_did_not_do(
     strict_bucket.order("clear")
     daemon.lines.wait(event="committed", step=7, timeout_s=60)
     assert restored(vm, tmp_path / "restored") == (0, content)
-    until(lambda: daemon.lines.all(event="verdict", verdict="SAFE"), what="SAFE, after all")
+    until(lambda: daemon.lines.all(event="verdict", verdict="SAFE"), what="the later SAFE")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A notice, and no trainer to ask: what is sealed is saved, and what is not there is not missed."""
+"""A notice without a trainer: the sealed sets are flushed, and the verdict does not wait for a save."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from testkit.staged import write_set
 pytestmark = [pytest.mark.timeout(60), pytest.mark.fault("T01")]
 
 
-def test_what_is_sealed_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
-    """A sealed set without its trainer is committed, and that is all there was to save: SAFE."""
+def test_a_sealed_set_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
+    """A sealed set without its trainer is committed.  Nothing else is missing: SAFE."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     aws.notice(in_s=30)
     sealed = write_set(vm.run_directory, step=7)
@@ -30,7 +30,7 @@ def test_what_is_sealed_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> Non
 def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """It seals while the store is away, and exits; the notice finds the set in staging."""
+    """The trainer seals a set during an outage and exits; at the notice the set is in staging."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
@@ -48,10 +48,10 @@ def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
     assert [manifest["step"] for manifest in bucket.manifests()] == [30]
 
 
-def test_nothing_staged_and_nothing_committed_is_lost_and_said_at_once(
+def test_nothing_staged_and_nothing_committed_is_lost_immediately(
     aws: Aws, bucket: Bucket, new_vm: Any
 ) -> None:
-    """No commit exists and none can be made: LOST, without waiting for the deadline."""
+    """No commit exists and none can be made: LOST, before the deadline."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     aws.notice(in_s=30)
@@ -62,7 +62,7 @@ def test_nothing_staged_and_nothing_committed_is_lost_and_said_at_once(
 
 
 def test_nothing_new_since_the_last_commit_is_safe(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
-    """The newest sealed state is committed already; there is nothing to do but to say so."""
+    """The newest sealed state is already committed; the daemon only reports the verdict."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     write_set(vm.run_directory, step=7)

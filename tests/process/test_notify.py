@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice by hand, by a known end, and by the host's own shutdown: the daemon as a process."""
+"""Manual notices, drills, planned ends and host shutdowns: the daemon as a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.fixture
 def vm(bucket: Bucket, new_vm: Any, witness: str) -> Vm:
-    """A VM that trains."""
+    """A VM with a daemon and a running trainer."""
     made: Vm = new_vm("vm", bucket.store)
     made.start_daemon()
     trainer = made.start_trainer(script=witness)
@@ -33,8 +33,8 @@ def vm(bucket: Bucket, new_vm: Any, witness: str) -> Vm:
     return made
 
 
-def test_a_notice_by_hand_is_evacuated(vm: Vm, bucket: Bucket) -> None:
-    """``--wait`` ends with the verdict; a checkpoint newer than the notice is committed."""
+def test_a_manual_notice_is_evacuated(vm: Vm, bucket: Bucket) -> None:
+    """``--wait`` returns the verdict; a checkpoint newer than the notice is committed."""
     done = vm.swansong("notify", "--in", "30s", "--reason", "EventBridge", "--wait", "--json")
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
@@ -43,14 +43,14 @@ def test_a_notice_by_hand_is_evacuated(vm: Vm, bucket: Bucket) -> None:
     (notice,) = shown["notices"]
     assert (notice["source"], notice["severity"]) == ("manual", "imminent")
     assert vm.daemon is not None
-    said = vm.daemon.lines.wait(event="notice", source="manual")
-    assert (said["detail"], said["deadline_quality"]) == ("EventBridge", "stated")
+    line = vm.daemon.lines.wait(event="notice", source="manual")
+    assert (line["detail"], line["deadline_quality"]) == ("EventBridge", "stated")
     (manifest,) = bucket.manifests()
     assert manifest["kind"] == "emergency"
 
 
-def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
-    """The source says that it was a rehearsal; the second one is evacuated as well."""
+def test_a_drill_is_marked_and_each_drill_is_a_new_notice(vm: Vm) -> None:
+    """The source is ``drill``; a second drill is evacuated as well."""
     for count in (1, 2):
         done = vm.swansong("drill", "--in", "30", "--wait")
         assert (done.returncode, done.stdout[:5]) == (0, "SAFE:"), done.stderr
@@ -64,20 +64,20 @@ def test_a_drill_is_called_one_and_every_notice_is_another(vm: Vm) -> None:
 
 
 def test_each_call_waits_for_its_own_verdict(vm: Vm) -> None:
-    """Call after call, none withdrawn: the evacuation of each verdict began after the call."""
+    """Sequential calls without a withdrawal: each verdict belongs to an evacuation after its call."""
     assert vm.daemon is not None
     assert vm.trainer is not None
     for _ in range(8):
-        stood_at = vm.trainer.lines.all()[-1].get("step", 0)
+        step_before = vm.trainer.lines.all()[-1].get("step", 0)
         done = vm.swansong("notify", "--in", "100s", "--wait", "--json")
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["last_commit"]["step"] > stood_at
+        assert json.loads(done.stdout)["last_commit"]["step"] > step_before
     ids = {line["id"] for line in vm.daemon.lines.all(event="evacuation", phase="notice")}
     assert len(ids) == 8
 
 
-def test_calls_at_once_are_one_notice(vm: Vm) -> None:
-    """Ten at the same time: each gets the verdict, for a checkpoint or two; the earliest end counts."""
+def test_simultaneous_calls_are_one_notice(vm: Vm) -> None:
+    """Ten calls all get a verdict, from at most three evacuations; the earliest deadline counts."""
     assert vm.daemon is not None
     command = [
         str(Path(sys.executable).with_name("swansong")), "--config", str(vm.config),
@@ -92,8 +92,8 @@ def test_calls_at_once_are_one_notice(vm: Vm) -> None:
     assert repeated
 
 
-def test_an_end_in_an_hour_is_not_an_end_now(vm: Vm) -> None:
-    """A checkpoint at once, and no evacuation: training and its periodic checkpoints continue."""
+def test_a_notice_of_an_hour_starts_no_evacuation(vm: Vm) -> None:
+    """The daemon takes a checkpoint immediately; training and periodic checkpoints continue."""
     assert vm.daemon is not None
     done = vm.swansong("notify", "--in", "1h", "--json")
     assert done.returncode == 0, done.stderr
@@ -105,8 +105,8 @@ def test_an_end_in_an_hour_is_not_an_end_now(vm: Vm) -> None:
 
 
 @pytest.mark.fault("N09")
-def test_a_restarted_daemon_remembers_a_notice_by_hand(vm: Vm) -> None:
-    """It is in force after a crash, with the same end, and its evacuation has the same id."""
+def test_a_restarted_daemon_remembers_a_manual_notice(vm: Vm) -> None:
+    """After a crash the notice is in force with the same deadline and the same evacuation id."""
     assert vm.daemon is not None
     assert vm.swansong("notify", "--in", "110s").returncode == 0
     before = vm.daemon.lines.wait(event="evacuation", phase="notice")
@@ -120,8 +120,10 @@ def test_a_restarted_daemon_remembers_a_notice_by_hand(vm: Vm) -> None:
     assert vm.status()["notices"][0]["source"] == "manual"
 
 
-def test_too_little_time_is_tried_all_the_same(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Three seconds of five that are kept back: by the numbers too little, and a checkpoint is committed."""
+def test_a_checkpoint_is_attempted_even_within_the_reserve(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """With a notice of 3 s and a reserve of 5 s no checkpoint fits the plan; one is committed anyway."""
     vm = new_vm("vm", bucket.store, settings={"deadline": {"reserve_s": 5.0}})
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=5)
@@ -129,11 +131,11 @@ def test_too_little_time_is_tried_all_the_same(bucket: Bucket, new_vm: Any, witn
     assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] >= 5
 
 
-def test_a_withdrawn_notice_lets_training_go_on(vm: Vm) -> None:
-    """The state is that before the notice, and whoever waits for the verdict is told so."""
+def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
+    """The daemon returns to its earlier state; a command that waits for the verdict exits with 9."""
     assert vm.daemon is not None
     assert vm.trainer is not None
-    vm.trainer.kill(signal.SIGSTOP)  # so that there is no verdict yet
+    vm.trainer.kill(signal.SIGSTOP)  # prevents a verdict
     waiting = vm.spawn(
         [str(Path(sys.executable).with_name("swansong")), "--config", str(vm.config),
          "notify", "--in", "60s", "--wait"],
@@ -149,7 +151,7 @@ def test_a_withdrawn_notice_lets_training_go_on(vm: Vm) -> None:
 
 
 def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
-    """With nothing staged and nothing committed the verdict is LOST, exit code 11."""
+    """Without a staged set and without a commit the verdict is LOST, with exit code 11."""
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
     until(lambda: vm.status()["generation"] is not None)
@@ -157,8 +159,8 @@ def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
     assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
 
 
-def test_without_waiting_it_returns_at_once(vm: Vm) -> None:
-    """Exit code 0 and the state; the notice is in the daemon's status when the command returns."""
+def test_notify_without_wait_returns_immediately(vm: Vm) -> None:
+    """The exit code is 0; the notice is in the daemon's status when the command returns."""
     done = vm.swansong("notify", "--in", "45s")
     assert done.returncode == 0, done.stderr
     assert vm.status()["notices"][0]["source"] == "manual"
@@ -167,22 +169,24 @@ def test_without_waiting_it_returns_at_once(vm: Vm) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["--in", "soon"], ["--in", "0"], ["--in", "5s", "--withdraw"]]
 )
-def test_a_wrong_command_line_is_refused(bucket: Bucket, new_vm: Any, arguments: list[str]) -> None:
-    """Exit code 2, before anybody is told anything."""
+def test_an_invalid_command_line_is_refused(
+    bucket: Bucket, new_vm: Any, arguments: list[str]
+) -> None:
+    """The exit code is 2, and the daemon receives no message."""
     assert new_vm("vm", bucket.store).swansong("notify", *arguments).returncode == 2
 
 
-def test_without_a_daemon_nobody_took_note(bucket: Bucket, new_vm: Any) -> None:
-    """Exit code 13 and one line."""
+def test_notify_without_a_daemon_fails(bucket: Bucket, new_vm: Any) -> None:
+    """The exit code is 13, with one line of error."""
     done = new_vm("vm", bucket.store).swansong("notify", "--in", "5s")
     assert done.returncode == 13
-    assert done.stderr.startswith("swansong: no daemon answers at ")
+    assert done.stderr.startswith("swansong: connecting to the daemon at ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user, which only root can")
 @pytest.mark.parametrize("kind", ["notify", "notify_withdrawn"])
 def test_trainers_may_not_give_notice(kind: str) -> None:
-    """A user that may speak on the socket is refused all the same; root is not."""
+    """A user of ``trainer.users`` is refused; root is not."""
     answered: list[protocol.Message] = []
     uid = 65534
     script = f's.connect(path); send(type="{kind}", nonce="n", seconds_left=9); show(receive())'
@@ -191,9 +195,9 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
     ) as running:
         running.path.chmod(0o666)
         with PeerProcess(running.path, script, uid=uid, gid=uid) as peer:
-            said = peer.line()
-        assert json.loads(said)["type"] == "refused"
-        assert "only root" in said
+            reply = peer.line()
+        assert json.loads(reply)["type"] == "refused"
+        assert "only root" in reply
         assert answered == []
         with running.connect() as client:
             client.send(protocol.Notify(nonce="n", seconds_left=9.0))
@@ -201,7 +205,7 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
 
 
 def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Scheduled from the start, imminent with the lead: the last checkpoint is taken in time."""
+    """The notice is scheduled at first and imminent at ``end_lead_s``; a checkpoint is committed in time."""
     end = datetime.now(UTC) + timedelta(seconds=24)
     settings = {"sources": {"end_at": end.isoformat(), "end_lead_s": "20s"}}
     vm = new_vm("vm", bucket.store, settings=settings)
@@ -217,7 +221,7 @@ def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str
 def test_a_shutdown_of_the_host_waits_for_the_commit(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The delay lock is held until the verdict and released with it; a second shutdown waits again."""
+    """The daemon holds the delay lock until the verdict; a second shutdown waits again."""
     with EmulatorProcess("testkit.emulators.fake_logind") as fake:
         bus = control(fake.url, "state")["bus"]
         vm = new_vm("vm", bucket.store, settings={"sources": {"system_bus": bus}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else the clouds say, and how little they have to say: the daemon as a whole, as a process."""
+"""The other notices of the clouds, and faults of the metadata service, with the daemon as a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALING = ("testkit.emulators.autoscaling", "--group", "trainers", "--hook", "sw
 
 @pytest.fixture
 def own_imds() -> Iterator[EmulatorProcess]:
-    """A metadata service that a test may kill."""
+    """A metadata service that one test may kill."""
     with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as emulator:
         yield emulator
 
@@ -30,7 +30,7 @@ def own_imds() -> Iterator[EmulatorProcess]:
 def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """It may never come true: one checkpoint more is committed, there is no verdict, training goes on."""
+    """It is advisory: one further checkpoint is committed, there is no verdict, training continues."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -49,10 +49,10 @@ def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
 
 
 @pytest.mark.fault("N13")
-def test_hibernation_gives_no_time_and_is_tried_all_the_same(
+def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """It may begin at once: while the VM is alive a checkpoint is tried, with the assumed time."""
+    """Hibernation may begin immediately: the daemon attempts a checkpoint within the assumed time."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
@@ -63,14 +63,14 @@ def test_hibernation_gives_no_time_and_is_tried_all_the_same(
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "SAFE"
     assert [c["step"] for c in vm.commits() if c["kind"] == "emergency"] == [verdict["step"]]
-    trainer.lines.wait(step=verdict["step"] + 20)  # where the memory comes back, training goes on
+    trainer.lines.wait(step=verdict["step"] + 20)  # after the hibernation training continues
 
 
 @pytest.mark.fault("N10")
 def test_an_event_that_has_begun_is_tried_once(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """NotBefore has passed and the VM is alive: one checkpoint, SAFE, and nothing again at later polls."""
+    """NotBefore has passed and the VM is running: one checkpoint, SAFE, and no other at later polls."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=5)
@@ -85,7 +85,7 @@ def test_an_event_that_has_begun_is_tried_once(
 
 
 def aws_polls(aws: Aws) -> int:
-    """How often the scheduled events were asked for."""
+    """The number of requests for the scheduled events."""
     return asked(aws.url, f"GET {SCHEDULED_PATH}")
 
 
@@ -93,7 +93,7 @@ def aws_polls(aws: Aws) -> int:
 def test_maintenance_in_an_hour_is_not_maintenance_now(
     gcp: Gcp, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """An hour ahead a checkpoint is enough; the real thing comes when the hour is nearly over."""
+    """An hour ahead the daemon takes one checkpoint; an evacuation begins only near the deadline."""
     vm = new_vm("vm", bucket.store, metadata=gcp.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=5)
@@ -114,7 +114,7 @@ def test_maintenance_in_an_hour_is_not_maintenance_now(
 def test_scale_in_waits_until_the_run_is_safe(
     own_imds: EmulatorProcess, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The group's hook hears heartbeats while the evacuation goes on, and its completion after SAFE."""
+    """The lifecycle hook receives heartbeats during the evacuation, and its completion after SAFE."""
     document = control(own_imds.url, "requests")  # the emulator answers
     assert document is not None
     with EmulatorProcess(*SCALING, "--port", "0", "--instance", "i-0123456789abcdef0") as scaling:
@@ -142,7 +142,7 @@ def test_scale_in_waits_until_the_run_is_safe(
 def test_metadata_and_credentials_may_die_two_seconds_after_the_notice(
     own_imds: EmulatorProcess, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The VM's own credentials were fetched in time; the flush, seconds later, needs nobody but the store."""
+    """Credentials of the instance role were fetched before; the later flush needs only the store."""
     vm = new_vm("vm", bucket.store, metadata=("aws", own_imds.url))
     daemon = vm.start_daemon(
         AWS_ACCESS_KEY_ID="",
@@ -161,7 +161,7 @@ def test_metadata_and_credentials_may_die_two_seconds_after_the_notice(
     bucket.order("outage", seconds=4)
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "SAFE"
-    assert 40 - verdict["slack_s"] > 3, "the flush came after the death"
+    assert 40 - verdict["slack_s"] > 3, "the verdict came before the metadata service died"
     daemon.lines.wait(event="health", source="aws.spot", health="degraded")
 
 

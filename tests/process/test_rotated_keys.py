@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of the store is rotated while the daemon runs."""
+"""The access key of the store is rotated while the daemon runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.mark.fault("O05")
 def test_a_rotated_key_needs_no_restart(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
-    """The store refuses the old key before the file has the new one: the flush fails, and then succeeds."""
+    """The store refuses the old key before the file contains the new one: the flush fails, then succeeds."""
     shared = tmp_path / "credentials"
 
     def write(key: str) -> None:

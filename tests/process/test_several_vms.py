@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two daemons of one job with ranks that a test plays: what each VM reports of a checkpoint of both."""
+"""Two daemons of one job, with scripted ranks: the reports of each VM about a checkpoint of both."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SETTINGS = {"run": {"several_vms": True}, "flush": {"background_bytes_per_s": 10
 
 
 class Rank:
-    """The one rank of a VM, byte for byte."""
+    """The only rank of a VM, scripted message by message."""
 
     def __init__(self, vm: Vm, node: int, nodes: int = 2) -> None:
         self.vm, self.node, self.nodes = vm, node, nodes
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(30)
         self.socket.connect(str(vm.socket))
-        self.say(
+        self.send(
             type="hello",
             run="run",
             rank=node,
@@ -41,12 +41,12 @@ class Rank:
             nodes=nodes,
             step=1,
         )
-        self.hear("welcome")
+        self.receive("welcome")
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
 
-    def hear(self, kind: str) -> dict[str, Any]:
+    def receive(self, kind: str) -> dict[str, Any]:
         """The next message of this kind."""
         while True:
             message: dict[str, Any] = json.loads(self.socket.recv(65536))
@@ -54,7 +54,7 @@ class Rank:
                 return message
 
     def seal(self, step: int, request_id: str = "", *, size_bytes: int = 1000) -> None:
-        """Seal this VM's part of a checkpoint as the hooks do."""
+        """Seal this VM's part of a checkpoint, as the hooks do."""
         shard = f"rank-{self.node:05d}/model.bin"
         manifest = RankManifest(
             run="run",
@@ -73,7 +73,7 @@ class Rank:
             protocol.rank_manifest_name(self.node): manifest.encode(),
         }
         write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
-        self.say(
+        self.send(
             type="sealed",
             step=step,
             directory=sealed.name,
@@ -84,7 +84,7 @@ class Rank:
 
 
 class Pair:
-    """Two VMs that have begun one start of a job, with a whole checkpoint of step 5."""
+    """Two VMs in one job start, with a whole checkpoint of step 5."""
 
     def __init__(self, directory: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> None:
         store = {"url": f"file://{directory}/shelf"}
@@ -103,7 +103,7 @@ class Pair:
 
     def begin(self, job_start_id: str, generation: int) -> None:
         for rank in self.ranks:
-            rank.say(type="job_start", id=job_start_id)
+            rank.send(type="job_start", id=job_start_id)
         for vm in self.vms:
             until(lambda vm=vm: vm.status()["generation"] == generation, timeout_s=30)
 
@@ -114,8 +114,8 @@ class Pair:
              "notify", "--in", in_s, "--wait"],
             lines_on="stdout",
         )  # fmt: skip
-        request = self.ranks[0].hear("request")["id"]
-        self.ranks[0].say(type="agreed", request_id=request, step=9)
+        request = self.ranks[0].receive("request")["id"]
+        self.ranks[0].send(type="agreed", request_id=request, step=9)
         self.ranks[0].seal(9, request)
         return waiting
 
@@ -138,8 +138,8 @@ def pair(tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> Pair:
 
 
 @pytest.mark.fault("G17")
-def test_whoever_waits_for_the_verdict_waits_for_the_parts_of_all_vms(pair: Pair) -> None:
-    """No SAFE anywhere before the other VM has committed; then the exit code is 0."""
+def test_notify_wait_returns_after_the_parts_of_all_vms(pair: Pair) -> None:
+    """No VM reports SAFE before the other VM has committed; then the exit code is 0."""
     first, second = pair.vms
     waiting = pair.notify("60s")
     until(lambda: first.status()["state"] == "WAITING_FOR_PEERS", timeout_s=30)
@@ -163,7 +163,7 @@ def test_whoever_waits_for_the_verdict_waits_for_the_parts_of_all_vms(pair: Pair
 
 @pytest.mark.fault("G17", "H01")
 def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -> None:
-    """At the deadline the exit code is that of PARTIAL; command, log and farewell name both commits."""
+    """At the deadline the exit code is that of PARTIAL; command, log and farewell report both commits."""
     first, second = pair.vms
     assert first.daemon is not None
     assert second.daemon is not None
@@ -185,10 +185,10 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
 
 
 @pytest.mark.fault("N09", "G17")
-def test_a_restart_of_the_survivor_resumes_from_what_both_vms_had_sealed(
+def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
     pair: Pair, opened: ExitStack, tmp_path: Path
 ) -> None:
-    """One VM commits its part and is gone; the other is flushing its own when the job starts again."""
+    """One VM commits its part and is terminated; the other is flushing its part when the job restarts."""
     first, second = pair.vms
     assert second.daemon is not None
     pair.ranks[0].seal(9)
@@ -200,16 +200,16 @@ def test_a_restart_of_the_survivor_resumes_from_what_both_vms_had_sealed(
     pair.ranks[1].socket.close()
     alone = Rank(second, 0, nodes=1)
     opened.enter_context(alone.socket)
-    alone.say(type="restore_query", query_id="q")
-    restored = alone.hear("restored")
+    alone.send(type="restore_query", query_id="q")
+    restored = alone.receive("restored")
     assert (restored["step"], restored["error"]) == (9, "")
     assert second.status()["generation"] == 2
     assert committed(second) == 9
 
 
 @pytest.mark.fault("G04")
-def test_a_vm_that_the_job_has_left_behind_says_so(pair: Pair, opened: ExitStack) -> None:
-    """State, command and exit code name the generation of the VM that the run continues on, at once."""
+def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitStack) -> None:
+    """State, command and exit code report the generation of the VM that continues the run, immediately."""
     first, second = pair.vms
     pair.ranks[1].socket.close()
     alone = Rank(second, 0, nodes=1)

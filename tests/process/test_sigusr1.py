@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers without our hooks: SIGUSR1 to the process in the pid file, if it can bear it."""
+"""Trainers without our hooks: SIGUSR1 to the process in the pid file, if the process handles the signal."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def with_signal(vm_disk: Any) -> dict[str, dict[str, Any]]:
     return {"trainer": {"signal": "SIGUSR1", "pid_file": str(vm_disk / "trainer.pid")}}
 
 
-def test_a_signalled_trainer_saves_slowly_and_is_taken_whole(
+def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any, weights_after: Any
 ) -> None:
-    """Four files in 1.2 s, nothing that says when the last is complete: they are taken when they are."""
+    """Four files in 1.2 s without a mark of completeness: they are committed once all are complete."""
     settings = with_signal(tmp_path / "vm")
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
     daemon = vm.start_daemon()
@@ -49,7 +49,7 @@ def test_a_signalled_trainer_saves_slowly_and_is_taken_whole(
     assert len(manifest["shards"]) == 4
     trainer.lines.wait(step=manifest["step"] + 3)
 
-    # On a VM that has never seen it, the script's own --resume is all that it takes.
+    # On a new VM the script's own --resume is sufficient.
     elsewhere = new_vm("elsewhere", bucket.store)
     place = elsewhere.disk / "checkpoint"
     assert elsewhere.swansong("restore", "--to", str(place)).returncode == 0
@@ -62,7 +62,7 @@ def test_a_signalled_trainer_saves_slowly_and_is_taken_whole(
 def test_a_trainer_that_would_die_of_the_signal_does_not_get_it(
     aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any
 ) -> None:
-    """Without a handler SIGUSR1 kills: it is not sent, the verdict says so, and the process lives on."""
+    """Without a handler SIGUSR1 would kill the process: the verdict reports that it was not sent."""
     settings = with_signal(tmp_path / "vm")
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
     daemon = vm.start_daemon()
@@ -99,10 +99,10 @@ while True:
 @pytest.mark.skipif(os.geteuid() != 0, reason="has processes of two users: needs root")
 @pytest.mark.fault("S11")
 @pytest.mark.parametrize(("number", "target"), [("SIGUSR1", "root"), ("SIGTERM", "daemon")])
-def test_a_trainer_cannot_have_the_daemon_signal_what_is_not_its_own(
+def test_a_trainer_cannot_make_the_daemon_signal_foreign_processes(
     aws: Aws, bucket: Bucket, new_vm: Any, number: str, target: str
 ) -> None:
-    """Its pid file names a service of root with a handler, or the daemon itself: neither gets the signal."""
+    """The pid file names a service of root with a handler, or the daemon: neither receives the signal."""
     disk = {"signal": number, "users": [TRAINER_UID]}
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings={"trainer": disk})
     table = json.dumps(str(vm.pid_file))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that does not answer: frozen, or deep in a step that does not end."""
+"""A trainer that does not respond: stopped, or inside a step that does not end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_silent_trainer_costs_the_newest_steps_and_nothing_else(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """PARTIAL while there is still time, with the older commit standing; nobody kills the trainer."""
+    """PARTIAL before the deadline, and the older commit remains; the daemon does not kill the trainer."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
@@ -33,7 +33,7 @@ def test_a_silent_trainer_costs_the_newest_steps_and_nothing_else(
     assert before["kind"] == "periodic"
     assert trainer.popen.poll() is None
 
-    stood_at = vm.status()["trainers"][0]["step"]
+    stopped_at = vm.status()["trainers"][0]["step"]
     trainer.kill(signal.SIGCONT)
-    trainer.lines.wait(step=stood_at + 30)
+    trainer.lines.wait(step=stopped_at + 30)
     assert trainer.popen.poll() is None

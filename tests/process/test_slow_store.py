@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store is there, and too slow for what has to go there."""
+"""The store is reachable, but too slow for the data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LARGE = "20000000"
 
 
 @pytest.mark.fault("O02", "O03")
-def test_what_cannot_fit_ends_partial_with_the_older_commit_whole(
+def test_data_that_cannot_fit_ends_partial_and_the_older_commit_remains(
     aws: Aws, strict_bucket: Strict, new_vm: Any, witness: str, tmp_path: Any
 ) -> None:
-    """60 MB at 2 MB/s within 8 s: the data stops for the reserve, the verdict comes in time, the daemon
-    ends at once, and the commit before is what a fresh VM restores."""
+    """60 MB at 2 MB/s within 8 s: the data stops for the reserve, and the verdict is in time.  The daemon
+    exits immediately, and a new VM restores the commit before."""
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
     daemon = vm.start_daemon(**ACCOUNT)
     first = vm.start_trainer("--every-steps", "20", "--size-bytes", SMALL, script=witness)
@@ -37,7 +37,7 @@ def test_what_cannot_fit_ends_partial_with_the_older_commit_whole(
     assert verdict["slack_s"] > -1
     assert daemon.lines.all(phase="flush_stopped"), "the reserve was spent on data"
     daemon.kill(15)
-    assert daemon.wait(timeout_s=3) == 0, "it waited for a request that hangs"
+    assert daemon.wait(timeout_s=3) == 0, "the daemon waited for a request in flight"
     strict_bucket.order("clear")
     assert stands >= older
     assert max(manifest["step"] for manifest in strict_bucket.manifests()) == stands

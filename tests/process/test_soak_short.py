@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quarter of a minute of trouble at random for the whole daemon; ``SWANSONG_SEED`` repeats one."""
+"""A quarter of a minute of random faults for the whole daemon; ``SWANSONG_SEED`` repeats a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUSES = (401, 429, 500, 503)
 
 
 def trouble(aws: Aws, rng: random.Random) -> None:
-    """One fault for the next few requests; more than one may be waiting."""
+    """Add one fault for the next few requests; several may be queued."""
     kind = rng.choice(("delay", "reset", "status", "tokens"))
     if kind == "tokens":
         control(aws.url, "invalidate-tokens")
@@ -31,12 +31,12 @@ def trouble(aws: Aws, rng: random.Random) -> None:
 
 
 def counted(daemon: Process, count: int, **facts: str) -> None:
-    """Wait until so many lines say so."""
+    """Wait for this number of lines with these facts."""
     until(lambda: len(daemon.lines.all(**facts)) >= count, what=f"{count} times {facts}")
 
 
-def grown(daemon: Process) -> tuple[int, int]:
-    """Open files and threads of the daemon."""
+def open_files_and_threads(daemon: Process) -> tuple[int, int]:
+    """Number of open files and of threads of the daemon."""
     status = Path(f"/proc/{daemon.pid}/status").read_text().split()
     threads = int(status[status.index("Threads:") + 1])
     return len(os.listdir(f"/proc/{daemon.pid}/fd")), threads
@@ -44,10 +44,10 @@ def grown(daemon: Process) -> tuple[int, int]:
 
 @pytest.mark.fault("N02", "N03", "N06", "N09")
 @pytest.mark.timeout(110)
-def test_a_daemon_in_bad_weather_hears_each_notice_once(
+def test_under_random_faults_the_daemon_sees_each_notice_once(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """Three notices amid faults: each evacuated once and withdrawn, none invented, and nothing leaks."""
+    """Three notices during faults: each is evacuated once and withdrawn, no other appears, nothing leaks."""
     seed = int(os.environ.get("SWANSONG_SEED", random.randrange(10**6)))
     print(f"SWANSONG_SEED={seed}")
     rng = random.Random(seed)
@@ -56,7 +56,7 @@ def test_a_daemon_in_bad_weather_hears_each_notice_once(
     vm.start_trainer(script=witness).lines.wait(step=5)
     daemon.lines.wait(event="health", source="aws.spot", health="ok")
     daemon.lines.wait(event="health", source="store", health="ok")
-    before = grown(daemon)
+    before = open_files_and_threads(daemon)
 
     began = time.monotonic()
     due = sorted(rng.uniform(0.05, 0.7) * TROUBLE_S for _ in range(NOTICES))
@@ -70,7 +70,7 @@ def test_a_daemon_in_bad_weather_hears_each_notice_once(
             trouble(aws, rng)
             aws.withdraw()
             counted(daemon, given, event="notice_withdrawn", source="aws.spot")
-        daemon.lines._thread.join(rng.uniform(0.05, 0.4))  # until it dies, or for a moment
+        daemon.lines._thread.join(rng.uniform(0.05, 0.4))  # until the daemon ends, or a moment
         assert daemon.popen.poll() is None
     control(aws.url, "clear")
 
@@ -87,5 +87,5 @@ def test_a_daemon_in_bad_weather_hears_each_notice_once(
     assert (report["pid"], report["state"], report["notices"]) == (daemon.pid, "IDLE", [])
     assert not [line for line in daemon.lines.all() if str(line.get("event")).endswith("_fault")]
     fds, threads = before
-    until(lambda: grown(daemon)[0] <= fds + 8, what="no more open files than before")
-    until(lambda: grown(daemon)[1] <= threads + 8, what="no more threads than before")
+    until(lambda: open_files_and_threads(daemon)[0] <= fds + 8, what="no leaked files")
+    until(lambda: open_files_and_threads(daemon)[1] <= threads + 8, what="no leaked threads")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that dies half-way through a save."""
+"""A trainer that dies during a save."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.fault("T02", "T03")
-def test_half_a_checkpoint_is_none(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """It is asked to save, and is killed in the middle: the older commit stands, and is restored."""
+def test_a_half_written_checkpoint_is_not_restored(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The trainer is killed during the requested save: the older commit remains, and is restored."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer("--steps", "20", "--every-steps", "20", script=witness)
@@ -27,7 +29,7 @@ def test_half_a_checkpoint_is_none(aws: Aws, bucket: Bucket, new_vm: Any, witnes
     assert trainer.wait() == -9
     verdict = daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 20)
-    assert verdict["slack_s"] > 15  # its end was noticed, not waited out
+    assert verdict["slack_s"] > 15, "the daemon waited for a trainer that had ended"
 
     (torn,) = vm.run_directory.glob("*.partial")
     assert any(path.is_file() for path in torn.rglob("*"))
@@ -44,10 +46,10 @@ def test_half_a_checkpoint_is_none(aws: Aws, bucket: Bucket, new_vm: Any, witnes
 
 
 @pytest.mark.fault("T03")
-def test_a_trainer_that_comes_back_after_a_torn_save_goes_on(
+def test_a_trainer_restarted_after_a_torn_save_resumes_and_commits(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The VM lives, the process is started again: it resumes, and its next save is committed."""
+    """The VM continues and the process is restarted: it resumes, and its next save is committed."""
     vm = new_vm("vm", bucket.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", "--die-in-save", "40", script=witness)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two VMs with one run: the older is fenced, and neither damages what the other wrote."""
+"""Two VMs with one run: the older is fenced, and neither damages the objects of the other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FENCED = 14
 
 
 @pytest.mark.fault("G03")
-def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """A copy of the VM takes the run over: the first daemon leaves, its trainer is told and trains on."""
+def test_the_older_of_two_daemons_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """A second VM takes the run over: the first daemon exits, and its trainer is notified and continues."""
     older = new_vm("older", bucket.store)
     first = older.start_daemon()
     orphan = older.start_trainer("--every-steps", "20", script=witness)
@@ -29,7 +29,7 @@ def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -
     newer = new_vm("newer", bucket.store)
     second = newer.start_daemon()
     until(lambda: newer.status()["generation"] == 2, what="generation 2")
-    before = bucket.objects()  # all that the first had written when it was overtaken, or nearly
+    before = bucket.objects()  # nearly everything that the first daemon wrote before the take-over
 
     assert first.wait(timeout_s=20) == FENCED
     assert first.lines.all(event="fenced", generation=1, newer_generation=2)
@@ -47,10 +47,10 @@ def test_the_older_of_two_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -
 
 
 @pytest.mark.fault("G18")
-def test_two_vms_never_commit_under_one_number(bucket: Bucket, new_vm: Any) -> None:
-    """The prefix is emptied under a daemon: it claims its number again, and the next set is committed.
+def test_two_vms_never_commit_under_one_generation(bucket: Bucket, new_vm: Any) -> None:
+    """The prefix is emptied under a daemon: it claims its generation again, and the next set is committed.
 
-    Emptied once more, and another VM claims the number first: the daemon is fenced and writes nothing.
+    Emptied once more, another VM claims the generation first: the daemon is fenced and writes nothing.
     """
     older, newer = new_vm("older", bucket.store), new_vm("newer", bucket.store)
     first = older.start_daemon()
@@ -87,10 +87,10 @@ def wipe(bucket: Bucket) -> None:
 
 
 @pytest.mark.fault("G03")
-def test_a_zombie_that_wakes_in_mid_flush_commits_nothing(
+def test_a_daemon_thawed_during_a_flush_commits_nothing(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """Frozen while it uploads, overtaken, thawed: its shards are garbage of its own, no commit."""
+    """A daemon is stopped during its upload, overtaken, and resumed: its shards stay without a commit."""
     zombie = new_vm("zombie", bucket.store)
     frozen = zombie.start_daemon()
     trainer = zombie.start_trainer("--every-steps", "20", script=witness)

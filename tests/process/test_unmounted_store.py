@@ -26,7 +26,7 @@ STORE_FAILED = 16
 
 
 class Namespace:
-    """Mounts of its own: a file server, its mount point, and an ``/etc/fstab`` that names the latter."""
+    """A mount namespace with a file server, its mount point, and an ``/etc/fstab`` that lists the mount."""
 
     def __init__(self, place: Path) -> None:
         self.server, self.point = place / "server", place / "store"
@@ -43,7 +43,7 @@ class Namespace:
             is_there = stdout.readline()
         if not is_there or not self.run("mount", "-t", "tmpfs", "t", self.server):
             self.holder.kill()
-            pytest.skip("this machine allows no mounts")
+            pytest.skip("this machine permits no mounts")
         assert self.run("mount", "--bind", place / "fstab", "/etc/fstab")
         assert self.run("chmod", "0755", self.server)
 
@@ -58,7 +58,7 @@ class Namespace:
 
 
 class Inside(Vm):
-    """A VM whose processes see these mounts."""
+    """A VM whose processes run in this mount namespace."""
 
     def __init__(self, namespace: Namespace, disk: Path) -> None:
         disk.mkdir()
@@ -92,10 +92,10 @@ def namespace(tmp_path: Path) -> Iterator[Namespace]:
 def test_nothing_is_saved_to_or_read_from_a_bare_mount_point(
     namespace: Namespace, tmp_path: Path
 ) -> None:
-    """Unmounted under the daemon: no commit, an error in status.  Mounted again: the set is committed.
+    """Unmounted under the daemon: no commit, and an error in status.  Mounted again: the set is committed.
 
-    The next VM knows nothing of the store.  It claims nothing, and ``restore --fresh-ok`` fails.
-    A daemon that is restarted there goes by the id that it has recorded.
+    The next VM has no record of the store: its daemon claims nothing, and ``restore --fresh-ok`` fails.
+    A daemon that is restarted on the first VM compares the id that it has recorded.
     """
     with ExitStack() as vms:
         namespace.mount()

@@ -24,7 +24,7 @@ def seeds() -> list[int]:
 
 
 def live(seed: int) -> Fleet:
-    """Training, notices, losses and restarts for a quarter of an hour, and then good weather."""
+    """Training, notices, losses and restarts for a quarter of an hour, and then no more faults."""
     fleet = Fleet(seed)
     fleet.run(1010.0)
     fleet.trouble()
@@ -41,7 +41,7 @@ def live(seed: int) -> Fleet:
 
 @pytest.mark.fault("N09", "G04", "G17", "T12", "H01")
 def test_no_fault_breaks_an_invariant_of_several_vms() -> None:
-    """F1 to F5 after every event; in good weather the job trains on, and its checkpoints become whole."""
+    """F1 to F5 after every event; without faults the job trains, and its checkpoints become whole."""
     fired: set[str] = set()
     verdicts: set[Verdict] = set()
     for seed in seeds():
@@ -61,7 +61,7 @@ def test_no_fault_breaks_an_invariant_of_several_vms() -> None:
 
 
 def test_the_same_seed_is_the_same_run_of_several_vms() -> None:
-    """Otherwise a failing seed could not be looked into."""
+    """Otherwise a failing seed could not be reproduced."""
     first, second = live(5), live(5)
     assert first.bucket.objects == second.bucket.objects
     assert [vm.state for vm in first.vms] == [vm.state for vm in second.vms]

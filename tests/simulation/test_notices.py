@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources that contradict themselves: one notice flips, recedes or is named again at each poll, for minutes.
+"""Sources that contradict themselves: for minutes, each poll withdraws, delays or renames the notice.
 
 The world of :mod:`simulation.world` plays trainer, staging, flush and store, and checks its invariants after
 every event: a SAFE verdict names no state from before the request.
@@ -25,7 +25,7 @@ MINUTES = 3
 
 
 class Unsteady(World):
-    """The world with one source that changes its word at each poll, and a daemon that dies now and then."""
+    """The world with one source that changes its notice at each poll, and a daemon that dies at times."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -47,7 +47,7 @@ class Unsteady(World):
         super()._carry_out(action)
 
     def polls(self, says: Callable[[int], Notice | None], *, every_s: float = 1.0) -> None:
-        """The source says something once a second; the daemon is restarted four times on the way."""
+        """The source is polled once a second; the daemon is restarted four times meanwhile."""
         before: Notice | None = None
         restarts = {self.random.randrange(MINUTES * 60) for _ in range(4)}
         for poll in range(MINUTES * 60):
@@ -80,7 +80,7 @@ def recedes(world: Unsteady) -> Callable[[int], Notice | None]:
 
 
 def is_past(world: Unsteady) -> Callable[[int], Notice | None]:
-    """The stated time has always just passed."""
+    """The stated time is always just in the past."""
     return lambda poll: a_notice(
         "aws.scheduled", deadline_mono_s=world.now - 1, severity=Severity.SCHEDULED
     )
@@ -102,16 +102,16 @@ def alternates(world: Unsteady) -> Callable[[int], Notice | None]:
 def test_an_unsteady_source_costs_a_few_checkpoints_a_minute(
     seed: int, kind: Callable[[Unsteady], Callable[[int], Notice | None]]
 ) -> None:
-    """Evacuations are limited, their ids never come back, and in the end a real notice is evacuated."""
+    """Evacuations are limited, their ids never return, and in the end a real notice is evacuated."""
     world = Unsteady(seed)
     world.run(world.now + 20)
     world.polls(kind(world))
-    daemons = 5  # each counts anew
+    daemons = 5  # each counts again
     limit = daemons * notices.AT_ONCE + MINUTES * 60 / notices.EVERY_S
     assert world.opened, "no evacuation at all"
     assert len(world.opened) <= limit
     assert world.lines <= 3 * MINUTES * 60, "log lines besides those of the evacuations"
-    assert len(set(world.requests)) >= len(world.opened) - daemons, "ids that come back"
+    assert len(set(world.requests)) >= len(world.opened) - daemons, "ids that return"
     world.step(NoticeWithdrawn("gcp.preempted", "gone"))
     world.step(NoticeWithdrawn("aws.spot", "gone"))
     world.run(world.now + 60)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An hour of bad weather for the decision loop: every live notice is acted on once, and none is invented.
+"""An hour of contradicting sources: every urgent notice is evacuated once, and no evacuation is invented.
 
-The world of :mod:`simulation.world` plays trainer, staging, flush and store.  The weather here is that of
-the sources: their health flaps, notices come, are repeated, recede, come nearer, get worse and go away.
-``SWANSONG_SEED=17`` runs one seed.
+The world of :mod:`simulation.world` plays trainer, staging, flush and store.  The faults here are those of
+the sources: their health flaps, and notices appear, repeat, move later or earlier, become more severe and
+disappear.  ``SWANSONG_SEED=17`` runs one seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADVISORY = ("aws.rebalance", "gcp.upcoming")
 
 @dataclass
 class Told:
-    """One notice as the weather has it, and when the daemon could know what."""
+    """One notice of the simulation, and the time at which the daemon could know it."""
 
     notice: Notice
     said: Notice
@@ -51,7 +51,7 @@ class Told:
 
 
 class Weather(World):
-    """The world, with more sources and no other faults but trainers that come and go."""
+    """The world with more sources, and no other faults than trainers that connect and end."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -112,7 +112,7 @@ class Weather(World):
     def _urgent(self) -> None:
         source = self.random.choice(URGENT)
         if self.live:
-            return  # one at a time: then what each of them led to can be told
+            return  # one at a time, so that the effect of each is known
         begins_as = self.random.choice((Severity.ADVISORY, Severity.IMMINENT))
         told = self._new(source, 60 + self.delay_s(60), begins_as)
         self.live[source] = told
@@ -124,11 +124,11 @@ class Weather(World):
             self.at(self.delay_s(50), lambda: self._say_again(told))
         if self.random.random() < 0.5:
             self.at(20 + self.delay_s(30), lambda: self._gone(told))
-        else:  # it stands until well after the time that it named, and the VM lives
+        else:  # it stays until well after its time, and the VM runs
             self.at(125 + OUTLIVED_S, lambda: self._gone(told))
 
     def _say_again(self, told: Told) -> None:
-        """The same notice: as it was, or as if it had receded, or nearer."""
+        """The same notice: unchanged, later or earlier."""
         by_s = self.random.choice((0.0, 0.0, 500.0, -3.0))
         said = replace(told.said, deadline_mono_s=told.said.deadline_mono_s + by_s)
         self._say(told, said)
@@ -170,14 +170,14 @@ class Weather(World):
                 self.opened.append((self.now, source))
                 told = self.live.get(source)
                 assert told is not None, f"{source}: an evacuation for a notice that is not live"
-                assert told.urgent_s is not None, f"{source}: an evacuation for word of advice"
+                assert told.urgent_s is not None, f"{source}: an evacuation for an advisory notice"
             case Conclude():
                 self.concluded.append((self.now, action))
             case CheckFence():
                 self.looks += 1
 
     def judge(self) -> int:
-        """Every urgent notice led to one evacuation, and to a verdict if it stayed; returns how many."""
+        """Check that each urgent notice led to one evacuation; returns the number of urgent notices."""
         urgent = [told for told in self.told if told.urgent_s is not None]
         again = 0
         for told in urgent:
@@ -185,7 +185,7 @@ class Weather(World):
             end_s = told.gone_s or self.now
             of_it = [at for at, _ in self.opened if told.urgent_s <= at <= end_s]
             assert of_it[:1] == [told.urgent_s], f"{told}: evacuations at {of_it}"
-            # A later time that was named meanwhile counts once the VM has outlived the earlier one.
+            # A later time that the source named meanwhile counts once the VM has outlived the earlier one.
             assert len(of_it) <= 2, f"{told}: evacuations at {of_it}"
             assert all(at > told.nearest_s + OUTLIVED_S for at in of_it[1:])
             again += len(of_it) - 1
@@ -199,8 +199,8 @@ class Weather(World):
 
 @pytest.mark.fault("N02", "N06", "N09", "N14", "N17")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_hour_of_weather(seed: int) -> None:
-    """Each urgent notice is one evacuation with its verdict in time; nothing else is; then all is calm."""
+def test_an_hour_of_contradicting_sources(seed: int) -> None:
+    """Only urgent notices are evacuated, once each, with a verdict in time; then the state is IDLE."""
     world = Weather(seed)
     world.run(1000.0 + HOUR_S)
     world.run(world.now + 200)
@@ -211,7 +211,7 @@ def test_an_hour_of_weather(seed: int) -> None:
     world.run(world.now + 60)
     assert world.judge() >= 5
     assert any(done.verdict is Verdict.SAFE for _, done in world.concluded)
-    assert world.looks == world.naps, "each sleep makes it look for a newer generation, once"
+    assert world.looks == world.naps, "each suspension causes one check of the fence"
     assert world.exit is None
     assert world.state.phase is Phase.IDLE
     assert {status.health for status in world.state.sources.values()} == {Health.OK}
@@ -221,8 +221,8 @@ def test_an_hour_of_weather(seed: int) -> None:
     )
 
 
-def test_a_source_that_flaps_for_an_hour_is_no_notice() -> None:
-    """Unknown is neither an end nor a reason to stop: no evacuation, no verdict, and training goes on."""
+def test_a_source_that_flaps_for_an_hour_opens_no_evacuation() -> None:
+    """Unknown is not a notice: no evacuation, no verdict, and training continues."""
     world = Weather(0)
     world._heap.clear()
     world._start_daemon()

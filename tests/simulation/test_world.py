@@ -10,9 +10,20 @@ import os
 from dataclasses import replace
 
 import pytest
-from swansongd.core import notices
-from swansongd.core.events import NoticeRaised
+from swansongd.core import machine, notices
+from swansongd.core.events import (
+    Action,
+    CheckComplete,
+    ClaimGeneration,
+    CommitManifest,
+    Conclude,
+    JoinGeneration,
+    NoticeRaised,
+    SignalTrainer,
+    StartFlush,
+)
 from swansongd.core.state import Phase
+from swansongd.core.transition import Transition
 from swansongd.model import Severity, Verdict
 
 from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
@@ -66,15 +77,34 @@ def test_no_fault_breaks_an_invariant() -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    """Otherwise a failing seed could not be looked into."""
+    """Otherwise a failing seed could not be reproduced."""
     first, second = live(11), live(11)
     assert first.store.objects == second.store.objects
     assert first.state == second.state
 
 
+def test_only_reconcile_orders_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of a transition records facts and reacts to the event, as its docstring states."""
+    work = {
+        SignalTrainer, StartFlush, CommitManifest, CheckComplete, ClaimGeneration, JoinGeneration, Conclude,
+    }  # fmt: skip
+    reactions: set[type[Action]] = set()
+    reconcile = machine._reconcile
+
+    def watched(transition: Transition) -> None:
+        reactions.update(type(action) for action in transition.actions)
+        reconcile(transition)
+
+    monkeypatch.setattr(machine, "_reconcile", watched)
+    for seed in range(8):
+        live(seed)
+    assert reactions
+    assert not reactions & work
+
+
 @pytest.mark.fault("N17", "N12")
 def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
-    """V3 and V6: after the weather has cleared, the newest usable set becomes a commit, and V7: IDLE."""
+    """V3 and V6: after the last fault the newest usable set becomes a commit, and V7: IDLE."""
     for seed in seeds()[:40]:
         world = World(seed, is_calm_from_s=1060.0)
         world.faults -= {"never_answers"}
@@ -94,7 +124,7 @@ def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
 
 
 def test_what_fits_by_the_formula_ends_safe() -> None:
-    """V3: no faults, time enough: SAFE before the deadline, whatever the sizes and delays."""
+    """V3: without faults and with enough time: SAFE before the deadline, for all sizes and delays."""
     tried = 0
     for seed in seeds()[:40]:
         world = World(seed)
@@ -112,7 +142,7 @@ def test_what_fits_by_the_formula_ends_safe() -> None:
 
 
 def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -> World:
-    """No faults, chosen numbers, and nothing left to send: all that was sealed is committed."""
+    """No faults, chosen numbers, and nothing left to send: all sealed sets are committed."""
     world = World(seed)
     world.faults.clear()
     world._size_bytes, world._bandwidth = 1024 * MIB, round(1024 * MIB / flush_s)
@@ -128,7 +158,7 @@ def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -
     ("hides_growing", "verdict"), [(False, Verdict.SAFE), (True, Verdict.PARTIAL)]
 )
 def test_save_and_flush_overlap(hides_growing: bool, verdict: Verdict) -> None:
-    """With early shards a set is in time that would come too late if it were sent after its seal."""
+    """With early shards a set is in time that would be too late if it were sent after its seal."""
     world = calm(5, save_s=40.0, flush_s=36.0)
     world.hides_growing = hides_growing
     world.raise_notice(40 + 36 / 4 + 2 * 5 + RESERVE_S + 4)
@@ -140,7 +170,7 @@ def test_save_and_flush_overlap(hides_growing: bool, verdict: Verdict) -> None:
 
 @pytest.mark.fault("O02", "O03", "D10")
 def test_a_store_too_slow_for_the_set_ends_partial_with_the_older_commit_whole() -> None:
-    """V4, V5: whenever the wire collapses, the verdict comes in time, and the older commit stands."""
+    """V4, V5: whenever the bandwidth collapses, the verdict is in time, and the older commit stays whole."""
     verdicts = set()
     for seed in seeds()[:30]:
         world = calm(seed, save_s=2.0, flush_s=20.0, boundary_s=4.0)
@@ -163,7 +193,7 @@ def test_a_store_too_slow_for_the_set_ends_partial_with_the_older_commit_whole()
 
 @pytest.mark.fault("O03")
 def test_a_finished_older_commit_beats_a_half_sent_newer_one() -> None:
-    """A wire that falls to a tenth in mid-flush: what still fits is finished, not what is newest."""
+    """The bandwidth falls to a tenth during a flush: a set that still fits is finished, not the newest."""
     for seed in seeds()[:20]:
         world = calm(seed, save_s=1.0, flush_s=10.0, boundary_s=4.0)
         world.trainer, world.is_over = None, True
@@ -184,7 +214,7 @@ def test_a_finished_older_commit_beats_a_half_sent_newer_one() -> None:
 
 @pytest.mark.fault("N09", "T09")
 def test_a_restart_at_any_moment_changes_no_outcome() -> None:
-    """I13: the notice is seen again, the evacuation goes on, and it ends SAFE all the same."""
+    """I13: the notice is seen again, the evacuation continues, and it still ends SAFE."""
     for tenth in range(0, 400, 7):
         world = World(3)
         world.faults.clear()
@@ -224,7 +254,7 @@ def test_periodic_checkpoints_are_taken_and_committed() -> None:
 
 
 @pytest.mark.fault("G03", "T12", "T09")
-def test_a_trainer_that_starts_behind_takes_the_place_of_the_newest_commit() -> None:
+def test_a_trainer_that_starts_before_the_newest_commit_replaces_it() -> None:
     """Restarts at lower steps at any time, any number of lives, with restarts of the daemon in between.
 
     Soon after, the next VM would resume from a state of the last trainer, and a notice ends SAFE.

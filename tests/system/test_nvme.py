@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""systemd/nvme/swansong_nvme.py, with loop devices for disks and directories for /sys and /dev."""
+"""systemd/nvme/swansong_nvme.py, with loop devices as disks and directories as /sys and /dev."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EC2 = "Amazon EC2 NVMe Instance Storage"
 SERIAL = "AWS258BF695E953E5141"
 SIZE_BYTES = 64 << 20
 LARGE_BYTES = 16 << 30
-"""Too large to be read in whole; the file behind it is sparse."""
+"""Too large to be read completely; the file behind it is sparse."""
 TOOLS = ("losetup", "wipefs", "blkid", "mkfs.ext4")
 
 
@@ -59,11 +59,11 @@ class Machine:
         return image
 
     def link(self, name: str, by_id: str) -> None:
-        """As udev names the disk."""
+        """Make a link in /dev/disk/by-id, as udev does."""
         (self.root / "dev" / "disk" / "by-id" / by_id).symlink_to(self.device(name))
 
     def rename(self, name: str, to: str) -> None:
-        """The kernel found the disks in another order on this boot."""
+        """Rename a disk, as after a boot that found the disks in another order."""
         for directory in ("dev", "sys/block"):
             (self.root / directory / name).rename(self.root / directory / to)
 
@@ -87,7 +87,7 @@ class Machine:
         )
 
     def mounted(self) -> tuple[str, str] | None:
-        """Device and type of what is mounted."""
+        """Device and type of the mounted file system."""
         for line in Path("/proc/mounts").read_text().splitlines():
             device, where, kind, *_ = line.split()
             if where == str(self.mountpoint):
@@ -116,7 +116,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 @pytest.mark.parametrize("model", [EC2, "nvme_card", "nvme_card0", "nvme_card15"])
 def test_an_empty_disk_is_formatted_and_mounted(machine: Machine, model: str) -> None:
-    """Only the ephemeral one of several, of either cloud."""
+    """Of several disks only the ephemeral one, of either cloud."""
     machine.disk("nvme0n1", "Amazon Elastic Block Store", serial="vol01234567890abcdef")
     machine.disk("nvme1n1", "nvme_card-pd", serial="nvme_card-pd")
     machine.disk("nvme2n1", model)
@@ -126,18 +126,18 @@ def test_an_empty_disk_is_formatted_and_mounted(machine: Machine, model: str) ->
     assert machine.mounted() == (os.path.realpath(machine.device("nvme2n1")), "ext4")
     uuid = run("blkid", "--probe", "--output", "value", "-s", "UUID", machine.device("nvme2n1"))
     assert machine.record.read_text() == f"{uuid}\n"
-    assert machine.start().returncode == 0  # again: nothing more to do
+    assert machine.start().returncode == 0  # a second start changes nothing
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        "nvme_card1-pd", "nvme_card0 of a stranger", "nvme_cards", "nvme_card_pd", "NVMe_card",
+        "nvme_card1-pd", "nvme_card0 of another vendor", "nvme_cards", "nvme_card_pd", "NVMe_card",
         f"{EC2} 2", f"An {EC2}", "Amazon EC2 NVMe", "",
     ],
 )  # fmt: skip
-def test_a_model_that_only_looks_alike_is_no_ephemeral_disk(machine: Machine, model: str) -> None:
-    """The name must be the whole name: a disk of any other model is not even looked at."""
+def test_a_similar_model_name_is_not_an_ephemeral_disk(machine: Machine, model: str) -> None:
+    """Only the exact model name counts: a disk of any other model is not read."""
     image = machine.disk("nvme0n1", model)
     before = image.read_bytes()
     assert machine.start().returncode == 1
@@ -159,7 +159,7 @@ def test_a_model_that_only_looks_alike_is_no_ephemeral_disk(machine: Machine, mo
 def test_a_persistent_disk_is_refused_whatever_its_model(
     machine: Machine, serial: str, by_id: str
 ) -> None:
-    """Its serial number or one of its names in /dev/disk/by-id gives it away, and is in the reason."""
+    """Its serial number or a name in /dev/disk/by-id identifies it, and is part of the reason."""
     image = machine.disk("nvme0n1", serial=serial)
     if by_id:
         machine.link("nvme0n1", by_id)
@@ -172,8 +172,8 @@ def test_a_persistent_disk_is_refused_whatever_its_model(
 
 
 @pytest.mark.fault("D07")
-def test_what_it_formatted_itself_is_kept_over_a_reboot(machine: Machine) -> None:
-    """The bytes staged before a reboot are there after it."""
+def test_its_own_file_system_is_mounted_again_after_a_reboot(machine: Machine) -> None:
+    """The bytes staged before a reboot exist after it."""
     machine.disk("nvme0n1")
     assert machine.start().returncode == 0
     (machine.mountpoint / "shard").write_text("weights")
@@ -184,7 +184,7 @@ def test_what_it_formatted_itself_is_kept_over_a_reboot(machine: Machine) -> Non
 
 @pytest.mark.fault("D07")
 def test_its_disk_is_found_under_another_name(machine: Machine) -> None:
-    """A blank disk that comes first after a reboot does not take the place of the one with staged bytes."""
+    """After a reboot a blank disk that comes first does not replace the disk with staged bytes."""
     machine.disk("nvme1n1")
     assert machine.start().returncode == 0
     (machine.mountpoint / "shard").write_text("weights")
@@ -197,7 +197,7 @@ def test_its_disk_is_found_under_another_name(machine: Machine) -> None:
 
 @pytest.mark.fault("D07")
 def test_a_disk_that_was_erased_is_formatted_again(machine: Machine) -> None:
-    """After stop and start the VM has a blank disk, and the record of the one before is replaced."""
+    """After stop and start the VM has a blank disk, and the record of the previous disk is replaced."""
     image = machine.disk("nvme0n1")
     assert machine.start().returncode == 0
     before = machine.record.read_text()
@@ -212,8 +212,8 @@ def test_a_disk_that_was_erased_is_formatted_again(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("forged", [False, True])
-def test_a_file_system_that_only_bears_its_label_is_refused(machine: Machine, forged: bool) -> None:
-    """Another VM's disk with our label is not mounted without a record, nor by one that is not root's."""
+def test_a_file_system_that_only_has_its_label_is_refused(machine: Machine, forged: bool) -> None:
+    """Another VM's disk with our label is not mounted without a record that root has written."""
     image = machine.disk("nvme0n1")
     run("mkfs.ext4", "-q", "-L", "swansong", machine.device("nvme0n1"))
     if forged:
@@ -271,7 +271,7 @@ def a_holder(machine: Machine, image: Path) -> None:
 def test_a_disk_with_anything_on_it_is_refused(
     machine: Machine, put: Callable[[Machine, Path], None]
 ) -> None:
-    """Not a byte of it changes, and nothing is mounted."""
+    """No byte of the disk changes, and nothing is mounted."""
     image = machine.disk("nvme0n1")
     put(machine, image)
     os.sync()
@@ -284,8 +284,8 @@ def test_a_disk_with_anything_on_it_is_refused(
     assert image.read_bytes() == before
 
 
-def test_a_large_disk_is_sampled_all_over(machine: Machine) -> None:
-    """Data of two sections of 65,536 are found wherever they begin; nothing else of the disk is not zero."""
+def test_a_large_disk_is_sampled_everywhere(machine: Machine) -> None:
+    """Data of two of 65,536 sections is found wherever it begins; the rest of the disk is zero."""
     image = machine.disk("nvme0n1", size_bytes=LARGE_BYTES)
     data = random.randbytes(2 * LARGE_BYTES // 65_536)
     with image.open("r+b") as file:
@@ -299,7 +299,7 @@ def test_a_large_disk_is_sampled_all_over(machine: Machine) -> None:
 
 
 def test_a_disk_in_use_is_refused(machine: Machine) -> None:
-    """Another program holds the blank disk for itself."""
+    """Another program has opened the blank disk exclusively."""
     machine.disk("nvme0n1")
     fd = os.open(machine.device("nvme0n1"), os.O_RDONLY | os.O_EXCL)
     try:
@@ -310,8 +310,8 @@ def test_a_disk_in_use_is_refused(machine: Machine) -> None:
     assert "it cannot be read" in done.stderr
 
 
-def test_memory_in_place_of_a_disk_only_when_asked(machine: Machine) -> None:
-    """Without a disk it fails; with --tmpfs it goes on."""
+def test_memory_replaces_a_disk_only_on_request(machine: Machine) -> None:
+    """Without a disk the script fails; with --tmpfs it mounts a tmpfs."""
     assert machine.start().returncode == 1
     assert machine.mounted() is None
     assert machine.start("--tmpfs", "16m").returncode == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Packer templates: a real build of the AMI, as far as it goes without an account.
+"""The Packer templates: a real build of the AMI, as far as possible without an account.
 
-Packer 1.6 has its builders compiled in.  It talks to moto's EC2, whose VMs nobody can log in to: the
-provisioners are left out, and provision.sh has its own tests.
+Packer 1.6 has its builders compiled in.  It uses moto's EC2, whose VMs accept no logins: the provisioners are
+removed here, and provision.sh has its own tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOTO = """
 
 @pytest.fixture
 def ec2() -> Iterator[tuple[Any, str]]:
-    """A client of moto's EC2, and its address."""
+    """A client of moto's EC2, and its URL."""
     with EmulatorProcess("testkit.emulators.ec2_server") as server:
         client = boto3.client(
             "ec2",
@@ -50,7 +50,7 @@ def ec2() -> Iterator[tuple[Any, str]]:
 
 
 def templates(tmp_path: Path, url: str) -> Path:
-    """The templates as they are, but for the cloud's address and what would log in."""
+    """The templates with moto's URL, without what needs a login."""
     folder = tmp_path / "packer"
     shutil.copytree(PACKER, folder)
     (folder / "plugins.pkr.hcl").unlink()
@@ -86,7 +86,7 @@ def packer(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_ami_is_built_and_nothing_else_is_left(ec2: tuple[Any, str], tmp_path: Path) -> None:
-    """From the base image and in the subnet that was named; VM, key and security group are gone."""
+    """The build uses the named base image and subnet, and removes VM, key and security group."""
     client, url = ec2
     subnet = client.describe_subnets()["Subnets"][0]["SubnetId"]
     filters = {"root-device-type": "ebs", "virtualization-type": "hvm", "name": "ubuntu/*"}
@@ -115,8 +115,8 @@ def test_an_ami_is_built_and_nothing_else_is_left(ec2: tuple[Any, str], tmp_path
     assert {g["GroupId"] for g in client.describe_security_groups()["SecurityGroups"]} == groups
 
 
-def test_templates_for_current_packer_say_what_images_need() -> None:
-    """IMDSv2, encryption, disk sizes and IAP; and comments name folders that exist."""
+def test_templates_for_current_packer_set_what_images_need() -> None:
+    """IMDSv2, encryption, disk sizes and IAP; and folders that comments name exist."""
     texts = {path.name: path.read_text() for path in PACKER.glob("*.pkr.hcl")}
     aws = hcl2.loads(texts["aws.pkr.hcl"])["source"][0]['"amazon-ebs"']['"swansong"']
     assert aws["imds_support"] == '"v2.0"'
@@ -135,7 +135,7 @@ def test_templates_for_current_packer_say_what_images_need() -> None:
 
 
 def test_a_misspelt_argument_is_found(tmp_path: Path) -> None:
-    """Packer 1.6 knows every argument of both builders, so that `make check` finds what is wrong."""
+    """Packer 1.6 knows every argument of both builders, so `make check` finds wrong ones."""
     folder = templates(tmp_path, "http://127.0.0.1:1")
     gcp = folder / "gcp.pkr.hcl"
     gcp.write_text(gcp.read_text().replace("subnetwork ", "subnetwrk "))
@@ -145,7 +145,7 @@ def test_a_misspelt_argument_is_found(tmp_path: Path) -> None:
 
 
 def test_the_plugins_are_named_for_current_packer() -> None:
-    """The one file that Packer 1.6 cannot read: both plugins, each with its source and a version."""
+    """In the only file that Packer 1.6 cannot read: both plugins, each with its source and a version."""
     plugins = hcl2.loads((PACKER / "plugins.pkr.hcl").read_text())
     required = plugins["packer"][0]["required_plugins"][0]
     named = {name: fact for name, fact in required.items() if not name.startswith("__")}
@@ -156,7 +156,7 @@ def test_the_plugins_are_named_for_current_packer() -> None:
 
 
 def test_every_variable_is_used_and_explained() -> None:
-    """Each variable of the templates is used in one, and named in the README."""
+    """Each variable of the templates is used in one of them and named in the README."""
     texts = {path.name: path.read_text() for path in PACKER.glob("*.pkr.hcl")}
     declared = set(re.findall(r'^variable "(\w+)"', texts.pop("variables.pkr.hcl"), re.MULTILINE))
     used = set(re.findall(r"var\.(\w+)", "".join(texts.values())))

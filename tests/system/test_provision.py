@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""packer/provision.sh, run for real on a throwaway copy of this machine's root."""
+"""packer/provision.sh, run on a throwaway overlay of this machine's root."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNITS = {path.name for path in (REPOSITORY / "systemd").iterdir() if path.is_fil
 
 @dataclass(frozen=True)
 class Provisioned:
-    """What throwaway_root.sh left to look at."""
+    """The output of throwaway_root.sh."""
 
     output: Path
     stdout: str
@@ -41,7 +41,7 @@ class Provisioned:
         return (self.output / name).read_text()
 
     def changes(self) -> dict[str, list[str]]:
-        """path -> [kind, mode, uid, gid, link target] of everything that was written."""
+        """path -> [kind, mode, uid, gid, link target] of every written file."""
         lines = self.text("changes").splitlines()
         return {path: facts for path, *facts in (line.split("\t") for line in lines)}
 
@@ -53,7 +53,7 @@ def may_mount() -> bool:
 
 
 def uninstall_commands() -> str:
-    """As docs/operations/install.md has them, for root, and where no systemd runs."""
+    """The commands of docs/operations/install.md, for root, without a running systemd."""
     page = (REPOSITORY / "docs" / "operations" / "install.md").read_text()
     commands = page.partition("## Uninstall\n")[2].split("```")[1]
     without_systemd = ("systemctl daemon-reload", "systemctl try-restart systemd-logind")
@@ -84,10 +84,10 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
     output.mkdir()
     write_wheelhouse(scratch / "wheels", scratch / "constraints.txt")
     (scratch / "first.toml").write_text(FIRST)
-    (scratch / "second.toml").write_text("# must not be taken\n")
+    (scratch / "second.toml").write_text("# must not be installed\n")
     (scratch / "uninstall.sh").write_text(uninstall_commands())
     python = Path(sys.base_prefix) / "bin" / "python3"
-    script = REPOSITORY / "tests" / "system" / "throwaway_root.sh"
+    script = REPOSITORY / "testkit" / "throwaway_root.sh"
     done = subprocess.run(
         ["unshare", "--mount", script, REPOSITORY, scratch, output, python],
         check=False,
@@ -101,20 +101,20 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
 
 
 def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
-    """Run again, the script changes no path, mode, owner or byte."""
+    """A second run changes no path, mode, owner or byte."""
     assert provisioned.text("changes.again") == provisioned.text("changes")
     assert provisioned.text("contents.again") == provisioned.text("contents")
 
 
 def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
-    """The given configuration is installed once, with run and store as named; later runs keep it."""
+    """The given configuration is installed once, with the given run and store; later runs keep it."""
     named = FIRST.replace('"to-be-named"', '"first-run"')
     named = named.replace('"file:///to/be/named"', '"s3://bucket/prefix"')
     assert provisioned.text("swansong.toml") == named + "# edited by the operator\n"
 
 
 def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
-    """Program, units, users and directories are there, and the service is enabled."""
+    """Program, units, users and directories exist, and the service is enabled."""
     changes = provisioned.changes()
     assert {f"etc/systemd/system/{unit}" for unit in UNITS} <= changes.keys()
     enabled = changes["etc/systemd/system/multi-user.target.wants/swansongd.service"]
@@ -135,7 +135,7 @@ def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
 
 @pytest.mark.fault("S22")
 def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
-    """No cache, key, history or scratch file is left anywhere on the machine."""
+    """No cache, key, history or scratch file remains anywhere on the machine."""
     ours = re.compile(
         r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"
         r"|etc/systemd/system/swansong[a-z@-]*\.(service|socket)"
@@ -154,18 +154,18 @@ def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
 
 
 def test_wheel_with_altered_bytes_is_refused(provisioned: Provisioned) -> None:
-    """One wheel of the wheelhouse has one byte too many: nothing is installed, and pip names the wheel."""
-    said = provisioned.text("altered")
-    assert "exit code 1\n" in said
-    assert "DO NOT MATCH THE HASHES" in said
-    assert "jeepney" in said
-    installed = said.partition("exit code 1\n")[2].split()
+    """One wheel of the wheelhouse has an additional byte: nothing is installed, and pip names the wheel."""
+    output = provisioned.text("altered")
+    assert "exit code 1\n" in output
+    assert "DO NOT MATCH THE HASHES" in output
+    assert "jeepney" in output
+    installed = output.partition("exit code 1\n")[2].split()
     assert not [name for name in installed if "jeepney" in name or "swansong" in name]
 
 
 @pytest.mark.fault("S8")
 def test_only_the_directory_of_a_run_is_shared(provisioned: Provisioned) -> None:
-    """A trainer can put nothing beside the directory of a run; the daemon can write to no parent of it."""
+    """A trainer can create nothing beside the directory of a run; the daemon can write to no parent of it."""
     assert "a trainer can write to" not in provisioned.stdout
     assert "the daemon can write to" not in provisioned.stdout
     assert provisioned.stdout.count("of-a-trainer") == 4
@@ -173,10 +173,10 @@ def test_only_the_directory_of_a_run_is_shared(provisioned: Provisioned) -> None
 
 
 @pytest.mark.fault("S8")
-def test_trainers_of_other_users_share_staging_and_strangers_do_not(
+def test_trainers_of_other_users_share_staging_and_other_users_do_not(
     provisioned: Provisioned,
 ) -> None:
-    """The daemon can read and prune what a trainer wrote under umask 077; strangers cannot look in."""
+    """The daemon can read and prune what a trainer wrote under umask 077; other users cannot list it."""
     assert "written\nweights\npruned\n" in provisioned.stdout
     assert "Permission denied" in provisioned.stdout
     assert "a stranger can look" not in provisioned.stdout
@@ -184,12 +184,12 @@ def test_trainers_of_other_users_share_staging_and_strangers_do_not(
 
 @pytest.mark.fault("G06")
 def test_image_has_no_machine_id(provisioned: Provisioned) -> None:
-    """Every VM that boots from the image makes an identity of its own."""
+    """Every VM that boots from the image generates its own identity."""
     assert "machine-id has 0 bytes" in provisioned.stdout
 
 
 def findings(shown: str) -> dict[str, str]:
-    """name -> level, of what ``swansong doctor`` shows."""
+    """name -> level of each finding that ``swansong doctor`` prints."""
     return {
         name: level
         for level, name in re.findall(
@@ -199,7 +199,7 @@ def findings(shown: str) -> dict[str, str]:
 
 
 def test_doctor_passes_the_image(provisioned: Provisioned) -> None:
-    """The script ends with ``swansong doctor --image``, for which all is well but what the host lacks."""
+    """The script ends with ``swansong doctor --image``, which finds no fault except those of the host."""
     found = findings(provisioned.stdout)
     assert found.pop("polkit") in ("ok", "warning")
     assert set(found) == {
@@ -211,7 +211,7 @@ def test_doctor_passes_the_image(provisioned: Provisioned) -> None:
 
 @pytest.mark.fault("S22", "G06")
 def test_image_with_a_secret_is_refused(provisioned: Provisioned) -> None:
-    """A credential, an identity, a later drop-in, a unit nobody understands: each one is named."""
+    """A credential, an identity, a later drop-in and an invalid unit are each reported."""
     shown = provisioned.text("doctor.again")
     assert provisioned.text("doctor.code") == "12\n"
     found = {
@@ -226,12 +226,12 @@ def test_image_with_a_secret_is_refused(provisioned: Provisioned) -> None:
 
 
 def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
-    """The commands of docs/operations/install.md all work, and no file, user or group of ours is left."""
+    """All commands of docs/operations/install.md work, and no file, user or group of ours remains."""
     assert provisioned.text("left") == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "says"),
+    ("arguments", "exit_code", "message"),
     [
         (["--wheelhouse", "/nowhere"], 1, "--wheelhouse needs something that exists"),
         (["--config"], 1, "--config needs something that exists"),
@@ -241,14 +241,14 @@ def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
     ],
 )
 def test_mistaken_command_line_changes_nothing(
-    arguments: list[str], exit_code: int, says: str
+    arguments: list[str], exit_code: int, message: str
 ) -> None:
-    """A mistake in the command line is named before anything is done."""
+    """A mistake in the command line is reported before any change."""
     done = subprocess.run(
         [PROVISION, *arguments], check=False, capture_output=True, text=True, timeout=20
     )
     assert done.returncode == exit_code
-    assert says in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 
@@ -263,7 +263,7 @@ exit {code}
 @pytest.mark.parametrize("code", [0, 100])
 @pytest.mark.parametrize("missing", ["Python", "polkit"])
 def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, missing: str) -> None:
-    """It fails the script before anything is changed, and its own words are shown then and only then."""
+    """The script fails before any change, and shows the package manager's output only on failure."""
     if not may_mount():
         pytest.skip("needs mount namespaces")
     tools = tmp_path / "bin"
@@ -272,11 +272,11 @@ def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, mi
         (tools / tool).symlink_to(shutil.which(tool) or "")
     (tools / "apt-get").write_text(APT_GET.format(code=code))
     python = tools / "python3"
-    # With polkit in question, one that is new enough, and cannot be started a second time.
+    # If polkit is the missing package: a Python that is new enough, and fails at its second start.
     python.write_text("#!/bin/sh\n" + ("exit 1\n" if missing == "Python" else "[ $# = 3 ]\n"))
     for made in (tools / "apt-get", python):
         made.chmod(0o755)
-    # No program of an earlier installation is in reach.
+    # Hide all programs of an earlier installation.
     run = 'mount -t tmpfs tmpfs /opt && exec env -i PATH="$1" "$1/bash" "$2"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", run, "sh", tools, PROVISION],
@@ -294,10 +294,10 @@ def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, mi
         assert re.match(rf"provision: {missing}.* cannot be installed", done.stderr)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+@pytest.mark.skipif(os.geteuid() != 0, reason="switches to another user: needs root")
 def test_only_root_may_provision() -> None:
-    """Without the rights it stops at once and says so."""
-    script = PROVISION.read_text()  # nobody may not be able to read the clone
+    """Without root the script stops immediately with an error."""
+    script = PROVISION.read_text()  # user 65534 may not be able to read the clone
     done = subprocess.run(
         ["bash", "-c", script],
         check=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""packer/sources.sh: the sources that wheels are made of, with the version of the commit."""
+"""packer/sources.sh: the sources of the wheels, with the version of the commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE_DATE_EPOCH = "315532800"  # as in the Makefile
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What sources.sh copies, and no git repository yet."""
+    """The folders that sources.sh copies, without a git repository."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     made = tmp_path / "clone"
@@ -55,7 +55,7 @@ def copied(clone: Path, target: Path, umask: int = 0o022, path: str | None = Non
 
 
 def version(sources: Path) -> str:
-    """The one version of both distributions."""
+    """The common version of both distributions."""
     texts = [
         (sources / init).read_text()
         for init in ("daemon/swansongd/__init__.py", "training_hooks/swansong/__init__.py")
@@ -76,7 +76,7 @@ def wheels(sources: Path, target: Path) -> dict[str, bytes]:
 
 
 def test_each_commit_has_a_higher_version(clone: Path, tmp_path: Path) -> None:
-    """The version ends with time and hash of the commit; changed files are told apart."""
+    """The version ends with time and hash of the commit; uncommitted changes are marked."""
     git(clone, "init", "--quiet")
     seen = [version(copied(clone, tmp_path / "before"))]
     for number, date in enumerate(("2026-01-31T23:59:59Z", "2026-02-01T00:00:00+00:00")):
@@ -109,7 +109,7 @@ def test_without_a_clone_or_git_the_version_is_plain(clone: Path, tmp_path: Path
 
 
 def test_two_builds_of_a_commit_are_equal(clone: Path, tmp_path: Path) -> None:
-    """Whatever the umask and the times of the files, the wheels have the same bytes."""
+    """With any umask and file times, the wheels have the same bytes."""
     git(clone, "init", "--quiet")
     commit(clone, "2026-01-31T23:59:59Z")
     first = wheels(copied(clone, tmp_path / "1"), tmp_path / "wheels-1")

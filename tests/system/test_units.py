@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the units promise, and that tests/check_system_files.sh notices when one does not keep it."""
+"""The promises of the units, and tests/check_system_files.sh, which fails for a unit that breaks one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swansongd.errors import ConfigError, FencedError
 from testkit import REPOSITORY
 
 UNITS = REPOSITORY / "systemd"
-TALKS_TO_THE_STORE = ["swansongd.service", "swansong-restore@.service"]
+STORE_CLIENTS = ["swansongd.service", "swansong-restore@.service"]
 CHECKED = ("systemd", "packer", "constraints.txt", "tests/check_system_files.sh", ".ci/run")
 
 
@@ -40,37 +40,37 @@ def span_s(value: str) -> int:
 
 
 @pytest.mark.fault("S15")
-@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+@pytest.mark.parametrize("unit", STORE_CLIENTS)
 def test_no_proxy_reaches_the_metadata_client(unit: str) -> None:
-    """Every variable by which requests or botocore would find a proxy is taken away."""
+    """Every variable from which requests or botocore would read a proxy is unset."""
     proxies = {
         f"{scheme}_proxy" for scheme in ("http", "https", "all", "no")
-    }  # what urllib.request.getproxies_environment reads, in either case
+    }  # urllib.request.getproxies_environment reads them in either case
     unset = set(settings(UNITS / unit)["UnsetEnvironment"])
     assert proxies | {name.upper() for name in proxies} <= unset
 
 
 @pytest.mark.fault("S16")
-@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+@pytest.mark.parametrize("unit", STORE_CLIENTS)
 def test_no_variable_redirects_metadata(unit: str) -> None:
-    """Every variable by which the installed SDKs move the metadata service elsewhere is taken away."""
-    google_knows = {
+    """Every variable with which the installed SDKs move the metadata service is unset."""
+    of_google = {
         value
         for name, value in vars(google.auth.environment_vars).items()
         if name.startswith("GCE_METADATA") and name.endswith(("HOST", "ROOT", "IP"))
     }
-    botocore_knows = {
+    of_botocore = {
         variable
         for _, variable, *_ in BOTOCORE_DEFAUT_SESSION_VARIABLES.values()
         if isinstance(variable, str) and "METADATA_SERVICE_ENDPOINT" in variable
     }
-    assert google_knows
-    assert botocore_knows
+    assert of_google
+    assert of_botocore
     unset = set(settings(UNITS / unit)["UnsetEnvironment"])
-    assert google_knows | botocore_knows <= unset
+    assert of_google | of_botocore <= unset
 
 
-# What each SDK finds where the daemon's user has a home full of files that a trainer planted.
+# Prints what each SDK finds if the daemon's user has a home full of files that a trainer planted.
 LOOK = """
 import json, os, sys
 import boto3, google.auth, requests
@@ -93,7 +93,7 @@ print(json.dumps(found))
 
 
 def plant(home: Path, marker: Path) -> None:
-    """Every file that an SDK reads from a home and takes credentials, addresses or code from."""
+    """Write every file in a home from which an SDK reads credentials, addresses or code."""
     key = "aws_access_key_id = AKIAAAAAAAAAAAAAAAAA\naws_secret_access_key = planted\n"
     token = (
         '{"type": "authorized_user", "client_id": "x", "client_secret": "x", "refresh_token": "x"}'
@@ -113,14 +113,14 @@ def plant(home: Path, marker: Path) -> None:
 
 
 @pytest.mark.fault("S16", "S27")
-@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+@pytest.mark.parametrize("unit", STORE_CLIENTS)
 def test_no_sdk_reads_from_a_home(unit: str, tmp_path: Path) -> None:
-    """Credentials, models, a netrc and a command to run are planted in the home: no SDK finds one."""
+    """Credentials, models, a netrc and a command are planted in the home: no SDK finds one."""
     marker = tmp_path / "commanded"
     plant(tmp_path / "home", marker)
     given = settings(UNITS / unit)
     environment = {
-        # As systemd takes it from the user database; a line of the unit replaces it.
+        # As systemd sets it from the user database; a line of the unit overrides it.
         "HOME": str(tmp_path / "home"),
         **dict(assignment.split("=", 1) for assignment in given["Environment"]),
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -139,9 +139,9 @@ def test_no_sdk_reads_from_a_home(unit: str, tmp_path: Path) -> None:
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("unit", TALKS_TO_THE_STORE)
+@pytest.mark.parametrize("unit", STORE_CLIENTS)
 def test_credential_files_are_where_only_root_writes(unit: str) -> None:
-    """Profiles are read from /etc/swansong, and a drop-in may name another place."""
+    """Profiles are read from /etc/swansong, and a drop-in may set another path."""
     given = dict(assignment.split("=", 1) for assignment in settings(UNITS / unit)["Environment"])
     names = {"AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "CLOUDSDK_CONFIG"}
     assert all(given[name].startswith("/etc/swansong/") for name in names)
@@ -149,20 +149,20 @@ def test_credential_files_are_where_only_root_writes(unit: str) -> None:
 
 
 @pytest.mark.fault("S8", "S27")
-def test_nobody_else_writes_what_the_daemon_wrote() -> None:
-    """The daemon's files are its own; restored files are the group's to read, and not to write."""
+def test_only_the_daemon_writes_its_files() -> None:
+    """Only the daemon can access its files; the group may read restored files, but not write them."""
     assert settings(UNITS / "swansongd.service")["UMask"] == ["0077"]
     assert settings(UNITS / "swansong-restore@.service")["UMask"] == ["0027"]
 
 
 @pytest.mark.fault("D06")
-def test_the_restore_unit_considers_what_survived_in_staging() -> None:
-    """By the rule of the daemon, which is not up yet when the unit runs."""
+def test_the_restore_unit_considers_sets_that_survived_in_staging() -> None:
+    """The unit applies the daemon's rule, because it runs before the daemon."""
     assert "--local" in settings(UNITS / "swansong-restore@.service")["ExecStart"]
 
 
 def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
-    """Of the codes that systemd has names for we use those of success, failure and wrong arguments alone."""
+    """Only success, failure and wrong arguments use an exit code for which systemd has a name."""
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("needs systemd-analyze")
@@ -174,7 +174,7 @@ def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
 
 
 def test_no_restart_where_it_would_change_nothing() -> None:
-    """A wrong configuration and a newer generation end the daemon for good, and nothing else does."""
+    """Only a wrong configuration and a newer generation stop the daemon permanently."""
     unit = settings(UNITS / "swansongd.service")
     final = {str(error.exit_code) for error in (ConfigError, FencedError)}
     assert set(unit["RestartPreventExitStatus"]) == final
@@ -182,21 +182,21 @@ def test_no_restart_where_it_would_change_nothing() -> None:
     assert unit["StartLimitIntervalSec"] == ["0"]
 
 
-def test_systemd_keeps_what_outlives_a_restart() -> None:
-    """There is room for the listening socket, the delay lock (old and new) and the live notices."""
+def test_systemd_stores_the_descriptors_that_outlive_a_restart() -> None:
+    """The store has room for the listening socket, the delay lock (old and new) and the live notices."""
     assert int(settings(UNITS / "swansongd.service")["FileDescriptorStoreMax"][0]) >= 4
 
 
 @pytest.mark.fault("H03")
 def test_shutdown_leaves_time_for_the_flush() -> None:
-    """The stop outlasts the longest grace period (120 s); the delay lock leaves GCP's 30 s a rest."""
+    """The stop timeout exceeds the longest grace period (120 s); the delay lock stays below GCP's 30 s."""
     assert span_s(settings(UNITS / "swansongd.service")["TimeoutStopSec"][0]) > 120
     delay = settings(UNITS / "logind.conf.d" / "zz-swansong.conf")["InhibitDelayMaxSec"][0]
     assert 5 < span_s(delay) < 30
 
 
-def test_daemon_stops_before_what_the_flush_needs() -> None:
-    """On the way down the network, names, mounts, containers and the trainer outlive the daemon."""
+def test_daemon_stops_before_the_services_that_the_flush_needs() -> None:
+    """During a shutdown network, names, mounts, containers and the trainer stop after the daemon."""
     after = set(settings(UNITS / "swansongd.service")["After"])
     assert {"network-online.target", "nss-lookup.target", "remote-fs.target"} <= after
     assert {"docker.service", "containerd.service", "dbus.service"} <= after
@@ -207,7 +207,7 @@ def test_daemon_stops_before_what_the_flush_needs() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A copy of all that the checks read, to be broken."""
+    """A copy of all files that the checks read, for a test to break."""
     for name in CHECKED:
         source, target = REPOSITORY / name, tmp_path / name
         target.parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run_checks(clone: Path, *, tools: list[str], ci: bool) -> subprocess.CompletedProcess[str]:
-    """The checks, with nothing but ``tools`` (and coreutils) to be found."""
+    """Run the checks with only ``tools`` (and coreutils) in the PATH."""
     found = clone / "found"
     found.mkdir()
     basics = ["bash", "cp", "dirname", "env", "find", "grep", "install", "ln", "mkdir", "mktemp"]
@@ -245,26 +245,26 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
 
 @pytest.mark.fault("S27")
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("WatchdogSec=", "WatchdogSecs=", "Unknown key"),
-        ("ProtectSystem=strict", "ProtectSystem=stritc", "swansongd.service is understood"),
-        ("/bin/swansongd ", "/bin/swansongdd ", "swansongd.service is understood"),
+        ("ProtectSystem=strict", "ProtectSystem=stritc", "syntax of swansongd.service"),
+        ("/bin/swansongd ", "/bin/swansongdd ", "syntax of swansongd.service"),
         ("CapabilityBoundingSet=CAP_KILL\n", "", "exposure of swansongd.service"),
         ("SystemCallFilter=", "# SystemCallFilter=", "exposure of swansongd.service"),
         ("PrivateMounts=yes\n", "", "exposure of swansongd.service"),
     ],
 )
-def test_broken_unit_is_found(clone: Path, old: str, new: str, says: str) -> None:
+def test_broken_unit_is_found(clone: Path, old: str, new: str, message: str) -> None:
     """A misspelt key, a bad value, a missing program and a weaker sandbox each fail the checks."""
     edit(clone / "systemd" / "swansongd.service", lambda text: text.replace(old, new))
     done = run_checks(clone, tools=["systemd-analyze"], ci=False)
     assert done.returncode == 1, done.stdout
-    assert says in done.stdout
+    assert message in done.stdout
 
 
 def test_missing_tool_fails_in_ci_and_is_named_elsewhere(clone: Path) -> None:
-    """Nothing is passed over in silence."""
+    """No check is skipped silently."""
     local = run_checks(clone, tools=[], ci=False)
     assert local.returncode == 0, local.stdout + local.stderr
     shutil.rmtree(clone / "found")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VMs that boot the image, and the cloud around them, in a network of the test's own."""
+"""VMs that boot the image, and the cloud around them, in a network namespace of the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _rows = pytest.StashKey[list[tuple[str, ...]]]()
 
 @pytest.fixture(scope="session")
 def image() -> Image:
-    """Debian as provision.sh left it, with a kernel of its own."""
+    """Debian after provision.sh, with a kernel."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     if lacking := missing(images.TOOLS):
@@ -38,7 +38,7 @@ def image() -> Image:
 
 @pytest.fixture
 def network() -> Iterator[None]:
-    """A network of its own for the thread, and for every process that it starts: only loopback is there."""
+    """A network namespace for the thread and for every process that it starts, with loopback only."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         assert _libc.unshare(CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
@@ -53,14 +53,14 @@ def network() -> Iterator[None]:
 
 @pytest.fixture
 def clouds(network: None) -> Iterator[Callable[[str], Cloud]]:
-    """Makes a cloud, ``aws`` or ``gcp``."""
+    """Make a cloud, ``aws`` or ``gcp``."""
     with ExitStack() as started:
         yield lambda kind: Cloud(started, kind)
 
 
 @pytest.fixture
 def new_vm(image: Image, network: None, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
-    """Makes a VM of a cloud, configured and switched off."""
+    """Make a VM of a cloud, configured and switched off."""
     with ExitStack() as started:
 
         def make(
@@ -92,8 +92,8 @@ def new_vm(image: Image, network: None, tmp_path: Path) -> Iterator[Callable[...
 
 
 @pytest.fixture
-def tell(request: pytest.FixtureRequest) -> Callable[[str, Story, Story, float], None]:
-    """Adds a line to the table that ends the session's report."""
+def add_row(request: pytest.FixtureRequest) -> Callable[[str, Story, Story, float], None]:
+    """Add a row to the table at the end of pytest's report."""
     rows = request.config.stash.setdefault(_rows, [])
 
     def add(scenario: str, before: Story, after: Story, off_s: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator allows the daemon's unit is kept by a real kernel, and the daemon gets by with it."""
+"""A real kernel enforces the limits that an operator sets on the daemon's unit, and the daemon obeys them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.vm.test_power import Clouds, NewVm, push_button_and_stop_hard, train
 
-# The address is the VM's own, the first that its network gives out.
+# The VM's own address, the first that its network assigns.
 KNOCK = "import socket; socket.create_connection(('169.254.10.15', 8099), 3); print('it answers')"
 LISTENER = f"""[Service]
 ExecStart=/usr/bin/python3 -m http.server 8099
@@ -31,8 +31,8 @@ ExecStartPre=-/usr/bin/python3 -c "{KNOCK}"
 @pytest.mark.timeout(600, func_only=True)
 @pytest.mark.fault("H06")
 def test_limits_of_the_unit_are_enforced(clouds: Clouds, new_vm: NewVm) -> None:
-    """Within the unit, memory above the limit ends a process and a connection to another address comes
-    to nothing, while outside of it that address answers; within the same limits an evacuation is SAFE."""
+    """In the unit, memory above the limit kills a process, and a connection to a denied address times out.
+    Outside of the unit the address responds.  Within these limits an evacuation is SAFE."""
     cloud = clouds("gcp")
     machine = new_vm(
         cloud,
@@ -47,7 +47,7 @@ def test_limits_of_the_unit_are_enforced(clouds: Clouds, new_vm: NewVm) -> None:
     (story,) = machine.journal()
     reached = [entry for entry in story.entries if "it answers" in entry.text]
     assert [entry.unit for entry in reached] == ["listener.service"]
-    assert story.says("TimeoutError")
-    assert not story.says("took 400 MiB")
-    assert story.says("Memory cgroup out of memory: Killed process")
+    assert story.contains("TimeoutError")
+    assert not story.contains("took 400 MiB")
+    assert story.contains("Memory cgroup out of memory: Killed process")
     assert story.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A VM is taken away by its power; another one, which never saw it, ends with the same weights.
+"""A VM loses its power; another VM, without its disk, ends with the same weights.
 
-What happened is read from the dead disk, what is left from the bucket.
+Each test reads the events from the disk after the power cut, and the commits from the bucket.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from testkit.waiting import until
 
 STEPS = 120
 FIRST = f"--steps {STEPS} --every-steps 10 --pad-mb 8 --step-delay-s 0.5"
-"""Slow enough to be in the middle of it when its power goes."""
+"""Slow enough that the power cut comes during the run."""
 NEXT = f"--steps {STEPS} --every-steps 60 --pad-mb 8"
 HARD_STOP_S = 30.0
-"""What a VM on GCP has after the button."""
+"""Time of a VM on GCP after the power button."""
 NOTICE_S = 40.0
-"""For the 120 s that EC2 gives."""
+"""A shorter notice than the 120 s of EC2."""
 DROP_IN = "/etc/systemd/system/trainer.service.d/test.conf"
 OFF_WHEN_DONE = "[Unit]\nSuccessAction=poweroff\nFailureAction=poweroff\n"
-# After its end the trainer's unit trains once more, from the beginning and alone: what an uninterrupted
-# run comes to on this very processor.
+# After the end of the run the trainer's unit trains again, from the beginning and alone: this is the
+# result of an uninterrupted run on the same processor.
 REFERENCE = f"""[Service]
 TimeoutStopSec=infinity
 ExecStopPost=/usr/bin/env -u SWANSONG_RESTORE SWANSONG_SOCKET=/nowhere /opt/train/bin/python \
@@ -53,22 +53,22 @@ ReadWritePaths=/mnt/nvme
 """,
 }
 
-Tell = Callable[[str, Story, Story, float], None]
+AddRow = Callable[[str, Story, Story, float], None]
 NewVm = Callable[..., Machine]
 Clouds = Callable[[str], Cloud]
-GoesOn = Callable[..., Story]
+FinishRun = Callable[..., Story]
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[str]:
-    """Digest of the weights of a run that nothing happened to, once some VM has made it."""
+    """Digest of the weights of an uninterrupted run, once a VM has computed it."""
     return []
 
 
 @pytest.fixture
-def goes_on(new_vm: NewVm, uninterrupted: list[str]) -> GoesOn:
-    """Lets a VM, a fresh one or the same one, train to the end; asserts that its weights are right."""
+def finish_run(new_vm: NewVm, uninterrupted: list[str]) -> FinishRun:
+    """Let a VM, a new one or the same one, train to the end; asserts that its weights are right."""
 
     def finish(cloud: Cloud, machine: Machine | None = None) -> Story:
         trainer = OFF_WHEN_DONE + ("" if uninterrupted else REFERENCE)
@@ -77,7 +77,7 @@ def goes_on(new_vm: NewVm, uninterrupted: list[str]) -> GoesOn:
         cloud.new_service()
         machine.write({DROP_IN: trainer, "/etc/trainer.env": f"ARGUMENTS={NEXT}\n"})
         machine.power_on()
-        assert machine.is_off_within(240), "the next VM does not come to an end"
+        assert machine.is_off_within(240), "the next VM does not finish its run"
         story = machine.journal()[-1]
         assert story.weights, "\n".join(entry.text for entry in story.entries[-60:])
         uninterrupted.extend(story.weights[1:])
@@ -88,7 +88,7 @@ def goes_on(new_vm: NewVm, uninterrupted: list[str]) -> GoesOn:
 
 
 def train(machine: Machine, cloud: Cloud) -> None:
-    """Power on, and wait until the bucket shows that it trains and replicates."""
+    """Power on, and wait until the bucket contains two commits."""
     cloud.new_service()
     machine.write({"/etc/trainer.env": f"ARGUMENTS={FIRST}\n"})
     machine.power_on()
@@ -96,7 +96,7 @@ def train(machine: Machine, cloud: Cloud) -> None:
 
 
 def push_button_and_stop_hard(machine: Machine) -> float:
-    """GCP's way: soft-off, and the end 30 s later.  Returns after how many seconds it was off."""
+    """Press the button, cut the power 30 s later, as GCP does; returns the seconds until the VM was off."""
     pushed = time.monotonic()
     machine.push_button()
     if not machine.is_off_within(HARD_STOP_S):
@@ -105,9 +105,11 @@ def push_button_and_stop_hard(machine: Machine) -> float:
 
 
 @pytest.mark.fault("H13", "H03")
-def test_button_alone(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
-    """The metadata service says nothing.  Between the power button and the hard stop 30 s later the
-    operating system's own shutdown gets the newest state into the bucket, and the VM switches itself off."""
+def test_button_alone(
+    clouds: Clouds, new_vm: NewVm, finish_run: FinishRun, add_row: AddRow
+) -> None:
+    """The metadata service shows no notice.  Between the power button and the hard stop 30 s later the
+    newest state is committed during the shutdown, and the VM switches itself off."""
     cloud = clouds("gcp")
     first = new_vm(cloud, "first")
     train(first, cloud)
@@ -116,14 +118,16 @@ def test_button_alone(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell
     assert before.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])
     assert before.first(event="evacuation", phase="notice").facts["source"] == "logind"
     assert off_s < HARD_STOP_S
-    after = goes_on(cloud)
+    after = finish_run(cloud)
     assert after.steps[0] == before.verdicts[-1][1] + 1
-    tell("GCP: button alone", before, after, off_s)
+    add_row("GCP: button alone", before, after, off_s)
 
 
 @pytest.mark.fault("H13")
-def test_preempted_and_button(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
-    """The metadata service says `preempted` just before the button: the verdict is SAFE before the hard
+def test_preempted_and_button(
+    clouds: Clouds, new_vm: NewVm, finish_run: FinishRun, add_row: AddRow
+) -> None:
+    """The metadata service shows `preempted` just before the button: the verdict is SAFE before the hard
     stop."""
     cloud = clouds("gcp")
     first = new_vm(cloud, "first")
@@ -133,19 +137,21 @@ def test_preempted_and_button(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, te
     (before,) = first.journal()
     assert before.verdicts[-1] == ("SAFE", cloud.committed_steps()[-1])
     assert before.lines(event="notice", source="gcp.preempted")
-    after = goes_on(cloud)
+    after = finish_run(cloud)
     assert after.steps[0] == before.verdicts[-1][1] + 1
-    tell("GCP: preempted, button", before, after, off_s)
+    add_row("GCP: preempted, button", before, after, off_s)
 
 
-def test_interruption(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
-    """EC2 gives notice and cuts the power at the stated time, without a word to the operating system."""
+def test_interruption(
+    clouds: Clouds, new_vm: NewVm, finish_run: FinishRun, add_row: AddRow
+) -> None:
+    """EC2 gives notice and cuts the power at the stated time, without a shutdown of the operating system."""
     cloud = clouds("aws")
     first = new_vm(cloud, "first")
     train(first, cloud)
     given = time.monotonic()
     cloud.aws.notice(in_s=NOTICE_S)
-    # The trainer goes on after its emergency checkpoint, for notices can be withdrawn.
+    # The trainer continues after its emergency checkpoint, because notices can be withdrawn.
     assert not first.is_off_within(NOTICE_S)
     first.cut_power()
     off_s = time.monotonic() - given
@@ -155,14 +161,14 @@ def test_interruption(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell
     assert verdict["slack_s"] > 0
     newest = cloud.committed_steps()[-1]
     assert newest >= verdict["step"]
-    after = goes_on(cloud)
+    after = finish_run(cloud)
     assert after.steps[0] == newest + 1
-    tell("AWS: notice, power cut", before, after, off_s)
+    add_row("AWS: notice, power cut", before, after, off_s)
 
 
 @pytest.mark.fault("D06")
-def test_no_warning(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) -> None:
-    """The power goes without a word: what was replicated is there, and no more than the rest is lost."""
+def test_no_warning(clouds: Clouds, new_vm: NewVm, finish_run: FinishRun, add_row: AddRow) -> None:
+    """The power is cut without a notice: only the steps after the last replicated one are lost."""
     cloud = clouds("aws")
     first = new_vm(cloud, "first")
     train(first, cloud)
@@ -170,17 +176,17 @@ def test_no_warning(clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell) 
     (before,) = first.journal()
     assert not before.verdicts
     newest = cloud.committed_steps()[-1]
-    after = goes_on(cloud)
+    after = finish_run(cloud)
     assert after.steps[0] == newest + 1
-    tell("none: power cut", before, after, 0.0)
+    add_row("none: power cut", before, after, 0.0)
 
 
 @pytest.mark.fault("D07")
 def test_stop_and_start_with_a_blank_disk(
-    clouds: Clouds, new_vm: NewVm, goes_on: GoesOn, tell: Tell
+    clouds: Clouds, new_vm: NewVm, finish_run: FinishRun, add_row: AddRow
 ) -> None:
-    """EC2 stops the VM and starts it again: the root disk is as it was, the local NVMe with the staged
-    checkpoints is blank, and the run goes on from the bucket."""
+    """EC2 stops the VM and starts it again: the root disk is unchanged, the local NVMe with the staged
+    checkpoints is blank, and the run resumes from the bucket."""
     cloud = clouds("aws")
     machine = new_vm(cloud, "stopped", STAGING_ON_NVME, staging={"path": "/mnt/nvme/staging"})
     machine.insert_nvme()
@@ -194,6 +200,6 @@ def test_stop_and_start_with_a_blank_disk(
     assert before.verdicts[0][0] == "SAFE"
     newest = cloud.committed_steps()[-1]
     machine.insert_nvme()
-    after = goes_on(cloud, machine)
+    after = finish_run(cloud, machine)
     assert after.steps[0] == newest + 1
-    tell("AWS: stop, start, NVMe blank", before, after, off_s)
+    add_row("AWS: stop, start, NVMe blank", before, after, off_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate: all that ``accelerator.prepare()`` was given, as one training state.
+"""Accelerate: the objects of ``accelerator.prepare()`` as one training state.
 
 ::
 
@@ -10,8 +10,8 @@
     guard = swansong.accelerate.attach(accelerator, loader=loader)
     step = guard.restore()
 
-Saved is what :class:`swansong.torch.TrainingState` saves, and with it the accelerator's place in gradient
-accumulation and all that was given to ``register_for_checkpointing()``.
+A checkpoint contains the same state as :class:`swansong.torch.TrainingState`, the accelerator's position in
+gradient accumulation, and the objects of ``register_for_checkpointing()``.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ def attach(
     resize: Callable[[str, list[Any]], Any] | None = None,
     **options: Any,
 ) -> swansong.Guard:
-    """As :func:`swansong.attach`; call it after ``accelerator.prepare()``.
+    """Attach to the daemon, as :func:`swansong.attach`, after ``accelerator.prepare()``.
 
     Args:
-        accelerator: whose models, optimizers and schedulers are to be saved.
-        loader: a prepared loader in a :class:`swansong.torch.ResumableLoader`, or one that is stateful
-            by itself.
+        accelerator: its models, optimizers and schedulers are saved.
+        loader: a prepared loader in a :class:`swansong.torch.ResumableLoader`, or a stateful loader.
         resize: see :class:`swansong.torch.TrainingState`.
         options: of :func:`swansong.attach`, such as ``every_steps``.
 
     Raises:
-        TypeError: a plugin whose state cannot be saved by rank.
-        ValueError: nothing is prepared yet.
+        TypeError: the state of the accelerator's plugin cannot be saved by rank.
+        ValueError: no model is prepared yet.
     """
     kind = accelerator.distributed_type
     is_fsdp2 = kind == DistributedType.FSDP and accelerator.is_fsdp2
     if kind not in _KINDS and not is_fsdp2:
         raise TypeError(
-            f"{kind} keeps its state in a way of its own; this works with one process, DDP and FSDP2"
+            f"the state of {kind} cannot be saved by rank; one process, DDP and FSDP2 are supported"
         )
-    if not accelerator._models:  # noqa: SLF001 - here and below: it offers them only to save_state()
-        raise ValueError("attach() comes after accelerator.prepare()")
+    if not accelerator._models:  # noqa: SLF001 - here and below: only save_state() uses them publicly
+        raise ValueError("call attach() after accelerator.prepare()")
     named = {
         **_named("model", accelerator._models),  # noqa: SLF001
         **_named("optimizer", accelerator._optimizers),  # noqa: SLF001
@@ -72,7 +71,7 @@ def attach(
 
 
 class _Place:
-    """Where in gradient accumulation the accelerator is."""
+    """The accelerator's position in gradient accumulation."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

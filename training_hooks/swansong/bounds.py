@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of everything that comes in from outside: types, ranges, lengths and counts.
+"""Bounds of all input: types, ranges, lengths and counts.
 
-Messages of the socket, rank manifests, manifests, claims, farewells, journals and metadata answers are read
-through the functions below.  Each one returns the value with its declared type, or raises a
-:class:`BoundsError` that names the field in one line.  The limits are generous for every real job, and small
-enough that no later arithmetic can overflow, divide by zero, or allocate without limit.
+Messages of the socket, rank manifests, manifests, claims, farewells, journals and metadata responses are
+checked by the functions below.  Each function returns the value with its declared type, or raises a
+:class:`BoundsError` that names the field in one line.  The limits are far above the values of real jobs.
+They are small enough that later arithmetic cannot overflow, divide by zero, or allocate without limit.
 
 Standard library only, Python 3.10 and later.
 """
@@ -34,9 +34,9 @@ TEXT_CHARS_MAX = 4096
 PATH_CHARS_MAX = 1024
 """Relative paths of files in a checkpoint."""
 PATH_LEVELS_MAX = 16
-"""Names in such a path, that of the file included."""
+"""Names in such a path, including that of the file."""
 NAME_CHARS_MAX = 200
-"""Of each name in it."""
+"""Length of each name in such a path."""
 FILES_MAX = 20_000
 """Files of one checkpoint on one VM."""
 METRICS_MAX = 100
@@ -44,8 +44,8 @@ METRICS_MAX = 100
 FACTS_MAX = 100
 """Facts about the trainer in a manifest."""
 JSON_VALUES_MAX = 500_000
-"""Values of one JSON object, counted by the characters that separate them: the parsed form of a few bytes
-of JSON, such as ``[],[],[]``, has many times their size."""
+"""Values of one JSON object, counted by their separators.  The parsed form of a few bytes of JSON, such as
+``[],[],[]``, has many times their size."""
 
 _NAME_CHARS = "letters, digits, space and _ + = @ , . -"
 _NOT_IN_PATHS = re.compile(r"[^A-Za-z0-9_+=@,. /-]")
@@ -53,7 +53,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
 
 
 class BoundsError(ValueError):
-    """A value from outside has the wrong type, or lies outside its range; the message names the field."""
+    """An input value has the wrong type or is out of range; the text names the field."""
 
 
 def integer(value: Any, field: str, low: int, high: int) -> int:
@@ -119,10 +119,10 @@ def identifier(value: Any, field: str, max_chars: int = ID_CHARS_MAX) -> str:
 
 
 def path(value: Any, field: str) -> str:
-    """A relative path that a restore may write to: a few names of harmless characters, none ``.`` or ``..``.
+    """A relative path that a restore may write to: allowed characters only, and no ``.`` or ``..``.
 
     Raises:
-        BoundsError: it is not; names the limit and the fix.
+        BoundsError: the path breaks a limit; names the limit and the fix.
     """
     if type(value) is not str:
         raise BoundsError(f"{field} is {shown(value)}, not a string")
@@ -218,8 +218,8 @@ def _scalar(value: Any, field: str) -> Any:
 def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
     """Parse one JSON object: limited in size and in the number of its values, with each key once.
 
-    The parser's own recursion limit bounds the depth.  Numbers too large for a float, such as ``1e999``,
-    become infinite, which :func:`number` refuses.
+    The parser's recursion limit bounds the depth.  Numbers too large for a float, such as ``1e999``, become
+    infinite, which :func:`number` refuses.
 
     Raises:
         BoundsError: the bytes are not such an object.
@@ -250,9 +250,9 @@ def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The value as an error message shows it: short, whatever it is."""
+    """Format a value for an error message, in at most about 80 characters."""
     if type(value) is int and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"  # its decimal form may cost minutes
+        return f"an integer of {value.bit_length()} bits"  # computing its decimal form may take minutes
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
     if isinstance(value, str) and len(value) > 60:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For a loop that saves with ``torch.distributed.checkpoint`` already: the same call, at a notice.
+"""For a training loop that uses ``torch.distributed.checkpoint`` (DCP): the same save, at a notice.
 
 ::
 
@@ -8,9 +8,9 @@
 
     guard = swansong.attach(DcpState({"app": app}))
 
-Each rank writes into a directory of its own, so no file system need be shared between VMs.  Unlike
-:class:`swansong.torch.TrainingState` this is DCP's own format, with collectives in every save, a pickled
-``.metadata``, and a training loop that stands still until the files are written.
+Each rank writes into a separate directory, so the VMs need no shared file system.  The format is that of DCP.
+Unlike :class:`swansong.torch.TrainingState`, every save uses collectives, writes a pickled ``.metadata``, and
+blocks the training loop until the files are written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["DcpState"]
 
 
 class DcpState(JointDirectory):
-    """What ``dcp.save(state, ...)`` saves and ``dcp.load(state, ...)`` fills.
+    """A state for ``dcp.save(state, ...)`` and ``dcp.load(state, ...)``.
 
     Args:
-        state: by name, tensors and objects with ``state_dict()`` and ``load_state_dict()``.
-        process_group: for DCP's collectives; one with gloo for tensors that are in host memory.
+        state: tensors, and objects with ``state_dict()`` and ``load_state_dict()``, by name.
+        process_group: for DCP's collectives; tensors in host memory need one with gloo.
     """
 
     def __init__(self, state: Mapping[str, Any], process_group: Any = None) -> None:

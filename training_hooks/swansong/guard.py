@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training script uses: :func:`attach` once, :meth:`Guard.step` once per optimizer step.
+"""The interface for training scripts: :func:`attach` once, :meth:`Guard.step` once per optimizer step.
 
-The state is copied, or written if it cannot be copied, in the thread that calls :meth:`Guard.step`,
-between two steps, where it is whole.  A background thread listens to the daemon and answers it at once.
-Nothing here raises into the training loop except :class:`RestoreError`, and wrong arguments to
-:func:`attach`.
+:meth:`Guard.step` copies the state between two steps, in the thread that calls it; a background thread writes
+the copy.  A state that cannot be copied is written in :meth:`Guard.step`.  Another background thread
+answers the daemon.  Only :class:`RestoreError`, and invalid arguments, raise an exception into the training
+loop.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
-"""Environment variable that names a directory to restore from, whatever the daemon says."""
+"""Environment variable with a directory to restore from.  It overrides the daemon."""
 KINDS = ("periodic", "emergency", "final")
 EXIT_SAVED = 75
-"""Exit code for a trainer that ends because :attr:`Guard.should_stop` says so: saved, start me again
-elsewhere.  The code that sysexits.h calls a temporary failure; torchrun and schedulers see no success."""
+"""Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
+``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
 
 
 log = logging.getLogger("swansong")
@@ -55,28 +55,30 @@ def attach(
     socket: str | os.PathLike[str] | None = None,
     stop_after_save: bool = False,
 ) -> Guard:
-    """Connect this process to the daemon of its VM.  Without one, everything below does nothing.
+    """Connect this process to the daemon of its VM.  Without a daemon, the guard does nothing.
 
     Args:
-        state: what a checkpoint holds: by name, objects with ``state_dict()`` and
-            ``load_state_dict()``, or numpy Generators.  The global generators of ``random`` and
-            numpy are saved along with them.  Or a ``swansong.torch.TrainingState``.
-        run: name of the run; empty takes the daemon's.
-        save: instead of ``state``: writes the state of this rank into the directory given.
-        load: reads what ``save`` wrote.
-        every_steps: take a periodic checkpoint at each multiple of this step.
-        every_s: take one when so many seconds have passed since the last; for one rank only, since
-            several could not agree when that is.  With neither, the daemon asks for periodic
+        state: the state that a checkpoint contains.  Either objects by name, with ``state_dict()`` and
+            ``load_state_dict()``, or numpy Generators; the global generators of ``random`` and numpy are
+            saved with them.  Or a ``swansong.torch.TrainingState``.
+        run: name of the run; empty takes the name from the daemon.
+        save: instead of ``state``, a function that writes this rank's state into a given directory.
+        load: reads the files that ``save`` wrote.
+        every_steps: interval of periodic checkpoints, in optimizer steps.
+        every_s: interval of periodic checkpoints, in seconds.  For one rank only, because several ranks
+            cannot agree on a moment.  Without ``every_steps`` and ``every_s`` the daemon requests periodic
             checkpoints, at the interval of its configuration.
-        socket: where the daemon listens; else ``SWANSONG_SOCKET``, else the usual place.
-        stop_after_save: let :attr:`Guard.should_stop` ask for an end after an emergency checkpoint;
-            the trainer then closes the guard and exits with :data:`EXIT_SAVED`.
+        socket: path of the daemon's socket; default: ``SWANSONG_SOCKET``, then
+            ``/run/swansong/trainer.sock``.
+        stop_after_save: set :attr:`Guard.should_stop` after an emergency checkpoint.  The trainer should then
+            close the guard and exit with :data:`EXIT_SAVED`.
 
     Raises:
-        ValueError, TypeError: the arguments, or torchrun's environment variables, make no sense.
+        ValueError: an argument, or an environment variable of torchrun, has an invalid value.
+        TypeError: ``state`` contains an object that cannot be saved.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
-        raise ValueError("every_steps= and every_s= are positive")
+        raise ValueError("every_steps= and every_s= must be positive")
     ranks = Ranks.from_environment()
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
@@ -93,7 +95,11 @@ def attach(
 
 
 class Guard:
-    """The trainer's side of Swansong, made by :func:`attach`.  Also a context manager."""
+    """A trainer's connection to the daemon of its VM.  Create it with :func:`attach`.
+
+    As a context manager it is closed at the end of the block.  If the block raises, the state may be torn, so
+    nothing is saved.  One thread, that of the training loop, may call the methods.
+    """
 
     def __init__(
         self,
@@ -136,17 +142,18 @@ class Guard:
     # ------------------------------------------------------------ the training loop
 
     def step(self, step: int | None = None, loss: Any = None, **metrics: Any) -> None:
-        """Say that ``step`` optimizer steps are complete; saves here when a checkpoint is due.
+        """Report that ``step`` optimizer steps are complete, and save if a checkpoint is due.
 
-        Call it once after each optimizer step, with the whole state as of that step: with gradient
-        accumulation not once for each micro-batch.  When a request is under way it waits, at most 5 s
-        or a tenth of the time left, for the ranks to agree.
+        Call it once after each optimizer step, not after each micro-batch of gradient accumulation.  The
+        state must be that of the completed step.  During a checkpoint request it blocks until the ranks
+        have agreed on a step: for at most 5 s, or a tenth of the time left if that is shorter.
 
         Args:
-            step: how many; else they are counted, from where :meth:`restore` went on.
-            loss: of that step, for the manifest and :attr:`healthy`; a plain number is looked at right
-                here, anything else (a tensor, for which to wait) when a checkpoint is taken.
-            metrics: more of the kind, by name.
+            step: number of completed optimizer steps; default: one more than the last, counted from the
+                result of :meth:`restore`.
+            loss: of that step, for the manifest and :attr:`healthy`.  A plain number is checked immediately.
+                A tensor is read only when a checkpoint is taken, because reading it blocks on the device.
+            metrics: further numbers for the manifest, by name.
         """
         agreement = self._agreement
         if step is None:
@@ -157,17 +164,20 @@ class Guard:
         health.loss = loss
         health.metrics = metrics
         agreement.step = step
-        # What is not finite, less itself, is NaN: the cheapest way to ask, and this is asked at every step.
+        # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
         if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
             health.judge(step, is_finite=math.isfinite(loss))
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
     def poll(self) -> CheckpointRequest | None:
-        """The request that is under way, if any: for evaluation, warm-up and other long pauses.
+        """Serve a checkpoint request during evaluation, warm-up and other long pauses.
 
-        Call it only where the state is still that of the last completed step.  A lone rank then saves
-        right here; with several ranks, leave the pause early, so that the next step comes soon.
+        Call it only while the state is that of the last completed step.  A job of one rank then saves here.
+        With several ranks, end the pause soon if a request is returned: they save at a later step.
+
+        Returns:
+            The checkpoint request in progress; None without one.
         """
         self._polls += 1
         step = int(self._agreement.step)
@@ -177,25 +187,39 @@ class Guard:
         return self._agreement.current
 
     def save(self, step: int, kind: str = "periodic") -> bool:
-        """Save now.  ``step`` is the number of completed steps, ``kind`` one of :data:`KINDS`.
+        """Save the state of this rank now.
+
+        Args:
+            step: number of completed optimizer steps.
+            kind: ``periodic``, ``emergency`` or ``final``.
 
         Returns:
-            Whether this rank's part is in staging, or copied and on its way there (see
-            :meth:`wait_saved`); False also without a daemon.
+            True if this rank's part is in staging, or copied (see :meth:`wait_saved`).  False if the save
+            failed, or without a daemon.
+
+        Raises:
+            ValueError: ``kind`` has another value.
         """
         if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} is none of {KINDS}")
+            raise ValueError(f"kind={kind!r} is not one of {KINDS}")
         return self._write(Due(kind), int(step))
 
     def wait_saved(self, limit_s: float = CLOSE_PATIENCE_S) -> bool:
-        """Wait until all that was copied is in staging; whether it is.  :meth:`close` does so too."""
+        """Wait until all copies are in staging, as :meth:`close` does.
+
+        Args:
+            limit_s: longest wait, in seconds.
+
+        Returns:
+            False if the limit passed first.
+        """
         return self._saver.wait(limit_s)
 
     @contextlib.contextmanager
     def critical(self) -> Iterator[None]:
-        """While inside, the state is torn and nothing is saved; what is due is saved on leaving.
+        """Postpone saves while the state is torn; the end of the block takes a checkpoint that is due.
 
-        With several ranks, leave it in the step in which it was entered.
+        With several ranks, the block must end in the step in which it began.
         """
         self._critical_depth += 1
         try:
@@ -210,13 +234,14 @@ class Guard:
         """Load the newest whole checkpoint of the run.  Call it once, before the first step.
 
         Args:
-            from_directory: load this one; the environment variable ``SWANSONG_RESTORE`` goes before.
+            from_directory: directory of a checkpoint to load instead.  The environment variable
+                ``SWANSONG_RESTORE`` overrides it.
 
         Returns:
-            Number of completed steps; 0 for a fresh run, or without a daemon.
+            Number of completed optimizer steps; 0 for a fresh run, or without a daemon.
 
         Raises:
-            RestoreError: there is a checkpoint but it cannot be fetched or loaded, or the daemon refuses this
+            RestoreError: a checkpoint exists but cannot be fetched or loaded, or the daemon refuses this
                 process.  The state may be half loaded: end the process.
         """
         chosen = os.environ.get(RESTORE_ENV) or from_directory
@@ -228,36 +253,37 @@ class Guard:
             if answer.path:
                 step = self._load(answer)
         elif self._session.refusal:
-            # There may be a checkpoint, and another process that trains on from it.
+            # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
         elif not self._closed and self._session.rendezvous is not None:
             self._session.rendezvous.announce_absence()
         self._agreement.step = step
         self._started(step)
         self._agreement.plan_periodic(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
+        self._saver.cost.saved_mono_s = time.monotonic()
         return step
 
     def rollback(self) -> int:
-        """Go back, in this process, to the newest checkpoint whose loss was finite, and so was the next.
+        """Load the newest healthy checkpoint in this process, to train from it again.
 
-        What was saved after it counts no more: the run goes on under a new generation.  With several
-        ranks all of them call it after the same step: give :meth:`step` a loss that they have in
-        common, such as the mean over all ranks.
+        A checkpoint is healthy if the losses of its step and of the next step are finite.  The run
+        continues under a new generation, and later checkpoints are abandoned.  With several ranks, all of
+        them must call it after the same step.  So decide by a loss that all ranks have in common, such as
+        the mean over all ranks.
 
         Returns:
-            Number of completed steps, from which the loop goes on.
+            Number of completed optimizer steps; continue the loop from there.
 
         Raises:
-            RestoreError: there is no such checkpoint, no daemon, the ranks of the other VMs do not come
-                along, or it cannot be loaded.  In the last case the state may be half loaded: end
-                the process.
+            RestoreError: no checkpoint is healthy, no daemon is connected, the ranks of the other VMs did not
+                call it, or the checkpoint cannot be loaded.  In the last case the state may be half loaded:
+                end the process.
         """
         at_step = int(self._agreement.step)
         if self._closed or not self._session.channel.is_connected():
-            raise RestoreError("there is no daemon to ask for a healthy checkpoint")
+            raise RestoreError("rollback failed: no daemon is connected")
         if not self._saver.wait(CLOSE_PATIENCE_S):
-            raise RestoreError("the last checkpoint is still being written")
+            raise RestoreError("rollback failed: the last checkpoint is still being written")
         self._rollbacks += 1
         answer = self._session.restore.find_healthy(
             number=self._rollbacks,
@@ -265,20 +291,20 @@ class Guard:
             before_step=self._health.suspect_from(at_step),
         )
         step = self._load(answer)
-        log.warning("went back from step %s to step %s", at_step, step)
-        # A set of a step that is done anew is another one than that of the first time.
+        log.warning("rolled back from step %s to step %s", at_step, step)
+        # A repeated step gives another set than the first time: names must differ.
         self._saver.forget()
         restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
         self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
-        self._health.forget()
+        self._health.reset()
         self._agreement.step = step
         self._started(step)
-        self._saver.measured.saved_mono_s = time.monotonic()
+        self._saver.cost.saved_mono_s = time.monotonic()
         self._session.rolled_back(self._ranks)
         return step
 
     def close(self, *, final: bool = False) -> None:
-        """Take leave of the daemon, which finishes alone what is in staging.
+        """Disconnect from the daemon, which commits what is in staging without the trainer.
 
         Args:
             final: save the state of the last step first.
@@ -305,27 +331,27 @@ class Guard:
 
     @property
     def request(self) -> CheckpointRequest | None:
-        """The checkpoint request that is under way."""
+        """The checkpoint request in progress; None without one."""
         return self._agreement.current
 
     @property
     def should_stop(self) -> bool:
-        """True after an emergency checkpoint if ``stop_after_save`` was given."""
+        """Whether an emergency checkpoint was saved and ``stop_after_save`` is set."""
         return self._should_stop
 
     @property
     def healthy(self) -> bool:
-        """Whether the loss of the last step is finite, or not known; a tensor is waited for here."""
-        return self._health.look(int(self._agreement.step)).get("loss_is_finite") != 0.0
+        """Whether the loss of the last step is finite or unknown; reading a tensor blocks on its device."""
+        return self._health.evaluate(int(self._agreement.step)).get("loss_is_finite") != 0.0
 
     @property
     def fenced(self) -> bool:
-        """Another VM has taken the run over: nothing from here will be committed any more."""
+        """Whether another VM has taken the run over, so that nothing from this VM is committed any more."""
         return self._session.is_fenced
 
     @property
     def last_committed(self) -> Committed | None:
-        """Generation and step of the newest checkpoint known to be in the object store."""
+        """Generation and step of the newest committed checkpoint that the daemon has reported."""
         return self._session.last_committed
 
     # ------------------------------------------------------------ saving
@@ -361,7 +387,7 @@ class Guard:
         )
 
     def _started(self, step: int) -> None:
-        """From here on the checkpoints are of another start."""
+        """Begin another start of the training: later sets belong to another line of states."""
         self._session.start_id = secrets.token_hex(8)
         self._reporter.started(step, self._session.start_id)
 
@@ -378,19 +404,19 @@ class Guard:
             nodes=self._ranks.nodes,
             request_id=due.request_id,
             start_id=self._session.start_id,
-            health=self._health.look(step),
+            health=self._health.evaluate(step),
         )
 
     # ------------------------------------------------------------ background thread
 
     def _tick(self) -> None:
-        measured = self._saver.measured
-        if self._every_s is not None and time.monotonic() - measured.saved_mono_s >= self._every_s:
+        cost = self._saver.cost
+        if self._every_s is not None and time.monotonic() - cost.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
         step = int(self._agreement.step)
         if self._reporter.is_behind(step):
             self._started(step)
-        self._reporter.tick(step, self._health.loss, measured, self._polls)
+        self._reporter.tick(step, self._health.loss, cost, self._polls)
         self._pauses.tick(step, self._polls, self._session.grace_s)
 
     # ------------------------------------------------------------ the end
@@ -399,13 +425,15 @@ class Guard:
         if not self._closed:
             self._closed = True
             if not self._saver.wait(CLOSE_PATIENCE_S):
-                log.warning("a checkpoint is still not written; it is lost")
+                log.warning(
+                    "a checkpoint is not written after %.0f s; it is lost", CLOSE_PATIENCE_S
+                )
             self._session.end(reason)
             self._agreement = self._session.agreement
             atexit.unregister(self._end)
 
     def _forked(self) -> None:
-        # A child, such as a data loader's worker, is no rank: it does nothing, and holds no connection.
+        # A child, such as a data loader's worker, is not a rank: it must not use the connection.
         self._closed = True
         self._session.forked()
         self._agreement = self._session.agreement

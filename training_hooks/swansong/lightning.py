@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lightning callback: the trainer's state is saved at a notice, and found again at the start of ``fit``.
+"""A Lightning callback that saves the trainer's state at a notice, and restores it at the start of ``fit``.
 
 ::
 
@@ -8,8 +8,8 @@
     trainer = Trainer(callbacks=[SwansongCallback()], ...)
     trainer.fit(model, ResumableLoader(DataLoader(...)))
 
-Saved is what :class:`swansong.torch.TrainingState` saves, and with it Lightning's loops and the state of
-all callbacks.  No file of Lightning's own is written, nothing is gathered, and nothing is unpickled.
+A checkpoint contains the same state as :class:`swansong.torch.TrainingState`, and the state of Lightning's
+loops and of all callbacks.  Swansong writes no Lightning checkpoint, gathers nothing and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
         ModelParallelStrategy,
         SingleDeviceStrategy,
     )
-except ImportError:  # the same under its older name
+except ImportError:  # the older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.strategies import (
         DDPStrategy,
@@ -40,33 +40,33 @@ __all__ = ["SwansongCallback"]
 
 
 class SwansongCallback(Callback):  # type: ignore[misc]
-    """Attaches at the start of ``fit``, restores, and counts optimizer steps.
+    """Attaches and restores at the start of ``fit``, and reports each optimizer step.
+
+    Call ``fit`` without ``ckpt_path``.  The training loader must have a ``state_dict()``, such as
+    :class:`swansong.torch.ResumableLoader`.  Otherwise an interrupted epoch begins again.
 
     Args:
         options: of :func:`swansong.attach`, such as ``every_steps``.
 
-    Give ``fit`` no ``ckpt_path``.  The training loader must have a ``state_dict``, such as
-    :class:`swansong.torch.ResumableLoader`, or an epoch that was interrupted begins anew.
-
     Raises:
-        swansong.RestoreError: in ``fit``: there is a checkpoint, but it cannot be restored.
-        TypeError: in ``fit``: a strategy whose state cannot be saved by rank.
+        swansong.RestoreError: in ``fit``: a checkpoint exists but cannot be restored.
+        TypeError: in ``fit``: the state of the trainer's strategy cannot be saved by rank.
     """
 
     def __init__(self, **options: Any) -> None:
         self.guard: swansong.Guard | None = None
         self._options = options
         self._loss: Any = None
-        self._said_step = 0
+        self._reported_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
             raise TypeError(
-                f"{type(strategy).__name__} keeps its state in a way of its own; SwansongCallback works with"
+                f"the state of {type(strategy).__name__} cannot be saved by rank; SwansongCallback supports"
                 " one device, DDP and ModelParallelStrategy (FSDP2)"
             )
-        # Lightning's own launcher tells less than torchrun does.
+        # Lightning's own launcher sets fewer variables than torchrun.
         ranks = {
             "RANK": trainer.global_rank,
             "LOCAL_RANK": trainer.local_rank,
@@ -86,30 +86,30 @@ class SwansongCallback(Callback):  # type: ignore[misc]
             **{f"optimizer_{number}": optimizer for number, optimizer in enumerate(more, 1)},
         )
         self.guard = swansong.attach(state, **self._options)
-        self._said_step = self.guard.restore()
+        self._reported_step = self.guard.restore()
 
     def on_train_batch_end(
         self, trainer: Trainer, _module: LightningModule, outputs: Any, *_: Any
     ) -> None:
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        # Of the last batch the epoch's end tells, after the validation: else that would be skipped on resume.
+        # on_train_epoch_end reports the last batch, after the validation: a resume would skip it otherwise.
         if not _is_last_batch(trainer):
             self._step(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.guard is not None and not trainer.sanity_checking:
             if self.guard.request is not None:
-                self._step(trainer)  # now or never: a run that resumes here leaves the rest out
+                self._step(trainer)  # a run that resumes here skips the rest of the validation
             self.guard.poll()
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
-            # Else ReduceLROnPlateau would not hear of this validation, in an epoch that was resumed.
+            # Otherwise ReduceLROnPlateau would miss this validation in a resumed epoch.
             trainer.fit_loop.restarting = False
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         if _is_last_batch(trainer):
-            # Lightning does not ask for the batch after the last one, by which a loader sees an epoch end.
+            # Lightning does not call next() after the last batch, so the loader does not see the end.
             for loader in _loaders(trainer):
                 if hasattr(loader, "end_epoch"):
                     loader.end_epoch()
@@ -126,15 +126,15 @@ class SwansongCallback(Callback):  # type: ignore[misc]
             self.guard.__exit__(type(exception), exception, None)
 
     def _step(self, trainer: Trainer) -> None:
-        if self.guard is not None and trainer.global_step > self._said_step:
-            self._said_step = trainer.global_step
+        if self.guard is not None and trainer.global_step > self._reported_step:
+            self._reported_step = trainer.global_step
             self.guard.step(trainer.global_step, loss=self._loss)
             if self.guard.should_stop:
                 trainer.should_stop = True
 
 
 class _Loops:
-    """Lightning's place in the run, and what its callbacks and the module keep beside the weights."""
+    """Progress of Lightning's loops, and the state of the callbacks and of the module's hooks."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, own: Callback) -> None:
         self._trainer, self._module = trainer, module

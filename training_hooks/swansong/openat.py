@@ -20,10 +20,10 @@ from collections.abc import Collection
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Non-blocking: a FIFO under the name of a file must not hold the reader."""
+"""Non-blocking: a FIFO under the name of a file must not block the reader."""
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 REMOVED_ENTRIES_MAX = 1_000_000
-"""Limit of :func:`empty_directory`: a process that keeps adding entries must not hold the caller for ever."""
+"""Limit of :func:`empty_directory`: a process that keeps adding entries must not hold the caller forever."""
 _ACL = "system.posix_acl_access"
 _DEFAULT_ACL = "system.posix_acl_default"
 
@@ -74,12 +74,12 @@ def open_absolute(path: str, *, owners: Collection[int]) -> int:
 def make_directory(name: str, *, dir_fd: int, mode: int) -> int:
     """Create a directory with exactly this mode, whatever umask and default ACL are; returns it open.
 
-    Default ACLs of the parent are not inherited.  Nothing else can have been put into the directory: it
-    is created for its owner alone, and gets ``mode`` through its descriptor.
+    Default ACLs of the parent are not inherited.  The directory is created for its owner alone, and gets
+    ``mode`` through its descriptor, so no other user can have put an entry into it.
 
     Raises:
         FileExistsError: the name is taken.
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     os.mkdir(name, 0o700, dir_fd=dir_fd)
     fd = open_directory(name, dir_fd=dir_fd, owners={os.geteuid()})
@@ -121,7 +121,7 @@ def create_file(name: str, *, dir_fd: int, mode: int = 0o600, flags: int = os.O_
 
     Raises:
         FileExistsError: the name is taken, perhaps by a link.
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     fd = os.open(name, flags | _NEW_FILE, 0o600, dir_fd=dir_fd)
     try:
@@ -156,13 +156,13 @@ def read_file(
 def replace_file(
     name: str, data: bytes, *, dir_fd: int, mode: int = 0o600, durable: bool = True
 ) -> None:
-    """Give a file this content at once: a crash leaves the old content or the new one.
+    """Replace the content of a file atomically: a crash leaves the old content or the new one.
 
     Args:
         durable: fsync file and directory, for content that must survive a power cut.
 
     Raises:
-        OSError: the file system refused; the old content stands.
+        OSError: the file system returned an error; the file has its old content.
     """
     temporary = f"{temporary_prefix(name)}{secrets.token_hex(8)}"
     fd = create_file(temporary, dir_fd=dir_fd, mode=mode)
@@ -191,7 +191,7 @@ def write_all(fd: int, data: bytes) -> None:
     """Write all of ``data``, in as many calls as the kernel needs.
 
     Raises:
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     left = memoryview(data)
     while left:
@@ -199,7 +199,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def remove_tree(name: str, *, dir_fd: int) -> None:
-    """Remove a file, a link, or a directory with all that it contains.  Removing nothing is no error.
+    """Remove a file, a link, or a directory with its contents.  A missing name is not an error.
 
     Raises:
         OSError: something cannot be removed, or other processes add entries faster than they are removed.
@@ -223,8 +223,7 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
 def empty_directory(fd: int) -> None:
     """Remove all entries of an open directory, at most :data:`REMOVED_ENTRIES_MAX`.
 
-    Neither the depth nor the size of the tree matters: deep directories are moved to the top instead of
-    being descended into, so that two descriptors suffice.
+    Two descriptors suffice for a tree of any depth: deep directories are moved to the top, not entered.
 
     Raises:
         OSError: something cannot be removed, or the limit is reached.
@@ -253,7 +252,7 @@ def _remove_level(top_fd: int, limit: int) -> int:
                 removed += _empty_into(inner_fd, top_fd, limit - removed)
             finally:
                 os.close(inner_fd)
-            with contextlib.suppress(OSError):  # the next round comes back to it
+            with contextlib.suppress(OSError):  # the next round repeats it
                 os.rmdir(entry.name, dir_fd=top_fd)
     return removed
 
@@ -285,7 +284,7 @@ def _remove_entry(entry: os.DirEntry[str], dir_fd: int) -> bool:
 
 
 def has_acl(fd: int) -> bool:
-    """Whether an access ACL decides beside the mode bits; the group bits of the mode are its mask then."""
+    """Whether a file has an access ACL.  If so, the group bits of its mode are the mask of the ACL."""
     try:
         return bool(os.getxattr(fd, _ACL))
     except OSError:
@@ -293,7 +292,7 @@ def has_acl(fd: int) -> bool:
 
 
 def drop_acls(fd: int) -> None:
-    """Remove access and default ACL of an open directory, so that the mode bits alone decide."""
+    """Remove access and default ACL of an open directory, so that only the mode bits apply."""
     for name in (_ACL, _DEFAULT_ACL):
         try:
             os.removexattr(fd, name)
@@ -303,10 +302,10 @@ def drop_acls(fd: int) -> None:
 
 
 def displace(name: str, *, dir_fd: int) -> str:
-    """Rename an entry that must not have this name; returns its new, hidden name.
+    """Rename an entry that must not have this name, and return its new, hidden name.
 
     Raises:
-        OSError: the directory does not permit it, or the entry is gone.
+        OSError: the directory does not permit it, or the entry does not exist.
     """
     hidden = f".displaced.{secrets.token_hex(8)}"
     os.rename(name, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

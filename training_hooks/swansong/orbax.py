@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For JAX with Orbax: a save decision policy that says yes when the daemon wants a checkpoint.
+"""For JAX with Orbax: a save decision policy that saves when the daemon requests a checkpoint.
 
 ::
 
@@ -15,9 +15,9 @@
             manager.save(step, args=ocp.args.StandardSave(state))  # after every step
     policy.close()
 
-Orbax copies and writes as it always does, into its own directory, and has finished when it renames the
-directory of the step.  From there the files are copied to staging; where both are on one XFS or Btrfs, the
-copies share the blocks.  One process for all devices of one VM; several are refused.
+Orbax copies and writes as usual, into its own directory, and finally renames the directory of the step.  A
+background thread then copies the files to staging.  On one XFS or Btrfs file system the copies share their
+blocks.  The job must have one process for all devices of one VM; several processes are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import swansong
 __all__ = ["SavePolicy"]
 
 FINISH_LIMIT_S = 600.0
-"""Longest wait for Orbax to finish a step that it was told to save."""
+"""Longest wait for Orbax to finish saving a step."""
 _POLL_S = 0.02
 _COPY_BYTES = 2**30
 _STEP_NAME = re.compile(r"(?:[^.]*_)?([0-9]+)")
@@ -48,7 +48,7 @@ log = logging.getLogger("swansong")
 
 
 class SavePolicy:
-    """A ``SaveDecisionPolicy``: call ``manager.save()`` after every step, it saves when one is due.
+    """A ``SaveDecisionPolicy`` with which ``manager.save()``, after every step, saves if a checkpoint is due.
 
     Args:
         options: of :func:`swansong.attach`, such as ``every_steps``.
@@ -64,27 +64,31 @@ class SavePolicy:
         self.guard = swansong.attach(self, **options)
 
     def restore(self, manager: Any) -> int:
-        """Put the newest whole checkpoint of the run into the manager's directory.
+        """Copy the newest whole checkpoint of the run to the manager's directory.
 
-        What lies there of that step or later ones, and never got as far as the daemon, is removed.
+        Checkpoints there of the same step, or of later ones, are removed: the daemon has none of them.
+
+        Args:
+            manager: an Orbax ``CheckpointManager``.
 
         Returns:
-            Its step, for ``manager.restore()``; that of the newest one in the directory if the daemon knows
-            none, or is not there; 0 if there is none at all.
+            The step, for ``manager.restore()``.  Without a daemon, or without a checkpoint at the daemon, the
+            newest step in the manager's directory; 0 without any.
 
         Raises:
-            swansong.RestoreError: there is one, but it cannot be fetched.
-            ValueError: there are several processes.
+            swansong.RestoreError: a checkpoint exists but cannot be fetched.
+            ValueError: the job has several processes.
         """
-        if jax.process_count() > 1:
+        processes = jax.process_count()
+        if processes > 1:
             raise ValueError(
-                "one process for all devices of one VM is supported, and there are more"
+                f"the job has {processes} processes; SavePolicy supports one, for all devices of one VM"
             )
         self._manager = manager
         return self.guard.restore() or manager.latest_step() or 0
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:  # noqa: ARG002
-        """Whether a checkpoint of this step is due; asked by the manager."""
+        """Whether a checkpoint of this step is due; called by the manager."""
         self._is_due = False
         self._step = int(step.step)
         self.guard.step(self._step)
@@ -92,34 +96,32 @@ class SavePolicy:
         return self._is_due
 
     def close(self) -> None:
-        """Wait for what is being saved, and take leave of the daemon."""
+        """Wait for saves in progress, and disconnect from the daemon."""
         self.guard.close()
 
     # ------------------------------------------------------------ for the guard
 
     def snapshot(self) -> Callable[[Path], object]:
-        """Has the manager save, and returns what waits for that and brings the files to staging."""
+        """Make the manager save, and return a function that waits for it and copies the files to staging."""
         step = self._step
         if step is None or self._manager is None:
-            raise RuntimeError(
-                "Orbax saves within manager.save() after policy.restore(), and only there"
-            )
+            raise RuntimeError("Orbax can save only in manager.save(), and after policy.restore()")
         self._is_due = True
         directory = Path(self._manager.directory)
-        return lambda target: _bring(directory, step, target)
+        return lambda target: _copy_step(directory, step, target)
 
     def load(self, directory: Path) -> None:
-        """Put the one step that lies there into the manager's directory."""
+        """Copy the step in ``directory`` to the manager's directory."""
         (found,) = directory.iterdir()
         self._manager.wait_until_finished()
         home = Path(self._manager.directory)
         step = _step_of(found.name)
         if step is None:
-            raise ValueError(f"{found.name!r:.100} is no step of Orbax")
+            raise ValueError(f"{found.name!r:.100} is not the name of an Orbax step")
         for path in home.iterdir():
             other = _step_of(path.name)
             if other is not None and other >= step:
-                log.warning("%s goes: training goes on from step %s", path, step)
+                log.warning("removing %s: training continues from step %s", path, step)
                 shutil.rmtree(path)
         temporary = home / f".{found.name}.restoring"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,11 +135,11 @@ def _step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _bring(directory: Path, step: int, target: Path) -> None:
+def _copy_step(directory: Path, step: int, target: Path) -> None:
     give_up_mono_s = time.monotonic() + FINISH_LIMIT_S
     pause = threading.Event()
     while True:
-        # Until it is finished it has another name.
+        # Orbax renames the directory to this name when it has finished.
         found = next((path for path in directory.iterdir() if _step_of(path.name) == step), None)
         if found is not None:
             break
@@ -148,13 +150,13 @@ def _bring(directory: Path, step: int, target: Path) -> None:
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file; file systems that can, such as XFS and Btrfs, share its blocks.
+    """Copy a file, on XFS and Btrfs with shared blocks.
 
-    Not a hard link: a file with two names can be changed under the other one, and is not uploaded.
+    Not a hard link: a file with two names could be changed under the other name, so it is not uploaded.
     """
     try:
         with open(source, "rb") as read, open(target, "xb") as written:
             while os.copy_file_range(read.fileno(), written.fileno(), _COPY_BYTES):
                 pass
-    except OSError:  # two file systems, or one that cannot do that
+    except OSError:  # two file systems, or one without copy_file_range()
         shutil.copyfile(source, target)

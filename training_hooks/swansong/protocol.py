@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainer and daemon say to each other, and how a checkpoint lies in staging.
+"""The messages between trainer and daemon, and the layout of a checkpoint in staging.
 
-The one shared truth of the two distributions: the hooks use it, and the daemon imports it.  Standard
-library only, Python 3.10 and later.
+Both distributions use this module: it belongs to the hooks, and the daemon imports it.  Standard library
+only, Python 3.10 and later.
 
 The channel is a Unix socket of type ``SOCK_SEQPACKET``: one JSON object per message, at most
-:data:`MAX_MESSAGE_BYTES`, ``{"type": "hello", ...}``.  Unknown *fields* are ignored, so that either
-side may be upgraded first; an unknown type, a missing field, a wrong type or a value out of range is a
-:class:`ProtocolError`.  Every message is idempotent: after a reconnect both sides may say all again.
+:data:`MAX_MESSAGE_BYTES`, ``{"type": "hello", ...}``.  Unknown *fields* are ignored, so that either side
+may be upgraded first.  An unknown type, a missing field, a wrong type or a value out of range is a
+:class:`ProtocolError`.  Every message is idempotent: after a reconnect both sides may repeat all messages.
 
 The type of each field is one of the aliases below, and :data:`_FIELD_TYPES` has the range of each alias.
-:func:`decode` checks the range.  :func:`encode` moves a measurement or a text of the sender into the range,
-so that an odd value, such as a loss of NaN or an error message of a megabyte, does not cost the sender its
-connection.
+:func:`decode` checks the range.  :func:`encode` clamps measurements and texts to the range.  Otherwise a
+loss of NaN, or an error message of a megabyte, would cost the sender its connection.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 65536
 DEFAULT_SOCKET = "/run/swansong/trainer.sock"
 SOCKET_ENV = "SWANSONG_SOCKET"
-"""Environment variable that names another socket for the hooks."""
+"""Environment variable with the path of another socket for the hooks."""
 
 
 Step = int
-"""Completed optimizer steps; -1 for none."""
+"""Number of completed optimizer steps; -1 if unknown."""
 Generation = int
-"""-1 for none."""
+"""-1 if unknown."""
 Rank = int
 Ranks = int
 """A number of ranks."""
@@ -55,7 +54,7 @@ Flag = bool
 Id = str
 """At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
 Text = str
-"""For people; at most 4,096 characters."""
+"""Text for people; at most 4,096 characters."""
 PathText = str
 """A path on this VM."""
 ShardPath = str
@@ -66,7 +65,7 @@ Report = dict[str, Any]
 
 
 class ProtocolError(ValueError):
-    """A message or a rank manifest that cannot be understood; says which field and why."""
+    """A malformed message or rank manifest; the text names the field and the reason."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """First message of a rank, again after each reconnect."""
+    """First message of a rank on each connection."""
 
     TYPE: ClassVar[str] = "hello"
     run: Text
-    """Name of the run, or empty to take the daemon's."""
+    """Name of the run; empty takes the name from the daemon."""
     rank: Rank = 0
     local_rank: Rank = 0
     world_size: Ranks = 1
@@ -93,38 +92,38 @@ class Hello(Message):
     node: Node = 0
     nodes: Nodes = 1
     restart_id: Text = ""
-    """Identity of this start of the trainer processes, for example ``run-id/restart-count``."""
+    """Identity of this start of the trainer processes, such as ``run-id/restart-count`` of torchrun."""
     capabilities: Capabilities = field(default_factory=list)
-    """``periodic``: takes periodic checkpoints when the daemon asks, and plans none itself."""
+    """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself."""
     step: Step = -1
     start_id: Id = ""
-    """Of this start of the training; also in the rank manifests that it writes."""
+    """Id of this start of the training; also in its rank manifests."""
     version: Version = VERSION
 
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """What the trainer measured; sent at most about once a second, while it steps or polls."""
+    """Measurements of the trainer; sent at most about once a second, while it steps or polls."""
 
     TYPE: ClassVar[str] = "progress"
     step: Step
     loss: Metric | None = None
     loss_is_finite: Flag | None = None
-    """None when the loss is not known."""
+    """None if the loss is unknown."""
     step_s: Seconds | None = None
     save_s: Seconds | None = None
     save_bytes: Bytes | None = None
     snapshot_s: Seconds | None = None
-    """The part of ``save_s`` for which the training loop stood still."""
+    """Part of ``save_s`` for which the save blocked the training loop."""
     start_id: Id = ""
-    """Not empty: training starts, or starts again, from ``step``, and this is the id of the start."""
+    """Id of a start of the training from ``step``; empty if training only continues."""
 
 
 @dataclass(frozen=True)
 class Accepted(Message):
-    """The rank will save; ``step`` is the last one that it has completed.
+    """The rank will save; ``step`` is the last step that it has completed.
 
-    From here until it is told a target (or gives up) it begins no further step.
+    It begins no further step until it receives a target, or declines.
     """
 
     TYPE: ClassVar[str] = "accepted"
@@ -143,32 +142,32 @@ class Agreed(Message):
 
 @dataclass(frozen=True)
 class PeerRequest(Message):
-    """The daemon of another VM of the job wants a checkpoint at once, because that VM goes away."""
+    """The daemon of another VM of the job requests a checkpoint, because that VM will be terminated."""
 
     TYPE: ClassVar[str] = "peer_request"
     request_id: Id
     reason: Text
     seconds_left: Seconds
-    """Until the power of that VM goes, counted from the sending."""
+    """Time until that VM is terminated, from the moment of sending."""
 
 
 @dataclass(frozen=True)
 class Finish(Message):
-    """All ranks of another start of a job over several VMs have met: commit what earlier ones have sealed.
+    """All ranks of a new job start over several VMs have met: commit what earlier starts have sealed.
 
-    The daemon replies with :class:`Finished` when that is done, or takes too long.
+    The daemon replies with :class:`Finished` after the commits, or after its time limit.
     """
 
     TYPE: ClassVar[str] = "finish"
     job_start_id: Id
-    """Name of the start that is about to begin."""
+    """Id of the job start that will begin."""
 
 
 @dataclass(frozen=True)
 class JobStart(Message):
-    """What all ranks of this start of a job over several VMs, and no others, have in common.
+    """A job start over several VMs begins; all its ranks send the same id.
 
-    It begins: nothing that an earlier start has sealed is committed after this.
+    After this message, nothing that an earlier job start has sealed is committed.
     """
 
     TYPE: ClassVar[str] = "job_start"
@@ -177,7 +176,7 @@ class JobStart(Message):
 
 @dataclass(frozen=True)
 class Sealed(Message):
-    """A checkpoint has its sealed name.  ``request_id`` is empty for a periodic one."""
+    """A set has its sealed name.  ``request_id`` is empty for a periodic checkpoint."""
 
     TYPE: ClassVar[str] = "sealed"
     step: Step
@@ -194,7 +193,7 @@ class Failed(Message):
 
     TYPE: ClassVar[str] = "failed"
     request_id: Id
-    """Empty for a checkpoint that the trainer planned itself."""
+    """Empty for a checkpoint that the trainer scheduled itself."""
     step: Step
     reason: Text
 
@@ -210,25 +209,25 @@ class Declined(Message):
 
 @dataclass(frozen=True)
 class RestoreQuery(Message):
-    """Asks for the newest whole checkpoint as a local directory."""
+    """Query for the newest whole checkpoint as a local directory."""
 
     TYPE: ClassVar[str] = "restore_query"
     query_id: Id
     rollback: Count = 0
-    """0: to start from.  Else the running trainer goes back, for the so many-th time, to the newest
-    checkpoint that is healthy; every rank asks."""
+    """0 for a resume.  Otherwise the number of rollbacks of the running trainer, including this one, to the
+    newest healthy checkpoint; every rank sends the query."""
     before_step: Step = -1
-    """In a rollback: only a checkpoint of an earlier step will do."""
+    """For a rollback: the checkpoint must be of an earlier step."""
     generation: Generation = -1
     step: Step = -1
-    """With ``generation``: this commit and no other, for so the job's first rank has decided."""
+    """With ``generation``: exactly this commit, which rank 0 has chosen."""
     job_start_id: Id = ""
-    """Answer only when this :class:`JobStart` has begun at the daemon as well."""
+    """The daemon answers only after this :class:`JobStart` has begun."""
 
 
 @dataclass(frozen=True)
 class Bye(Message):
-    """The trainer ends by itself."""
+    """The trainer disconnects on purpose."""
 
     TYPE: ClassVar[str] = "bye"
     reason: Text = "finished"
@@ -244,19 +243,19 @@ class Welcome(Message):
     TYPE: ClassVar[str] = "welcome"
     run: Text
     staging: PathText
-    """Absolute path of the staging directory of the run, where the hooks write."""
+    """Absolute path of the staging directory of the run, to which the hooks write."""
     generation: Generation | None = None
-    """None until the store has been reached and a generation claimed."""
+    """None until the daemon has reached the store and claimed a generation."""
     grace_s: Seconds = 0.0
-    """Shortest notice that is to be expected here; 0 when nobody knows."""
+    """Shortest grace period to expect on this VM; 0 if unknown."""
     naming_secret: Id = ""
-    """Goes into the names of sets that several ranks write, so that other users cannot take them first."""
+    """Part of the names of sets that several ranks write, so that other users cannot compute them."""
     version: Version = VERSION
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """The daemon will not talk with this peer; it closes the connection after this."""
+    """The daemon refuses this peer, and then closes the connection."""
 
     TYPE: ClassVar[str] = "refused"
     reason: Text
@@ -264,13 +263,13 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Request(Message):
-    """Take a checkpoint at the next step boundary, please."""
+    """Request for a checkpoint at the next step boundary."""
 
     TYPE: ClassVar[str] = "request"
     id: Id
     reason: Text
     seconds_left: Seconds
-    """Until the power goes, counted from the sending."""
+    """Time until the VM is terminated, from the moment of sending."""
     urgency: Id = "emergency"
 
 
@@ -285,7 +284,7 @@ class Target(Message):
 
 @dataclass(frozen=True)
 class Withdrawn(Message):
-    """The request no longer stands; go on training."""
+    """The daemon has withdrawn the request; training continues."""
 
     TYPE: ClassVar[str] = "withdrawn"
     request_id: Id
@@ -303,7 +302,7 @@ class Committed(Message):
 
 @dataclass(frozen=True)
 class Fenced(Message):
-    """Another VM has taken the run over; nothing from here will be committed any more."""
+    """Another VM has taken the run over; nothing from this VM is committed any more."""
 
     TYPE: ClassVar[str] = "fenced"
     generation: Generation
@@ -311,7 +310,7 @@ class Fenced(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """Answer to :class:`Finish`: as far as this VM is concerned, the start may begin."""
+    """Answer to :class:`Finish`: nothing on this VM prevents the job start."""
 
     TYPE: ClassVar[str] = "finished"
     job_start_id: Id
@@ -319,7 +318,7 @@ class Finished(Message):
 
 @dataclass(frozen=True)
 class Restoring(Message):
-    """The answer to RestoreQuery is on its way."""
+    """Progress of the answer to RestoreQuery."""
 
     TYPE: ClassVar[str] = "restoring"
     query_id: Id
@@ -344,7 +343,7 @@ class Restored(Message):
 
 @dataclass(frozen=True)
 class StatusQuery(Message):
-    """``swansong status`` asks."""
+    """Query of ``swansong status``."""
 
     TYPE: ClassVar[str] = "status_query"
 
@@ -359,13 +358,13 @@ class Status(Message):
 
 @dataclass(frozen=True)
 class Notify(Message):
-    """``swansong notify``: the VM will go away.  Only root and the daemon's own user may say so."""
+    """Manual notice of ``swansong notify``.  Only root and the daemon's own user may send it."""
 
     TYPE: ClassVar[str] = "notify"
     nonce: Id
-    """Made anew for each notice; the same one said twice is one notice."""
+    """Random for each notice.  Two messages with the same nonce are one notice."""
     seconds_left: Seconds
-    """Until the power goes, counted from the sending."""
+    """Time until the VM is terminated, from the moment of sending."""
     reason: Text = ""
     drill: Flag = False
     """A rehearsal."""
@@ -373,7 +372,7 @@ class Notify(Message):
 
 @dataclass(frozen=True)
 class NotifyWithdrawn(Message):
-    """``swansong notify --withdraw``: what was said by Notify does not stand any more."""
+    """Withdrawal of the manual notice, by ``swansong notify --withdraw``."""
 
     TYPE: ClassVar[str] = "notify_withdrawn"
     reason: Text = ""
@@ -381,7 +380,7 @@ class NotifyWithdrawn(Message):
 
 @dataclass(frozen=True)
 class Noted(Message):
-    """Answer to Notify and NotifyWithdrawn; StatusQuery shows what came of it."""
+    """Answer to Notify and NotifyWithdrawn; :class:`Status` shows the effect."""
 
     TYPE: ClassVar[str] = "noted"
 
@@ -402,10 +401,10 @@ _KEYS_MAX = 1000
 
 
 def encode(message: Message) -> bytes:
-    """The message as one datagram, with measurements and texts moved into their ranges.
+    """Return the message as one datagram, with measurements and texts clamped to their ranges.
 
     Raises:
-        ProtocolError: it would be larger than :data:`MAX_MESSAGE_BYTES`, or a field has the wrong type.
+        ProtocolError: the datagram would exceed :data:`MAX_MESSAGE_BYTES`, or a field has the wrong type.
     """
     body = {"type": message.TYPE, **_fitted(message)}
     try:
@@ -425,8 +424,8 @@ def decode(data: bytes) -> Message:
     """Parse one datagram.
 
     Raises:
-        ProtocolError: it is too large, no JSON object, of unknown type, or a field is missing, has the wrong
-            type or is out of its range.
+        ProtocolError: the datagram is too large or not a JSON object, its type is unknown, or a field is
+            missing, has the wrong type or is out of range.
     """
     body = _parse_object(data, MAX_MESSAGE_BYTES, "message")
     name = body.get("type")
@@ -454,7 +453,7 @@ def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
 #     rank-00000.json                                  rank manifest, the last file that the rank writes
 #     rank-00000/...                                   the files that it lists
 # <staging>/<run>/restored/                            checkpoints that the daemon has fetched for a trainer
-# <staging>/<run>/.<name>                              temporary files, and the private directory of the daemon
+# <staging>/<run>/.<name>                              temporary files; private directory of the daemon
 # <staging>/<run>/<other>                              a checkpoint of another framework, see ADOPTED_NAMES
 
 RESTORED_DIRECTORY = "restored"
@@ -604,7 +603,7 @@ class RankManifest:
     nodes: Nodes = 1
     request_id: Id = ""
     start_id: Id = ""
-    """Of the start of the training that wrote it, see :class:`Hello`."""
+    """Id of the start of the training that wrote the set; see :class:`Hello`."""
     framework: Id = "swansong"
     health: Metrics = field(default_factory=dict)
     version: Version = VERSION
@@ -613,7 +612,7 @@ class RankManifest:
         """Return the content of the file.
 
         Raises:
-            ProtocolError: it lists too many files, or a field has the wrong type.
+            ProtocolError: the manifest lists too many files, or a field has the wrong type.
         """
         return json.dumps(_fitted(self), indent=1, allow_nan=False).encode()
 
@@ -622,7 +621,7 @@ class RankManifest:
         """Parse the content of the file.
 
         Raises:
-            ProtocolError: it cannot be understood, or names a path that is not safe.
+            ProtocolError: the content is malformed, or contains an unsafe path.
         """
         body = _parse_object(data, RANK_MANIFEST_MAX_BYTES, "rank manifest")
         manifest: RankManifest = _build(cls, body, "rank manifest")
@@ -635,9 +634,9 @@ class RankManifest:
 @dataclass(frozen=True)
 class _FieldType:
     check: Callable[[Any, str], Any]
-    """Returns the value of the field with that name, or raises BoundsError."""
+    """Takes value and name of a field; returns the value, or raises BoundsError."""
     fit: Callable[[Any], Any] = lambda value: value
-    """Moves a value of our own into the range; None if that is impossible."""
+    """Clamps a value of the sender to the range; returns None if that is impossible."""
 
 
 def _integer(low: int, high: int) -> _FieldType:
@@ -674,7 +673,7 @@ def _clamped_text(max_chars: int) -> _FieldType:
 
 
 def _cut(text: str, max_chars: int) -> str:
-    """At most so many characters, without lone surrogates, as names of files may contain."""
+    """Cut a text to ``max_chars`` characters, and replace lone surrogates, which file names may contain."""
     return text[:max_chars].encode(errors="replace").decode()
 
 
@@ -684,7 +683,7 @@ def _check_capabilities(value: Any, name: str) -> list[str]:
 
 
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    # Names that the daemon itself reads come first, should there be too many.
+    # The daemon reads these two names, so they come first if there are too many.
     names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
     limit = bounds.METRIC_MAX
     fitted = {
@@ -728,21 +727,21 @@ _FIELD_TYPES = {
     "Report": _FieldType(lambda value, name: bounds.mapping(value, name, _KEYS_MAX)),
     "list[FileEntry]": _FieldType(_check_files, _fit_files),
 }
-"""By the name of the alias in the annotation of a field, which is a string: see the __future__ import."""
+"""By the name of the alias in a field's annotation, which is a string because of the __future__ import."""
 
 
 def _field_type(item: dataclasses.Field[Any]) -> tuple[_FieldType, bool]:
-    """The type of a field, and whether the field may be None."""
+    """Return the type of a field, and whether the field may be None."""
     annotation = str(item.type)
     name = annotation.removesuffix(" | None")
     return _FIELD_TYPES[name], name != annotation
 
 
 def _build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
-    """The message or manifest with these values.
+    """Build a message or manifest from a JSON object.
 
     Raises:
-        ProtocolError: a field is missing, has the wrong type, or is out of its range.
+        ProtocolError: a field is missing, has the wrong type, or is out of range.
     """
     values: dict[str, Any] = {}
     for item in dataclasses.fields(kind):
@@ -750,8 +749,8 @@ def _build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
             field_type, is_optional = _field_type(item)
             value = body[item.name]
             try:
-                is_none = is_optional and value is None
-                values[item.name] = None if is_none else field_type.check(value, item.name)
+                is_null = is_optional and value is None
+                values[item.name] = None if is_null else field_type.check(value, item.name)
             except (BoundsError, ProtocolError) as error:
                 raise ProtocolError(f"{what}: {error}") from None
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
@@ -760,7 +759,7 @@ def _build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
 
 
 def _fitted(sent: Any) -> dict[str, Any]:
-    """The fields of a message or manifest, with measurements and texts moved into their ranges.
+    """Return the fields of a message or manifest, with measurements and texts clamped to their ranges.
 
     Raises:
         ProtocolError: a field has the wrong type.
@@ -775,6 +774,6 @@ def _fitted(sent: Any) -> dict[str, Any]:
             raise ProtocolError(str(error)) from None
         except (TypeError, AttributeError) as error:
             raise ProtocolError(f"{item.name} is {bounds.shown(value)}: {error}") from None
-        # Seconds of NaN are the only value that has no place in its range.
+        # Only seconds of NaN cannot be clamped.
         body[item.name] = 0.0 if value is None and not is_optional else value
     return body

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, as files: one JSON index and one ``.npy`` file for each array.
+"""The state of one rank as files: a JSON index, and one ``.npy`` file for each array.
 
-Bit for bit, and never pickle.  A tree is made of dict, list, tuple, str, int, float, bool, None, bytes
-and numpy arrays or scalars; what JSON has no word for is written as an object with one key, such as
-``{"tuple": [...]}``.  numpy is used if the training script uses it, and is not needed otherwise.
+Values are restored bit by bit, without pickle.  A tree consists of dict, list, tuple, str, int, float, bool,
+None, bytes and numpy arrays or scalars.  A value that JSON cannot represent becomes an object with one key,
+such as ``{"tuple": [...]}``.  numpy is needed only if the training script uses it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def save_tree(directory: str | os.PathLike[str], tree: object) -> None:
     """Write ``tree`` into an existing directory.
 
     Raises:
-        TypeError: it holds something else than the types above; names the place in the tree.
-        OSError: the file system refused.
+        TypeError: the tree contains another type than those above; names its place in the tree.
+        OSError: the file system returned an error.
     """
     directory = os.fspath(directory)
     index = {"format": FORMAT, "tree": encode_tree(tree, "state", _Arrays(directory).put)}
@@ -42,10 +42,10 @@ def save_tree(directory: str | os.PathLike[str], tree: object) -> None:
 
 
 def load_tree(directory: str | os.PathLike[str]) -> Any:
-    """The tree that :func:`save_tree` wrote into ``directory``.
+    """Return the tree that :func:`save_tree` wrote into ``directory``.
 
     Raises:
-        ValueError: the index or an array cannot be understood, or another format wrote it.
+        ValueError: the index or an array is malformed, or has another format.
         OSError: a file is missing or cannot be read.
     """
     directory = os.fspath(directory)
@@ -57,7 +57,7 @@ def load_tree(directory: str | os.PathLike[str]) -> Any:
 
 
 class _Arrays:
-    """Keeps numpy arrays beside the index, a file each."""
+    """Stores each numpy array in a file beside the index."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -77,36 +77,35 @@ class _Arrays:
 
     def get(self, word: str, name: Any) -> Any:
         if word not in ("array", "scalar"):
-            raise ValueError(f"{INDEX} holds {word!r:.40}, which this version does not know")
+            raise ValueError(f"{INDEX} contains {word!r:.40}, which this version cannot read")
         if not _ARRAY_NAME.match(name):
             raise ValueError(f"{INDEX} names the array file {name!r:.100}")
         import numpy as np  # noqa: PLC0415 - only a state that holds arrays needs it
 
-        # Not numpy.load(), which takes an archive for a mapping of arrays.
+        # Not numpy.load(), which would also open an archive of arrays.
         with open(os.path.join(self._directory, name), "rb") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
         return array if word == "array" else array[()]
 
 
 def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
-    """What stands for ``value`` in JSON; new objects throughout, so that it is a copy.
+    """Encode a tree for JSON; the result shares no object with the tree.
 
     Args:
         value: a tree.
-        path: how to name its place in messages.
-        put: keeps elsewhere what JSON has no word for, and returns the object of one key that stands
-            for it; None when it does not know it either.
+        path: name of its place, for errors.
+        put: stores a value that JSON cannot represent elsewhere, and returns an object with one key as a
+            reference.  Returns None for a value that it cannot store.
 
     Raises:
-        TypeError: neither knows how to write it; names the place in the tree.
+        TypeError: a value can be neither encoded nor stored; names its place in the tree.
     """
-    # Exact types only: a subclass (a named tuple, an enum, a masked array) would come back as
-    # something else than it was.
+    # Exact types only: a subclass, such as a named tuple or an enum, would come back as its base class.
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
     if kind is int:
-        # Python limits how long a decimal integer may be when it is read; hex has no limit.
+        # Python limits the digits of a decimal integer that it parses, but not those of a hexadecimal one.
         return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
     if kind is float:
         finite = value - value == 0.0
@@ -135,21 +134,21 @@ def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
 
 
 def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
-    """The tree that :func:`encode_tree` made ``node`` of.
+    """Return the tree that :func:`encode_tree` encoded as ``node``.
 
     Args:
         node: from JSON.
-        get: finds again what ``put`` kept, by the key and the value of its object.
+        get: returns the value that ``put`` stored, by key and value of its reference.
 
     Raises:
-        ValueError: it cannot be understood.
+        ValueError: the node is malformed.
     """
     if isinstance(node, list):
         return [decode_tree(item, get) for item in node]
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
-        raise ValueError(f"{INDEX} holds an object of {len(node)} keys; each has one")
+        raise ValueError(f"{INDEX} contains an object of {len(node)} keys instead of one")
     ((word, body),) = node.items()
     if word == "tuple":
         return tuple(decode_tree(item, get) for item in body)
@@ -165,26 +164,26 @@ def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
 
 
 class Snapshots(Protocol):
-    """A training state as the guard sees it."""
+    """The interface of a training state to the guard."""
 
     in_background: bool
-    """Whether ``snapshot`` copies, so that training may go on before the copy is written."""
+    """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
     reads_whole_set: bool
-    """Whether ``load`` wants the directory of all ranks, and any number of ranks may have saved."""
+    """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
 
     def snapshot(self) -> Callable[[Path], object]:
-        """What writes this rank's part of the state of this moment into a directory."""
+        """Return a function that writes this rank's part of the current state into a directory."""
 
     def load(self, directory: Path) -> object:
-        """Read what was written, by this rank or (``reads_whole_set``) by all."""
+        """Load the files of this rank or, with ``reads_whole_set``, of all ranks."""
 
 
 class Functions:
-    """A state of which only two functions are known: it is written, and read, at once.
+    """A state that two functions of the training script save and load, without a copy.
 
     Args:
-        save: writes it into a directory.
-        load: reads it from there.
+        save: writes the state into a directory.
+        load: reads the state from a directory.
     """
 
     in_background = False
@@ -195,12 +194,12 @@ class Functions:
         self.load = load
 
     def snapshot(self) -> Callable[[Path], object]:
-        """The function itself: nothing is copied."""
+        """Return the save function: nothing is copied."""
         return self._save
 
 
 def take_generators() -> dict[str, Any]:
-    """The state of ``random`` and of numpy's global generator, if numpy is in use."""
+    """Return the state of ``random`` and, if numpy is in use, of its global generator."""
     generators: dict[str, Any] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -209,29 +208,29 @@ def take_generators() -> dict[str, Any]:
 
 
 def set_generators(generators: Mapping[str, Any]) -> None:
-    """Undo whatever was drawn since :func:`take_generators`."""
+    """Set the generators to a state that :func:`take_generators` returned."""
     random.setstate(generators["python"])
     if "numpy" in generators:
-        import numpy as np  # noqa: PLC0415 - only if the script that saved had it
+        import numpy as np  # noqa: PLC0415 - only if the script that saved used it
 
         np.random.set_state(generators["numpy"])
 
 
 class Bundle:
-    """The objects of one rank that make up its training state, and the random generators beside them.
+    """The objects of one rank's training state, saved together with the global random generators.
 
     Args:
         objects: by name, anything with ``state_dict()`` and ``load_state_dict()``, or a numpy
             ``Generator`` (anything with a ``bit_generator``).
 
     Raises:
-        TypeError: an object has neither.
+        TypeError: an object has neither the two methods nor a ``bit_generator``.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, item in objects.items():
             if not isinstance(name, str):
-                raise TypeError(f"state= has the key {name!r}; names are strings")
+                raise TypeError(f"state= has the key {name!r}; names must be strings")
             stateful = hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             if not stateful and not hasattr(item, "bit_generator"):
                 raise TypeError(
@@ -241,7 +240,7 @@ class Bundle:
         self._objects = dict(objects)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write all objects and the state of ``random`` and numpy's global generator."""
+        """Write all objects and the global random generators."""
         states = {}
         for name, item in self._objects.items():
             is_stateful = hasattr(item, "state_dict")
@@ -249,26 +248,28 @@ class Bundle:
         save_tree(directory, {"objects": states, "random": take_generators()})
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Give every object the state that it had.
+        """Load all objects and the global random generators.
 
         Raises:
-            KeyError: the checkpoint has no state for one of the objects.
+            KeyError: the checkpoint contains no state for one of the objects.
             ValueError, OSError: see :func:`load_tree`.
         """
         tree = load_tree(directory)
         states, generators = tree["objects"], tree["random"]
         missing = self._objects.keys() - states.keys()
         if missing:
-            raise KeyError(f"the checkpoint holds no state for {sorted(missing)}")
+            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
         unused = states.keys() - self._objects.keys()
         if unused:
-            log.warning("the checkpoint also holds %s, which nothing here takes", sorted(unused))
+            log.warning(
+                "the checkpoint also contains %s, which this script does not load", sorted(unused)
+            )
         for name, item in self._objects.items():
             if hasattr(item, "load_state_dict"):
                 item.load_state_dict(states[name])
             else:
                 item.bit_generator.state = states[name]
-        # Last, since loading the objects may have drawn from them.
+        # Last, because loading the objects may draw random numbers.
         set_generators(generators)
 
 
@@ -277,10 +278,11 @@ def state_of(
     save: Callable[[Path], object] | None,
     load: Callable[[Path], object] | None,
 ) -> Snapshots:
-    """The one state that :func:`swansong.attach` was told of, in whichever way.
+    """Return the state that the arguments of :func:`swansong.attach` describe.
 
     Raises:
-        ValueError, TypeError: it was told of none, of two, or of one that cannot be saved.
+        ValueError: the arguments describe no state, or two.
+        TypeError: the state contains an object that cannot be saved.
     """
     if state is not None:
         if save is not None or load is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a trainer resume to the bit?  Runs it without interruption, and killed and resumed, and compares.
+"""Checks that a trainer resumes bit by bit: compares an uninterrupted run with one that is killed and
+resumed.
 
 ::
 
@@ -8,14 +9,14 @@
     def test_resume(tmp_path):
         check_resume([sys.executable, "train.py"], steps=40, kill_at=[7, 12, 31], directory=tmp_path)
 
-No daemon, root or cloud is needed: a stand-in answers the hooks.  At each step of ``kill_at`` it asks for a
-checkpoint, and kills the trainer with SIGKILL as soon as that is sealed; then it starts the same command
-again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the two must be the same, which
-covers whatever the trainer saves: weights, optimizer, random generators, position in the data.
+No daemon, root or cloud is needed: a stand-in answers the hooks.  At each step of ``kill_at`` it requests a
+checkpoint, kills the trainer with SIGKILL when the checkpoint is sealed, and starts the same command
+again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the two must be equal: weights,
+optimizer, random generators, position in the data, and all else that the trainer saves.
 
-The trainer must seed all generators that it saves (``swansong.torch.seed_all``), whether it draws from them
-or not.  Run it on the CPU with a fixed number of threads (one is set unless you say otherwise), or with
-deterministic kernels.
+The trainer must seed all generators that it saves (``swansong.torch.seed_all``), even those that it does
+not use.  Run it with deterministic kernels, or on the CPU with a fixed number of threads (the default here
+is one).
 """
 
 from __future__ import annotations
@@ -53,27 +54,27 @@ _DETERMINISTIC = {
 
 
 _END_PATIENCE_S = 10.0
-"""Longest wait for killed processes to end, which takes long only where a device driver blocks."""
+"""Longest wait for killed processes to end.  Only a blocked device driver delays the end."""
 
 
 class ResumeMismatchError(AssertionError):
-    """The resumed run is not the one that was not interrupted; says where they differ."""
+    """The resumed run differs from the uninterrupted one; the text names the place."""
 
 
 class TrainerFailedError(AssertionError):
-    """The trainer ended, refused or came to a halt before it had saved what was asked for."""
+    """The trainer ended, declined or stopped making progress before it had saved."""
 
 
 @dataclass
 class ResumeReport:
-    """What :func:`check_resume` did, and found equal."""
+    """The result of :func:`check_resume` for two equal runs."""
 
     saved_steps: list[int] = field(default_factory=list)
-    """Steps at which the run was saved and then killed."""
+    """Steps at which the run was saved and killed."""
     files: int = 0
-    """Files of the last checkpoint that were compared."""
+    """Number of compared files of the last checkpoint."""
     losses: int = 0
-    """Steps of which the loss was compared: those up to ``steps`` that both runs printed."""
+    """Number of compared losses: those of steps up to ``steps`` that both runs printed."""
 
 
 def check_resume(
@@ -92,24 +93,24 @@ def check_resume(
     """Compare a run that is killed and resumed with one that is not.
 
     Args:
-        command: starts the trainer; or a function at the top level of a module, run in a new Python.
-        steps: both runs are compared as of this step; the trainer must reach it by itself.
-        kill_at: before each of these the trainer is started (again), and at each it is saved and killed:
-            a step; or a regular expression, for when a line of output matches it.
-        directory: for staging and the trainer's stderr; else a temporary one, which is removed.
+        command: starts the trainer; or a function at the top level of a module, which runs in a new Python.
+        steps: step of the last checkpoint, at which the runs are compared.  The trainer must reach it.
+        kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, or a regular
+            expression that matches a line of output.
+        directory: for staging and the trainer's stderr; default: a temporary directory, removed at the end.
         ranks: number of ranks.
-        has_launcher: ``command`` starts all ranks, as torchrun does; else it is started once for each, with
-            the environment variables that torchrun would set.
-        environment: variables on top of this process's own.
-        loss_of: finds step and loss in a line of output; by default, lines that are JSON objects with
-            ``step`` and ``loss`` are understood.  Print it before ``guard.step()``: the trainer is killed as
-            soon as the checkpoint of that step is sealed.
-        ignoring: a regular expression; files of the last checkpoint in whose path it is found may differ.
-        limit_s: longest time that one start of the trainer may take.
+        has_launcher: whether ``command`` starts all ranks, as torchrun does.  Otherwise it is started once
+            for each rank, with the environment variables of torchrun.
+        environment: variables in addition to those of this process.
+        loss_of: parses step and loss from a line of output, or returns None; default: lines that are JSON
+            objects with ``step`` and ``loss``.  The trainer must print the line before ``guard.step()``,
+            because it is killed when the checkpoint of that step is sealed.
+        ignoring: a regular expression; files of the last checkpoint whose path matches may differ.
+        limit_s: longest time of one start of the trainer, in seconds.
 
     Raises:
         ResumeMismatchError: the runs differ.
-        TrainerFailedError: the trainer did not do its part.
+        TrainerFailedError: the trainer did not save at a moment of ``kill_at``, or at ``steps``.
     """
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
@@ -144,7 +145,7 @@ def check_resume(
 
 
 class _Run:
-    """One logical run: its staging directory, and what it said over all starts."""
+    """One logical run: its staging directory, and the losses of all its starts."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -170,7 +171,7 @@ class _Trainer:
     limit_s: float
 
     def until_saved(self, run: _Run, moment: int | str) -> Path:
-        """Start the trainer, have it saved at this moment, and kill it; the sealed set."""
+        """Start the trainer, save it at this moment, kill it, and return the sealed set."""
         run.starts += 1
         events: queue.SimpleQueue[Message | str | int] = queue.SimpleQueue()
         stand_in = _StandIn(run, self.ranks, moment, events.put)
@@ -180,7 +181,7 @@ class _Trainer:
         try:
             with errors.open("w") as stderr:
                 for rank in range(1 if self.has_launcher else self.ranks):
-                    # One by one: what was started is ended, come what may.
+                    # Append each immediately, so that the cleanup ends every process that was started.
                     outputs.append(_Output(events.put))
                     process = self._start(run, stand_in, rank, outputs[-1].write_fd, stderr)
                     processes.append(process)
@@ -193,7 +194,7 @@ class _Trainer:
             for output in outputs:
                 output.end()
             stand_in.close()
-        # Output, answers and exit codes arrive in any order: judge when all three have been read to the end.
+        # Output, answers and exit codes arrive in any order: decide after all three are read to the end.
         while not events.empty():
             event = events.get()
             self._note_loss(run, event)
@@ -221,7 +222,7 @@ class _Trainer:
                 "TORCHELASTIC_RUN_ID": "check",
                 "TORCHELASTIC_RESTART_COUNT": str(run.starts),
             }
-        return subprocess.Popen(  # noqa: S603 - to run the command given is what this is for
+        return subprocess.Popen(  # noqa: S603 - runs the command that the caller gave
             self.command,
             env={**variables, **self.environment},
             stdin=subprocess.DEVNULL,
@@ -237,14 +238,14 @@ class _Trainer:
         moment: int | str,
         events: queue.SimpleQueue[Message | str | int],
     ) -> Message | str:
-        """The answer to the request, or why none will come."""
+        """Return the answer to the request, or the reason why none will arrive."""
         give_up = time.monotonic() + self.limit_s
         ended = 0
         while True:
             try:
                 event = events.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
-                return f"nothing after {self.limit_s:.0f} s"
+                return f"no answer after {self.limit_s:.0f} s"
             self._note_loss(run, event)
             if isinstance(event, str):
                 if isinstance(moment, str) and re.search(moment, event):
@@ -263,25 +264,25 @@ class _Trainer:
 
 
 class _StandIn:
-    """The daemon's end of the socket, as far as one start of the trainer needs it."""
+    """A stand-in for the daemon, for one start of the trainer."""
 
     def __init__(
-        self, run: _Run, ranks: int, moment: int | str, tell: Callable[[Message], object]
+        self, run: _Run, ranks: int, moment: int | str, report: Callable[[Message], object]
     ) -> None:
         self._run = run
         self._ranks = ranks
         self._moment = moment
-        self._tell = tell
+        self._report = report
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._pidfds: dict[int, int] = {}
-        """By pid, of all who ever said hello: a pid alone may be another process by the time of the kill."""
+        """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._served: list[tuple[socket.socket, threading.Thread]] = []
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
         self._target: protocol.Target | None = None
         self._is_requested = isinstance(moment, int)
-        # Short, since the path of a socket is limited to about 100 characters.
+        # Short, because the path of a socket is limited to about 100 characters.
         self._directory = tempfile.TemporaryDirectory(prefix="swansong-")
         self.path = os.path.join(self._directory.name, "socket")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -294,7 +295,7 @@ class _StandIn:
         self._accepting.start()
 
     def request(self) -> None:
-        """Ask for a checkpoint, once."""
+        """Request a checkpoint; a second call does nothing."""
         with self._lock:
             if not self._is_requested:
                 self._is_requested = True
@@ -302,7 +303,7 @@ class _StandIn:
                     self._send(connection, self._request)
 
     def kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Kill all at once, and wait for their end: the launcher first, so that it starts nothing again."""
+        """Kill all processes and wait for their end.  The launcher is first, so that it restarts none."""
         for process in processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -323,12 +324,14 @@ class _StandIn:
             os.close(pidfd)
 
     def close(self) -> None:
-        """Return when each message that was sent before this call has been passed on."""
+        """Return after each message that was sent before this call has been passed on."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         for connection, thread in self._served:
             with contextlib.suppress(OSError):  # the thread has closed it already
-                connection.shutdown(socket.SHUT_RDWR)  # what has arrived can still be read
+                connection.shutdown(
+                    socket.SHUT_RDWR
+                )  # messages that have arrived can still be read
             thread.join()
         self._directory.cleanup()
 
@@ -364,7 +367,7 @@ class _StandIn:
                         self._restore(connection, message.query_id)
                     elif isinstance(message, Accepted):
                         self._agree(rank, message)
-                    self._tell(message)
+                    self._report(message)
             except OSError:
                 pass
             finally:
@@ -381,7 +384,7 @@ class _StandIn:
             self._send(
                 connection, protocol.Welcome("check", str(self._run.staging), self._run.starts)
             )
-            # Before its question is answered, so that it cannot have passed the step.
+            # Before the answer to its restore query, so that it cannot have passed the step.
             if self._is_requested:
                 self._send(connection, self._request)
 
@@ -390,7 +393,7 @@ class _StandIn:
         path, step = (str(found[0]), found[1]) if found is not None else ("", -1)
         answer = protocol.Restored(query_id, path, step, self._run.starts)
         with self._lock:
-            # With a step in mind, nobody trains before all ranks know it.
+            # If the moment is a step, no rank may train before all ranks know the target.
             if isinstance(self._moment, int) and self._target is None:
                 self._held.append((connection, answer))
             else:
@@ -416,51 +419,51 @@ class _StandIn:
         try:
             connection.send(protocol.encode(message))
         except OSError:
-            pass  # it has just ended; its process says so as well
+            pass  # the process has just ended, and its exit code is reported
 
 
-def _report_exit(process: subprocess.Popen[bytes], tell: Callable[[int], object]) -> None:
-    tell(process.wait())
+def _report_exit(process: subprocess.Popen[bytes], report: Callable[[int], object]) -> None:
+    report(process.wait())
 
 
 class _Output:
     """Passes on each line that a process and its children print.
 
-    The end is a line of our own: children of a launcher may outlive it, and hold the pipe open.
+    A random line marks the end: children of a launcher may outlive it, and hold the pipe open.
 
     Args:
-        tell: gets each whole line, in a thread.
+        report: called with each complete line, in a thread.
     """
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
+    def __init__(self, report: Callable[[str], object]) -> None:
         read_fd, self.write_fd = os.pipe()
         self._end = f"{secrets.token_hex(16)}\n"
-        self._thread = threading.Thread(target=self._read, args=(read_fd, tell), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(read_fd, report), daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Return when each line that was printed before this call has been passed on."""
+        """Return after each line that was printed before this call has been passed on."""
         os.write(self.write_fd, self._end.encode())
         os.close(self.write_fd)
         self._thread.join()
 
-    def _read(self, read_fd: int, tell: Callable[[str], object]) -> None:
+    def _read(self, read_fd: int, report: Callable[[str], object]) -> None:
         with open(read_fd, errors="replace") as lines:
             for line in lines:
-                if line.endswith(self._end):  # what stands before it was cut off by the kill
+                if line.endswith(self._end):  # the kill truncated the text before it
                     return
-                tell(line)
+                report(line)
 
 
 def _is_answer(message: Message) -> bool:
-    """Whether it answers the request for a checkpoint."""
+    """Whether a message answers the request for a checkpoint."""
     return isinstance(message, Sealed | Failed | Declined) and bool(message.request_id)
 
 
 def _json_loss(line: str) -> tuple[int, float] | None:
     try:
-        said = json.loads(line)
-        return int(said["step"]), float(said["loss"])
+        body = json.loads(line)
+        return int(body["step"]), float(body["loss"])
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -485,7 +488,7 @@ def _compare_losses(wanted: dict[int, float], got: dict[int, float], steps: int)
 def _compare_sets(wanted: Path, got: Path, ignoring: str) -> int:
     def files(directory: Path) -> dict[str, Path]:
         found = (path for path in directory.rglob("*") if path.is_file())
-        # Manifests tell of the request, which is not the same.
+        # Manifests contain the id of the request, which differs.
         named = {str(path.relative_to(directory)): path for path in found}
         return {
             name: path
@@ -497,7 +500,7 @@ def _compare_sets(wanted: Path, got: Path, ignoring: str) -> int:
     if ours.keys() != theirs.keys():
         raise ResumeMismatchError(f"files differ: {sorted(ours.keys() ^ theirs.keys())}")
     if _step_of(wanted) != _step_of(got):
-        raise ResumeMismatchError(f"{got.name} is not of the step of {wanted.name}")
+        raise ResumeMismatchError(f"{got.name} is of another step than {wanted.name}")
     for name, path in ours.items():
         before, after = path.read_bytes(), theirs[name].read_bytes()
         if before != after:
@@ -521,4 +524,4 @@ def _first_difference(name: str, before: bytes, after: bytes) -> str:
         return walk(json.loads(before), json.loads(after), "")
     pairs = enumerate(zip(before, after, strict=False))
     place = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
-    return f"from byte {place} of {len(before)} on"
+    return f"first at byte {place} of {len(before)}"

@@ -12,9 +12,9 @@
         guard.step(step + 1, loss=loss)
     guard.close()
 
-The training loop stands still only while the state is copied to host memory; files are written from there.
-No rank waits for another in a save, there are no collectives in it, and nothing is gathered.  Loading reads
-safetensors and JSON: nothing in a checkpoint can run code, and a bit that has flipped is found.
+A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
+files from there.  A save uses no collectives and gathers nothing, so no rank waits for another.  A checkpoint
+consists of safetensors and JSON files with checksums: it cannot run code, and a flipped bit is detected.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shie
 
 _GENERATORS, _VALUES = "generators", "values"
 _OTHERS = "others"
-"""Files of this name hold the tensors of all that is neither model nor optimizer."""
+"""Name of the files with the tensors of all objects that are neither model nor optimizer."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 log = logging.getLogger("swansong")
 
 
 class TrainingState:
-    """All that decides about the next optimizer step, of one rank.
+    """One rank's state that determines the next optimizer step.
 
-    Saved along with the objects: :attr:`values`, and the generators of ``random``, numpy, torch and
+    A checkpoint contains the objects, :attr:`values`, and the generators of ``random``, numpy, torch and
     every CUDA device.
 
     Args:
-        model: as it is trained: plain, ``DistributedDataParallel``, or after ``fully_shard``.  Give the
-            wrapped model, since only then is it known what the ranks have in common.
-        optimizer: for it; made after wrapping, as usual.
-        scheduler, scaler: of the learning rate, and ``torch.amp.GradScaler``.
-        loader: anything with ``state_dict()``, such as :class:`ResumableLoader` or torchdata's
+        model: the model that is trained: plain, in ``DistributedDataParallel``, or after ``fully_shard``.
+            Pass the wrapped model: the wrapper shows which tensors all ranks have in common.
+        optimizer: of the model, created after wrapping.
+        scheduler: of the learning rate.
+        scaler: a ``torch.amp.GradScaler``.
+        loader: an object with ``state_dict()``, such as :class:`ResumableLoader` or torchdata's
             ``StatefulDataLoader``.
-        resize: is asked when another number of ranks saved: gets the name and, by old rank, the
-            states of an object that each rank has of its own, and returns the one for this rank.  Without
-            it such a checkpoint is refused if there is such an object (``loader`` and ``others``).
-        others: more objects: modules, optimizers, ``torch.Generator``, numpy ``Generator``, anything with
-            ``state_dict()`` and ``load_state_dict()``.
+        resize: called if another number of ranks saved the checkpoint, for each object that differs between
+            ranks (``loader`` and ``others``).  It takes the object's name and its states by old rank, and
+            returns the state for this rank.  Without ``resize`` such a checkpoint is refused.
+        others: further objects: modules, optimizers, ``torch.Generator``, numpy ``Generator``, or objects
+            with ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
-        TypeError, ValueError: an object or a name that cannot be saved.
+        TypeError: an object cannot be saved.
+        ValueError: a name is reserved or has invalid characters.
     """
 
     in_background = True
@@ -91,11 +93,11 @@ class TrainingState:
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         objects = {**named, "loader": loader, **others}
         self.values: dict[str, Any] = {}
-        """Whatever else must come back: epoch, best metric.  Plain values, the same on all ranks."""
+        """Plain values to save and load, such as epoch or best metric; the same on all ranks."""
         self._objects = {name: item for name, item in objects.items() if item is not None}
         for name, item in self._objects.items():
             if not _NAME.fullmatch(name) or name in (_GENERATORS, _VALUES, _OTHERS):
-                raise ValueError(f"{name!r} cannot be the name of an object")
+                raise ValueError(f"{name!r} is not a valid name of an object")
             if not _is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
@@ -107,12 +109,12 @@ class TrainingState:
     # ------------------------------------------------------------ saving
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the state to host memory; what is returned writes the copy.
+        """Copy the state to host memory, and return a function that writes the copy into a directory.
 
-        The memory of the last copy but one is used again: write, or drop, copies in their order.
+        This reuses the memory of the last copy but one, so that copy must be written or dropped first.
 
         Raises:
-            TypeError: something is of a kind that cannot be written; says what.
+            TypeError: a value cannot be written; names it.
         """
         index: dict[str, Any] = {
             "format": FORMAT,
@@ -135,7 +137,7 @@ class TrainingState:
         pieces = [piece for collector in collectors for piece in collector.pieces]
         arena, spare = self._arenas
         if arena is None or arena.signature != signature_of(pieces):
-            arena = None  # the old memory goes before the new one comes
+            arena = None  # free the old memory before allocating the new one
             self._arenas[0] = None
             arena = Arena(pieces)
         arena.fill(pieces)
@@ -187,7 +189,7 @@ class TrainingState:
         return node, collector
 
     def _common_memory(self) -> set[int]:
-        # DDP keeps parameters equal on all ranks; of anything else each rank saves its own.
+        # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.
         if self._ranks.world_size == 1:
             return set()
         return {
@@ -203,14 +205,14 @@ class TrainingState:
     # ------------------------------------------------------------ loading
 
     def load(self, directory: Path) -> None:
-        """Give every object the state that it had.
+        """Load all objects, values and generators.
 
         Args:
-            directory: with the parts of all ranks.
+            directory: of the checkpoint, with the parts of all ranks.
 
         Raises:
-            ValueError, KeyError, TypeError, OSError: what is missing or does not fit.  The state may then
-                be half loaded.
+            KeyError, ValueError, TypeError, OSError: a part is missing, is damaged or does not fit.  The
+                state may be half loaded.
         """
         found = CheckpointSet(directory)
         is_resized = found.world_size != self._ranks.world_size
@@ -218,10 +220,12 @@ class TrainingState:
         nodes = found.indexes[source]["objects"]
         missing = self._objects.keys() - nodes.keys()
         if missing:
-            raise KeyError(f"the checkpoint holds no state for {sorted(missing)}")
+            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
         unused = nodes.keys() - self._objects.keys() - {_GENERATORS, _VALUES}
         if unused:
-            log.warning("the checkpoint also holds %s, which nothing here takes", sorted(unused))
+            log.warning(
+                "the checkpoint also contains %s, which this script does not load", sorted(unused)
+            )
         if is_resized:
             self._check_resize(found)
         get = _getter(_read(found, source, _OTHERS, {}))
@@ -238,7 +242,7 @@ class TrainingState:
                 _set_state(item, decode_tree(nodes[name], get))
         self.values.clear()
         self.values.update(decode_tree(nodes[_VALUES], get))
-        # Last, since loading the objects may have drawn from them.
+        # Last, because loading the objects may draw random numbers.
         generators = decode_tree(nodes[_GENERATORS], get)
         if is_resized and self._ranks.rank >= found.world_size:
             _reseed(generators, self._ranks.rank)
@@ -254,25 +258,29 @@ class TrainingState:
         own = [name for name in self._objects if self._is_per_rank(name)]
         if own and self._resize is None:
             raise ValueError(
-                f"{found.world_size} ranks saved it and {self._ranks.world_size} are here now: each rank"
-                f" has its own {' and '.join(own)}; give TrainingState resize= to say what becomes of it"
+                f"{found.world_size} ranks saved it and this job has {self._ranks.world_size}: each rank"
+                f" has its own {' and '.join(own)}; pass resize= to TrainingState to convert their states"
             )
         log.warning(
-            "%s ranks saved the checkpoint and %s are here: training goes on, but not bit by bit as before",
+            "%s ranks saved the checkpoint and this job has %s: training continues, but not bit by bit",
             found.world_size,
             self._ranks.world_size,
         )
 
 
 def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.Tensor]:
-    """The whole weights of a checkpoint in host memory, without a model; for evaluation and export.
+    """Load the complete weights of a checkpoint without a model, for evaluation and export.
 
     Args:
         directory: of the checkpoint, with the parts of all ranks.
         name: of the object in :class:`TrainingState`.
 
+    Returns:
+        Tensors in host memory, by the keys of the object's ``state_dict()``, in their full shapes.
+
     Raises:
-        KeyError, ValueError, OSError: there is no such object, or a file is missing or broken.
+        KeyError: the checkpoint does not contain the object.
+        ValueError, OSError: a file is missing or damaged.
     """
     found = CheckpointSet(Path(directory))
     nodes = found.indexes[0]["objects"][name]
@@ -285,7 +293,7 @@ def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.
 
 
 def seed_all(seed: int) -> None:
-    """Seed ``random``, torch with all its devices, and numpy if it is in use."""
+    """Seed ``random``, torch with all its devices and, if it is in use, numpy."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -293,7 +301,7 @@ def seed_all(seed: int) -> None:
 
 
 def shield_worker(_worker_id: int = 0) -> None:
-    """A ``worker_init_fn``: signals meant for the trainer do not kill the data loader's workers."""
+    """Ignore SIGUSR1, SIGTERM and SIGINT in a data loader's worker; pass it as ``worker_init_fn``."""
     import signal  # noqa: PLC0415 - only workers need it
 
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
@@ -327,7 +335,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
-    """The parameter that ``state.<number>...`` belongs to."""
+    """Return the parameter of the key ``state.<number>...``."""
     match = re.match(r"state\.(\d+)\b", key)
     return params[int(match[1])] if match and int(match[1]) < len(params) else None
 
@@ -343,7 +351,7 @@ def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
 def _read(
     found: CheckpointSet, source: int, group: str, targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """All tensors of an object by key: ``targets`` filled in place, others in host memory."""
+    """Read all tensors of an object by key: ``targets`` in place, the others into host memory."""
     tensors: dict[str, torch.Tensor] = {}
     for key in found.indexes[source]["tensors"][group]:
         if key in targets:
@@ -362,7 +370,7 @@ def _getter(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, Any], Any]:
         if word in ("array", "scalar"):
             array = tensors[key].numpy()
             return array if word == "array" else array[()]
-        raise ValueError(f"{INDEX} holds {word!r:.40}, which this version does not know")
+        raise ValueError(f"{INDEX} contains {word!r:.40}, which this version cannot read")
 
     return get
 
@@ -423,6 +431,6 @@ def _set_generators(generators: Mapping[str, Any]) -> None:
 
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:
-    """Generators for a rank that nobody saved: unlike all others, and the same whenever it is done."""
+    """Seed the generators of a rank that the saving job did not have: reproducibly, each rank differently."""
     facts = bytes(generators["torch"].tolist()) + rank.to_bytes(8, "big")
     seed_all(int.from_bytes(hashlib.sha256(facts).digest()[:8], "big"))

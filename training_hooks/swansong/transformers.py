@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback for the Hugging Face ``Trainer``: all ranks save the same step at a notice, and resume there.
+"""A callback for the Hugging Face ``Trainer``: all ranks save the same step at a notice, and resume from it.
 
 ::
 
@@ -9,8 +9,8 @@
     guard = SwansongCallback(trainer)
     trainer.train(resume_from_checkpoint=guard.restore())
 
-The files are those of the ``Trainer``'s own ``checkpoint-N/``: anything that reads those can use them.
-They are written while training stands still.
+A checkpoint contains the ``Trainer``'s own ``checkpoint-N/``, so other tools can read it.  Training pauses
+while the files are written.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["SwansongCallback"]
 
 
 class SwansongCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds itself to the trainer.
+    """Saves and restores a trainer, to which it adds itself.
 
     Args:
-        trainer: whose state is to be saved.
+        trainer: the trainer to save.
         options: of :func:`swansong.attach`, such as ``every_steps``.
     """
 
@@ -49,10 +49,12 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def restore(self) -> str | None:
-        """The newest whole checkpoint, for ``train(resume_from_checkpoint=...)``; None for a fresh run.
+        """Return the directory of the newest whole checkpoint; None for a fresh run.
+
+        Pass it to ``train(resume_from_checkpoint=...)``.
 
         Raises:
-            swansong.RestoreError: there is one, but it cannot be fetched.
+            swansong.RestoreError: a checkpoint exists but cannot be fetched.
         """
         self.guard.restore()
         return None if self._restored is None else str(self._restored)

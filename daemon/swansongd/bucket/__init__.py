@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of the bucket: keys, manifests, claims, commits.  Nothing else knows it."""
+"""The format of the bucket: keys, manifests, claims, farewells.  No other package knows it."""

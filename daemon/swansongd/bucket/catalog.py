@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commits and generations of a run, as the listing of the bucket shows them.
+"""The commits and generations of a run, from listings of the bucket.
 
-Two rules keep a foreign object from being taken for an empty run.  A key below ``commits/`` or
-``generations/`` that no writer formats is an error that names the object to delete.  With a signing key
-only signed claims and manifests count, so that such an object is logged and passed over instead.
+A key below ``commits/`` or ``generations/`` that no writer formats is an error, which names the object to
+delete: a foreign object never makes a run look empty.  With a signing key, only signed claims and manifests
+count, so such an object is logged and skipped.
 
-One rule separates an object that cannot be read from a store that cannot be read (:func:`refused`).  Readers
-pass over the commit of such an object, as over a damaged one, and end with an error of the store.
+An object that cannot be read differs from a store that cannot be read, see :func:`refused`.  Readers skip the
+commit of such an object, as a damaged one, and fail on an error of the store.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import parallel
 
 LISTED_MAX = 200_000
-"""Claims, or manifests, that a reader holds; of more, only the newest."""
+"""Limit of the claims, and of the manifests, that a reader holds: the newest ones."""
 COMMIT_BYTES_MAX = 256 * 2**20
-"""Manifests of one commit, over all nodes."""
+"""Size limit of the manifests of one commit, over all nodes."""
 IN_MEMORY_BYTES = 64 * 2**20
-"""Size of the manifests that :func:`load_each` holds at once, or one commit of more; decoded, about twice."""
+"""Size limit of the manifests that :func:`load_each` holds at the same time, except for one larger commit.
+Decoded manifests take about twice this size."""
 READS = 16
-"""Commits that :func:`load_each` reads at once."""
+"""Number of commits that :func:`load_each` reads in parallel."""
 EXAMINE_CPU_S = 60.0
-"""Processor time for the manifests of one commit, over all nodes.  Waiting for the store does not count."""
+"""Limit of the processor time for the manifests of one commit, without the time of requests."""
 WITNESSES_MAX = 5
-"""Claims that :func:`refused` asks for, besides that of the generation itself."""
+"""Number of claims that :func:`refused` reads, besides that of the generation itself."""
 HISTORY_MAX = 8
-"""Earlier generations that the history covers."""
+"""Number of earlier generations in the history."""
 HISTORY_CLAIMS_MAX = 40
-"""Newest claims that the history examines to find the ones that count."""
+"""Number of newest claims that the history reads to find valid ones."""
 FENCE_CLAIMS_MAX = 20
-"""Newest claims whose signature the fence checks.  Safety does not depend on the fence."""
+"""Number of newest claims whose signature the fence verifies.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
-"""Longest life of a VM that counts: the times in claims may be wrong or forged."""
+"""Limit of the lifetime of a VM in the history: times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
-"""Farewells of one generation that are read."""
+"""Limit of the farewells that are read."""
 
 _decoding = threading.Lock()
-"""One manifest at a time, however many threads read some: the bound on memory is that of one."""
+"""Threads decode one manifest at a time, which limits the memory."""
 
 T = TypeVar("T")
 
@@ -70,18 +71,18 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The manifests of one (generation, step); a checkpoint once all its nodes have committed."""
+    """The manifests of one (generation, step); a checkpoint if all its nodes have committed."""
 
     ref: CommitRef
     nodes: int
     manifest_keys: Mapping[int, str]
     """By node."""
     size_bytes: int = 0
-    """Of all these manifests, by the listing."""
+    """Size of all these manifests in the listing."""
 
     @property
     def is_complete(self) -> bool:
-        return len(self.manifest_keys) == self.nodes  # keys of nodes beyond that are not parsed
+        return len(self.manifest_keys) == self.nodes  # a key with a greater node does not parse
 
 
 def list_commits(store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None) -> list[Commit]:
@@ -91,7 +92,7 @@ def list_commits(store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None
         ref: only this one; costs one small request.
 
     Raises:
-        CorruptError: an object has a key that no writer formats; names it.
+        CorruptError: an object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
     prefix = keys.commits if ref is None else keys.parts(ref)
@@ -117,13 +118,13 @@ def list_commits(store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None
 
 
 def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:
-    """The manifests of the commit that are there, by node.
+    """Read the manifests of the commit, by node.
 
     Raises:
-        UnreadableError: the store refuses one, and returns other objects.
-        CorruptError: one is damaged, gone, not signed, or does not match its key; or together
-            they are larger than any honest ones, or cost more processor time.
-        StoreError: the store could not be asked.
+        UnreadableError: the store refuses a manifest, and returns other objects.
+        CorruptError: a manifest is damaged, missing, not signed, or does not match its key; or all of them
+            exceed the limit of size or processor time.
+        StoreError: a request to the store failed.
     """
     limit_bytes = min(COMMIT_BYTES_MAX, commit.nodes * MANIFEST_BYTES_MAX)
     if commit.size_bytes > limit_bytes:
@@ -154,8 +155,8 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
         raise refused(store, keys, commit.ref.generation, what, error) from error
     with _decoding:
         manifest = decode(data, keys.signer)
-    said = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
-    if said != (keys.run, commit.ref, node, commit.nodes):
+    content = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
+    if content != (keys.run, commit.ref, node, commit.nodes):
         raise CorruptError(
             f"the manifest of node {node} is that of run {manifest.run!r:.100} {manifest.ref} "
             f"node {manifest.node} of {manifest.nodes}"
@@ -172,16 +173,16 @@ def load_each(
     progress: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Load many commits, several at a time, and hand each to ``take``: manifests, or why they do not count.
+    """Read many commits in parallel, and pass each to ``take``: its manifests, or why it does not count.
 
-    Memory is bounded by :data:`IN_MEMORY_BYTES`, whatever the number of commits, if ``take`` keeps none.
+    Memory is limited to :data:`IN_MEMORY_BYTES` for any number of commits, if ``take`` keeps none.
 
     Args:
         take: called from any thread, one call at a time, in any order.
-        progress: told the commits done and the commits in all, in the same way.
+        progress: called in the same way, with the number of commits done and of all commits.
 
     Raises:
-        StoreError: the store could not be asked.
+        StoreError: a request to the store failed.
         Stopped: ``stop`` was set.
     """
     room = _Room(IN_MEMORY_BYTES)
@@ -206,7 +207,7 @@ def load_each(
 
 
 class _Room:
-    """Bounds the sum of what several threads hold; what is larger than all of it is held alone."""
+    """Limits the memory of several threads; a thread that needs more than the limit runs alone."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -238,7 +239,7 @@ def claimed(store: ObjectStore, keys: RunKeys) -> list[int]:
     """The numbers of all claims, ascending, signed or not.
 
     Raises:
-        CorruptError: an object has a key that no writer formats; names it.
+        CorruptError: an object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
     found, foreign = _listed(store, keys.generations, keys.parse_generation)
@@ -250,10 +251,10 @@ def claimed(store: ObjectStore, keys: RunKeys) -> list[int]:
 
 
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
-    """The claim of a generation; None when it is gone, not signed, not of this run, or makes no sense.
+    """The claim of a generation; None if it is missing, not signed, of another run, or malformed.
 
     Raises:
-        StoreError: the store could not be asked.
+        StoreError: a request to the store failed.
     """
     key = keys.generation(generation)
     try:
@@ -271,14 +272,14 @@ def counting_claims(
     enough: int,
     examined_max: int = LISTED_MAX,
 ) -> list[tuple[int, ClaimObject | None]]:
-    """The newest ``enough`` claims that count, newest first: with a signing key, those that it has signed.
+    """The newest ``enough`` claims that count, newest first; with a signing key, only signed ones count.
 
     Args:
-        numbers: the claims to choose from, ascending.
-        examined_max: claims that are read at most.
+        numbers: numbers of all claims, ascending.
+        examined_max: limit of the claims that are read.
 
     Raises:
-        StoreError: the store could not be asked.
+        StoreError: a request to the store failed.
     """
     counting: list[tuple[int, ClaimObject | None]] = []
     is_logged = False
@@ -289,17 +290,17 @@ def counting_claims(
             if len(counting) == enough:
                 break
         elif not is_logged:
-            is_logged = True  # the newest one stands for all: there may be thousands
+            is_logged = True  # only the newest: there may be thousands
             _log.error(
                 "unsigned_claim_ignored",
                 claim=f"{store.url}/{keys.generation(number)}",
-                hint="Find out who wrote it, then delete it; its number is not used again meanwhile",
+                hint="Find its writer, then delete it; no VM claims its number while it exists",
             )
     return counting
 
 
 def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> int:
-    """The highest generation that anybody has claimed; ``above`` when there is no higher one.
+    """The highest claimed generation; ``above`` if there is no higher one.
 
     Raises:
         CorruptError, StoreError: as for :func:`claimed`.
@@ -319,15 +320,15 @@ def history(
     keys: RunKeys,
     generation: int,
     *,
-    gives_up: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> History:
-    """How long the run's earlier VMs lived, and how many went without a SAFE farewell.
+    """Observed time of the run's earlier VMs, and the number of those without a SAFE farewell.
 
-    Wall clocks are compared here: what comes of it is an estimate, and orders nothing.
+    The times are from wall clocks: the result is an estimate, and is never used for an order.
 
     Args:
-        generation: our own; the newest ones before it are looked at.
-        gives_up: asked between requests; once it returns True, the history is empty.
+        generation: our own; the newest ones before it are read.
+        is_cancelled: called between requests; once it returns True, the history is empty.
 
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
@@ -346,8 +347,8 @@ def history(
     observed_s, uncovered = 0.0, 0
     for number, claim in earlier:
         identity = _identity(claim)
-        verdicts = _verdicts(store, keys, number, gives_up)
-        if gives_up():
+        verdicts = _verdicts(store, keys, number, is_cancelled)
+        if is_cancelled():
             return History()
         last, kind = _last_commit(store, keys, newest.get(number))
         ends = [instant_s(last), *(instant_s(written) for _, written in verdicts)]
@@ -356,7 +357,7 @@ def history(
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
         is_covered = any(verdict == Verdict.SAFE for verdict, _ in verdicts)
-        # The same boot twice is a rollback, or a daemon that has lost its claim; a final commit, the end.
+        # The same boot twice is a rollback, or a daemon that lost its claim.  A final commit ends the run.
         is_same_vm = next_boot is not None and identity.get("boot_id") == next_boot
         if not (is_covered or is_same_vm or kind is CheckpointKind.FINAL):
             uncovered += 1
@@ -369,12 +370,12 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
 
 
 def _verdicts(
-    store: ObjectStore, keys: RunKeys, generation: int, gives_up: Callable[[], bool]
+    store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
 ) -> list[tuple[str, str]]:
-    """Verdict and time of the farewells of a generation; those that make no sense are left out."""
+    """Verdict and time of the farewells of a generation; malformed ones are left out."""
     found = []
     for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
-        if gives_up():
+        if is_cancelled():
             break
         try:
             found.append(farewells.verdict_and_time(_content(store, info.key, "the farewell")))
@@ -384,7 +385,7 @@ def _verdicts(
 
 
 def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
-    """Key of a farewell that names a commit of the run; None if the newest farewells name none.
+    """Key of a farewell that names a commit of the run; None if no recent farewell does.
 
     Once a run has a commit, each later farewell names one.
     """
@@ -422,16 +423,16 @@ def instant_s(text: str) -> float | None:
 def refused(
     store: ObjectStore, keys: RunKeys, generation: int, what: str, error: Permanent
 ) -> UnreadableError:
-    """The error of a single object, which the store refuses while it returns a claim of the run.
+    """The error for an object that the store refuses although it returns a claim of the run.
 
-    Lost rights and wrong settings concern the claims as well: then ``error`` is that of the store.  An object
-    alone has reasons of its own: another owner, another encryption key, moved to an archive.
+    Missing rights and wrong settings affect the claims, too: then ``error`` is an error of the store.  One
+    object can have another owner or another encryption key, or be in an archive.
 
     Args:
-        generation: whose claim is asked for first; should it be gone, some of the newest ones.
+        generation: its claim is read first; if it is missing, some of the newest claims are read.
 
     Raises:
-        StoreError: ``error`` itself, or the store could not be asked for a claim.
+        StoreError: ``error`` itself, or a request for a claim failed.
     """
     if not _is_returned(store, keys, generation):
         try:
@@ -447,18 +448,18 @@ def _is_returned(store: ObjectStore, keys: RunKeys, generation: int) -> bool:
     try:
         store.get(keys.generation(generation))
     except TooLarge:
-        return True  # whether it makes sense is not the question
+        return True  # it is readable, which is enough here
     except Permanent:
         return False
     return True
 
 
 def _content(store: ObjectStore, key: str, what: str) -> bytes:
-    """The bytes of a small object; what is wrong with the object itself is a CorruptError."""
+    """The bytes of a small object; raises CorruptError if it is missing or too large."""
     try:
         return store.get(key)
     except NotFound:
-        raise CorruptError(f"{what} is gone") from None
+        raise CorruptError(f"{what} is missing") from None
     except TooLarge as error:
         raise CorruptError(f"{what} is too large: {error}") from None
 
@@ -468,7 +469,7 @@ def _listed(
 ) -> tuple[list[tuple[str, int, T]], list[str]]:
     """Key, size and parsed key of the newest objects below ``prefix``, and the keys that do not parse.
 
-    Consoles create empty objects whose key ends in a slash, to show a folder: those are neither.
+    Empty objects whose key ends in a slash are left out: consoles create them to show folders.
     """
     foreign: list[str] = []
 
@@ -480,7 +481,7 @@ def _listed(
             elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
                 foreign.append(info.key)
 
-    # By key, in which numbers have a fixed width: a listing comes in any order.
+    # A listing has any order; numbers in keys have a fixed width.
     newest = nlargest(LISTED_MAX, ours(), key=itemgetter(0))
     return newest, foreign
 
@@ -490,5 +491,5 @@ def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:
     return CorruptError(
         f"the object {f'{store.url}/{keys[0]}'!r:.1500}{more} has a key that no swansong of this version "
         "writes",
-        hint="Upgrade swansong if a newer one wrote it; else delete it",
+        hint="Upgrade swansong if a newer version wrote the object, else delete it",
     )

@@ -32,7 +32,7 @@ class ClaimObject:
     nonce: str
     """Distinguishes this claim from all others."""
     job_start_id: str = ""
-    """Names one start of a job over several VMs, which share the generation; else empty."""
+    """Identifies one start of a job over several VMs, which share the generation; else empty."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Boot id, host name and time of the claim; informational."""
 
@@ -87,5 +87,5 @@ def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
     except BoundsError as error:
         raise CorruptError(str(error)) from None
     if signer is not None and not signer.is_valid(FORMAT, body):
-        raise CorruptError("the claim does not carry the signature of this key")
+        raise CorruptError("the claim has no signature of this key")
     return claim

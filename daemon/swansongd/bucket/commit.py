@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durability point: claiming a generation, and creating manifests.
+"""The durability point: claims of generations, and creation of manifests.
 
-Three rules make two VMs with one run harmless to each other, whatever their clocks say.  A generation
-is claimed by create-if-absent and never given back; each commit compares the claim in the store with the
-one that its writer made.  Every key carries the generation.  A manifest is
-created and never replaced, and a refused create is settled by reading back: the same nonce means that
-it was our own, a reply lost on the way.
+Three rules protect the commits of a run against a second VM, independent of clocks:
+
+- A generation is claimed by create-if-absent and never released.  Each commit compares the claim in the store
+  with that of its writer.
+- Every key contains the generation.
+- A manifest is created and never replaced.  If the store refuses the create, the manifest is read back: with
+  the same nonce it is our own, and only the reply was lost.
 
 A commit is reported only after the listing that readers use contains its manifest.
 """
@@ -38,19 +40,19 @@ from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
 _LOOK_BACK = 5
-"""The claim of a job start is among this many newest ones."""
+"""Number of newest claims that are searched for that of a job start."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A generation that is ours."""
+    """A generation that this VM holds."""
 
     content: ClaimObject
-    """Of the claim in the store; over several VMs another VM may have made it."""
+    """Content of the claim in the store; over several VMs another VM may have created it."""
     honours_if_absent: bool
-    """Whether the store refused to create the claim a second time, as it must."""
+    """Whether the store refused to create the claim a second time."""
 
     @property
     def generation(self) -> int:
@@ -65,20 +67,20 @@ def claim_generation(
     nonce: str,
     job_start_id: str = "",
 ) -> Claim:
-    """Claim the next generation of the run; whoever loses the race for a number takes a later one.
+    """Claim the next generation of the run; after a lost race for a number, a later one.
 
-    The claim is then created once more: a store that lets that happen ignores create-if-absent.  The
-    bytes are the same, so nothing is damaged by asking.
+    The claim is then created a second time, with the same bytes: a store that accepts this ignores
+    create-if-absent.
 
-    With a ``job_start_id``, VMs that name the same one share a generation: the first claims it.
+    VMs with the same ``job_start_id`` share a generation, which the first of them claims.
 
     Args:
-        identity: who claims: instance, boot, host name; for people.
-        nonce: tells this claim from everybody else's.
-        job_start_id: names one start of a job over several VMs; empty for a run on one VM.
+        identity: instance, boot and host name of this VM; informational.
+        nonce: distinguishes this claim from all others.
+        job_start_id: identifies one start of a job over several VMs; empty for a run on one VM.
 
     Raises:
-        FencedError: the job start has a generation, and another one has taken the run over since.
+        FencedError: the job start has a generation, and a newer one has taken the run over.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
@@ -108,7 +110,7 @@ def claim_generation(
             identity=identity,
         )
         data = claims.encode(claim, keys.signer)
-        claims.decode(data, keys.signer)  # what no other VM could read must not be claimed
+        claims.decode(data, keys.signer)  # fails before a claim that no other VM could read
         try:
             store.put(key, data, if_absent=True)
         except Exists:
@@ -122,7 +124,9 @@ def claim_generation(
         except Exists:
             return Claim(claim, honours_if_absent=True)
         return Claim(claim, honours_if_absent=False)
-    raise StoreError(f"lost the race for {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}")
+    raise StoreError(
+        f"another VM was first to claim {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}"
+    )
 
 
 def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptError:
@@ -135,14 +139,14 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
 
 
 def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
-    """The newest commit that all its nodes have made; with a signing key, the newest signed one.
+    """The newest commit with the manifests of all its nodes; with a signing key, the newest signed one.
 
-    Its shards are not looked at.
+    Does not check its shards.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
             return the only commits that might count.
-        StoreError: the store could not be asked.
+        StoreError: a request to the store failed.
     """
     unread: UnreadableError | None = None
     for found in catalog.list_commits(store, keys):
@@ -158,14 +162,14 @@ def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
 
 
 def parts_committed(store: ObjectStore, keys: RunKeys, ref: CommitRef, nodes: int) -> int:
-    """The number of nodes that have committed their parts of this checkpoint; ``nodes`` when it is whole.
+    """The number of nodes that have committed their parts of this checkpoint; ``nodes`` if it is whole.
 
-    With a signing key, a checkpoint with an unsigned part is not whole: no reader would take it.
+    With a signing key, a checkpoint with an unsigned part is not whole: no reader would accept it.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
             return a part.
-        StoreError: the store could not be asked.
+        StoreError: a request to the store failed.
     """
     for found in catalog.list_commits(store, keys, ref):
         if found.nodes != nodes:
@@ -179,7 +183,7 @@ def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool
     try:
         catalog.load(store, keys, found)
     except UnreadableError:
-        raise  # perhaps it is signed
+        raise  # it may be signed
     except CorruptError as error:
         _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
         return False
@@ -187,18 +191,18 @@ def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool
 
 
 def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> None:
-    """Look whether another VM has taken the run over; costs a small listing and a small GET.
+    """Check that no other VM has taken the run over; costs a small listing and a small GET.
 
-    No VM deletes claims, but an operator may empty the prefix while VMs run.  The claim is then made again
-    by create-if-absent, so that of all VMs at most one continues under the number.
+    No VM deletes claims, but an operator may empty the prefix while VMs run.  The claim is then created again
+    by create-if-absent, so that at most one VM continues with the number.
 
     Args:
         claim: of the generation that this VM holds.
 
     Raises:
-        FencedError: a newer generation is claimed, or another VM has claimed this one; ``newer`` says which.
-        CorruptError: the listing contains an object that no swansong wrote, or the claim makes no sense.
-        StoreError: the store could not be asked.
+        FencedError: a newer generation is claimed, or another VM has claimed this one.
+        CorruptError: the listing contains an object that no swansong wrote, or the claim is malformed.
+        StoreError: a request to the store failed.
     """
     newest = catalog.newest_generation(store, keys, above=claim.generation)
     if newest > claim.generation:
@@ -209,7 +213,7 @@ def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> 
 
 
 def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> ClaimObject:
-    """Make the claim again where it is gone; returns the claim that is there then."""
+    """Create a deleted claim again; returns the claim that is in the store then."""
     key = keys.generation(claim.generation)
     try:
         store.put(key, claims.encode(claim, keys.signer), if_absent=True)
@@ -218,7 +222,7 @@ def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> Cla
             return claims.decode(store.get(key), keys.signer)
         except CorruptError as error:
             if keys.signer is not None:
-                return claim  # no VM with the key takes a number that an unsigned object has
+                return claim  # no VM with the key claims a number that an unsigned object has
             raise CorruptError(
                 f"{store.url}/{key} is not the claim that this VM made: {error}",
                 hint="Delete it if no VM of this run wrote it",
@@ -240,20 +244,20 @@ def commit(
     *,
     reads_back: bool = False,
 ) -> None:
-    """Create the manifest.  When this returns, the checkpoint exists, and readers find it.
+    """Create the manifest.  When this returns, the checkpoint is durable, and readers find it.
 
     Args:
         claim: of the generation that this VM holds.
         reads_back: read the manifest back as a reader does, and compare.
 
     Raises:
-        BoundsError: no reader would accept the manifest; nothing was written, and never can be.
+        BoundsError: no reader would accept the manifest; nothing was written, and a retry cannot help.
         FencedError: another VM has taken the run over; no manifest was written.
-        Exists: another set is committed under this generation and step; it stands.
+        Exists: another set is committed under this generation and step.
         CorruptError: the store returns another manifest than was written, or the listing contains an
             object that no swansong wrote.
-        StoreError: the store failed, or its listing does not contain the manifest; it may exist or not,
-            and trying again is safe.
+        StoreError: the store failed, or its listing does not contain the manifest.  The manifest may exist;
+            a retry is safe.
     """
     data = manifests.encode(manifest, keys.signer)
     try:
@@ -261,7 +265,9 @@ def commit(
     except CorruptError as error:
         raise BoundsError(str(error)) from None
     if manifest.generation != claim.generation:
-        raise FencedError(manifest.generation, claim.generation)  # by this VM, after a rollback
+        raise FencedError(
+            manifest.generation, claim.generation
+        )  # this VM has rolled back meanwhile
     ensure_not_fenced(store, keys, claim)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
@@ -270,7 +276,7 @@ def commit(
     except Exists:
         if not _is_ours(store, keys, key, manifest):
             raise
-        is_new = False  # by an attempt whose reply was lost, perhaps of an earlier life: read back just now
+        is_new = False  # created by an attempt whose reply was lost, and just read back
     found = next(
         (
             found
@@ -282,7 +288,7 @@ def commit(
     if found is None:
         raise StoreError(
             f"{store.url}/{key} was created, and the listing of the store does not contain it",
-            hint="No reader would find this commit; see whether the store lists what it has",
+            hint="No reader would find this commit; check that the store lists all its objects",
         )
     if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
@@ -291,7 +297,7 @@ def commit(
 def _is_ours(store: ObjectStore, keys: RunKeys, key: str, manifest: Manifest) -> bool:
     """Whether the object is a manifest of the same set for the same key.
 
-    The nonce alone does not tell: a signed manifest of the set can be copied from another generation.
+    Equal nonces are not enough: a signed manifest of the set can be a copy from another generation.
     """
     try:
         found = manifests.decode(store.get(key), keys.signer)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the bucket: the one place that formats and parses keys.  docs/format.md describes it.
+"""The layout of the bucket: the only module that formats and parses keys.  docs/format.md describes it.
 
-Numbers are zero-padded so that a listing in lexicographic order is a listing in numeric order.  A number
-with more digits than the format has would give a key that no reader parses: formatting it raises
-:class:`~swansong.bounds.BoundsError`.
+Numbers are zero-padded, so that lexicographic order is numeric order.  No reader would parse a number with
+more digits than the format has, so formatting it raises :class:`~swansong.bounds.BoundsError`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
 
 @dataclass(frozen=True, slots=True)
 class CommitKey:
-    """What the name of a manifest says."""
+    """The parsed key of a manifest."""
 
     ref: CommitRef
     node: int
@@ -32,12 +31,14 @@ class CommitKey:
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """Formats and parses the keys of one run.  The store itself adds the prefix of its URL."""
+    """Formats and parses the keys of one run.  The store adds the prefix of its URL."""
 
     run: str
     signer: Signer | None = None
-    """Signs the manifests and claims of the run, and decides which ones count; None: all count.  It is kept
-    here because every reader and writer of the run has this object, so that none can leave the check out."""
+    """Signs the manifests and claims of the run, and decides which ones count; None: all count.
+
+    Every reader and writer of the run has this object, so none can omit the check.
+    """
 
     @property
     def generations(self) -> str:
@@ -57,7 +58,7 @@ class RunKeys:
 
     @property
     def probes(self) -> str:
-        """Below it lie the rehearsals of ``swansong doctor``, each with the layout of a run."""
+        """Prefix of the rehearsals of ``swansong doctor``, each with the layout of a run."""
         return f"{self.run}/probes/"
 
     def generation(self, generation: int) -> str:
@@ -66,7 +67,7 @@ class RunKeys:
     def shard(
         self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, path: str
     ) -> str:
-        """Key of a shard.  ``upload_nonce`` is new for each flush, so that no key is ever written twice."""
+        """Key of a shard.  Each flush has a new ``upload_nonce``, so that no key is ever written twice."""
         name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{upload_nonce}"
         return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}/{path}"
 

@@ -27,12 +27,12 @@ FORMAT = "swansong-manifest"
 VERSION = 1
 
 BYTES_MAX = 16 * 2**20
-"""Room for bounds.FILES_MAX shards with 800 bytes each.  Decoding one takes less than 5 s of processor time
-and 256 MiB of memory, whatever it contains."""
+"""Room for bounds.FILES_MAX shards with 800 bytes each.  Decoding any bytes up to this limit takes less than
+5 s of processor time and 256 MiB of memory."""
 PARTS_MAX = 1_000_000
 """Parts of all shards of one manifest: 16 TiB in parts of 16 MiB.  A restore holds 200 bytes for each."""
 SMALL_PARTS_MAX = 10_000
-"""Parts that may be smaller than a mebibyte, the last parts of the shards not counted."""
+"""Limit of the parts below 1 MiB, without the last parts of the shards."""
 
 _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 _CRC32C = re.compile(r"[0-9a-f]{8}")
@@ -50,15 +50,15 @@ class Manifest:
     node: int
     nodes: int
     nonce: str
-    """Tells our own commit from somebody else's after a lost reply."""
+    """Distinguishes our own commit from another one after a lost reply."""
     shards: tuple[StoredShard, ...]
     parent: CommitRef | None = None
-    """The commit that this one goes on from."""
+    """The commit from which the training continued."""
     framework: str = "swansong"
     health: Mapping[str, float] = field(default_factory=dict)
     trainer: Mapping[str, object] = field(default_factory=dict)
     created: str = ""
-    """UTC, informational; nothing is ordered by it."""
+    """UTC, informational; never used for an order."""
 
     @property
     def ref(self) -> CommitRef:
@@ -90,7 +90,7 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
 
 
 def _fields(item: Manifest | StoredShard | CommitRef) -> dict[str, Any]:
-    """The fields of one dataclass by name, without a copy of what they hold: there are 20,000 shards."""
+    """The fields of a dataclass by name, without copies of their values: there are 20,000 shards."""
     return {name: getattr(item, name) for name in item.__dataclass_fields__}
 
 
@@ -98,11 +98,11 @@ def decode(data: bytes, signer: Signer | None = None) -> Manifest:
     """Parse and check the bytes of a manifest.
 
     Args:
-        signer: a manifest without its signature is refused; None accepts all.
+        signer: refuses a manifest without its signature; None accepts all.
 
     Raises:
-        CorruptError: they are not exactly what ``encode`` made, a field is out of bounds, or the signature
-            is missing or wrong.
+        CorruptError: the bytes are not exactly those of ``encode``, a field is out of bounds, or the
+            signature is missing or wrong.
     """
     try:
         return _decode(data, signer)
@@ -131,16 +131,16 @@ def _decode(data: bytes, signer: Signer | None) -> Manifest:
         raise CorruptError(
             "the manifest is not signed"
             if SIGNATURE not in body
-            else "the manifest carries a signature that is not of this key",
+            else "the manifest has the signature of another key",
             hint="Commits made without store.signing_key_file, or with another key, do not count",
         )
     return _manifest(body)
 
 
 def _digested(body: Mapping[str, object]) -> tuple[str, bytes]:
-    """The digest of a body without one, and the canonical JSON of both.
+    """The digest of a body, and the canonical JSON of body and digest.
 
-    The body is written once, in two pieces with the digest between them: it may have 20,000 shards.
+    The body is encoded only once, in two pieces with the digest between them: it may have 20,000 shards.
     """
     before = canonical({key: value for key, value in body.items() if key < "digest"})[1:-1]
     after = canonical({key: value for key, value in body.items() if key > "digest"})[1:-1]
@@ -178,17 +178,17 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     for shard in manifest.shards:
         if not keys.is_shard(shard.key, shard.path):
             raise CorruptError(
-                f"the manifest names the key {shard.key!r:.100}, not that of {shard.path!r:.100} in "
-                f"the data of its run"
+                f"the manifest has the key {shard.key!r:.100}, which is not a key of {shard.path!r:.100} "
+                f"in its run"
             )
     return manifest
 
 
 def _check_parts(shards: Sequence[StoredShard]) -> None:
-    """Whether a restore can hold all parts: a few bytes of manifest could name any number of them.
+    """Limit the number of parts, which a restore holds in memory: a small manifest could claim any number.
 
     Raises:
-        BoundsError: they are too many.
+        BoundsError: there are too many parts.
     """
     size_bytes = bounds.integer(
         sum(shard.size_bytes for shard in shards), "size of the checkpoint", 0, bounds.BYTES_MAX
@@ -202,10 +202,10 @@ def _check_parts(shards: Sequence[StoredShard]) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Whether files of these names can lie in one directory, each once.
+    """Check that files with these paths can exist together below one directory.
 
     Raises:
-        CorruptError: one is unsafe, occurs twice, or is a directory on the way to another.
+        CorruptError: a path is unsafe, occurs twice, or is also a directory of another path.
     """
     seen: set[str] = set()
     directories: set[str] = set()
@@ -215,7 +215,7 @@ def check_paths(paths: Sequence[str]) -> None:
         except BoundsError as error:
             raise CorruptError(f"the manifest is not safe to restore: {error}") from None
         if path in seen:
-            raise CorruptError(f"the manifest names the path {path!r:.100} twice")
+            raise CorruptError(f"the manifest has the path {path!r:.100} twice")
         seen.add(path)
         parts = path.split("/")
         directories.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
@@ -225,10 +225,10 @@ def check_paths(paths: Sequence[str]) -> None:
 
 def _shard(item: Any) -> StoredShard:
     if type(item) is not dict:
-        raise CorruptError("the manifest has a shard that is no object")
+        raise CorruptError("the manifest has a shard that is not a JSON object")
     crc32c = _text(item, "crc32c")
     if not _CRC32C.fullmatch(crc32c):
-        raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, not of 8 hex digits")
+        raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, which is not 8 hex digits")
     digest = _text(item, "digest")
     if not _DIGEST.fullmatch(digest):
         raise CorruptError(
@@ -250,7 +250,7 @@ def _parent(item: Any) -> CommitRef | None:
     if item is None:
         return None
     if type(item) is not dict:
-        raise CorruptError("the manifest has a parent that is no object")
+        raise CorruptError("the manifest has a parent that is not a JSON object")
     return CommitRef(
         _count(item, "generation", bounds.GENERATION_MAX), _count(item, "step", bounds.STEP_MAX)
     )

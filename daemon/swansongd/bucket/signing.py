@@ -31,7 +31,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Signs the bodies of objects, and checks their signatures."""
+    """Signs the JSON bodies of objects, and verifies their signatures."""
 
     key: bytes = field(repr=False)
 
@@ -39,7 +39,7 @@ class Signer:
         """The body with its signature.
 
         Args:
-            kind: what the object is; a signature of one kind is not valid for another.
+            kind: format of the object; a signature is valid for one kind only.
 
         Raises:
             ValueError: the body has no JSON form.
@@ -47,7 +47,7 @@ class Signer:
         return {**body, FIELD: self._signature(kind, body)}
 
     def is_valid(self, kind: str, body: Mapping[str, object]) -> bool:
-        """Whether the body carries the signature of this kind and key."""
+        """Whether the body has a valid signature of this kind and key."""
         claimed = body.get(FIELD)
         if not isinstance(claimed, str):
             return False
@@ -64,7 +64,7 @@ class Signer:
 
 
 def canonical(body: Mapping[str, object]) -> bytes:
-    """Canonical JSON: keys sorted, no white space, ASCII, no NaN.
+    """Canonical JSON: sorted keys, no white space, ASCII, no NaN.
 
     Raises:
         ValueError: a number is not finite.
@@ -74,10 +74,10 @@ def canonical(body: Mapping[str, object]) -> bytes:
 
 
 def load(path: Path, *, owners: Collection[int] | None) -> Signer:
-    """Read the key: all bytes of the file, a line feed at the end included.
+    """Read the key: all bytes of the file, including a line feed at the end.
 
     Args:
-        owners: user ids that the file may belong to; None accepts all.
+        owners: user ids that may own the file; None accepts all.
 
     Raises:
         ConfigError: the file cannot be read, is not private, or has too few or too many bytes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: the opened store, stopping on a signal, progress, and words for numbers."""
+"""Shared code of the commands: options, the opened store, signals, progress, units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.observe.log import printable
 from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
@@ -44,22 +44,22 @@ from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 
 _SILENT_S = 5.0
-"""Work that is done within this time needs no lines of progress."""
+"""Work that finishes within this time prints no progress lines."""
 _CALL_BUDGET_S = 30.0
-"""How long one call to the store is tried again before the command gives up."""
+"""Time in which one failed call to the store is retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The configuration, the store that it names, and the run in question."""
+    """The configuration, its store, and the selected run."""
 
     config: Config
     store: ObjectStore
     keys: RunKeys
     stop: threading.Event
-    """Set by SIGINT or SIGTERM; a second one ends the process at once."""
+    """Set by SIGINT or SIGTERM; a second signal ends the process immediately."""
     connections: int
-    """To the store, at most: a command has no trainer beside it to leave some for."""
+    """Maximum number of connections to the store.  No trainer needs a share of them."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """Read the configuration, open the store, and turn the first signal into ``stop``.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: the configuration is not valid.
     """
     config = load(args.config)
     connections = max(CONNECTIONS, config.flush.connections)
@@ -75,7 +75,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file
-    # The key belongs to the daemon's user, and root restores, too.
+    # The daemon's user owns the key.  Root, who restores as well, accepts any owner.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}
     signer = None if key_file is None else signing.load(key_file, owners=owners)
     stop = threading.Event()
@@ -124,15 +124,17 @@ def _run(text: str) -> str:
 
 
 def generation(text: str) -> int:
-    """A generation in an argument."""
+    """Parse the argument of ``--generation``."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= bounds.GENERATION_MAX):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a generation; swansong ls lists them")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a generation; list them with swansong ls"
+        )
     return int(text)
 
 
 def _step(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no step")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step; list them with swansong ls")
     return int(text)
 
 
@@ -142,25 +144,25 @@ def print_json(value: object) -> None:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # for main(), instead of ending the process here
+        raise BrokenPipeError  # main() handles it; the method of the base class would exit
 
 
 def console() -> Console:
-    """Standard output for tables; wide where no terminal sets the width, so that nothing is cut."""
+    """Standard output for tables; wide without a terminal, so that no cell is truncated."""
     return _Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
 
 
 def note(line: str) -> None:
-    """One line for the person in front of it, on standard error."""
+    """Print one line for people on standard error."""
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
 
 
 class _Shown(ABC):
-    """Work done of all work: a bar on a terminal, else a line for every tenth; on standard error.
+    """Progress on standard error: a bar on a terminal, else one line per tenth.
 
     Args:
         what: the verb, for example ``restore``.
-        columns: of the bar, behind the verb.
+        columns: columns of the bar after the verb.
     """
 
     def __init__(self, what: str, *columns: ProgressColumn) -> None:
@@ -182,13 +184,13 @@ class _Shown(ABC):
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is not None:
-            self._bar.start()  # a terminal has room for one bar at a time
+            self._bar.start()  # not earlier: a terminal can show one bar at a time
             self._bar.update(self._task, completed=done, total=total)
             if done >= total:
                 self._bar.stop()
             return
         tenths = 10 * done // total if total else 10
-        if tenths < self._tenths:  # begun again, with another commit
+        if tenths < self._tenths:  # restarted with another commit
             self._tenths = 0
         if tenths > self._tenths:
             self._tenths = tenths
@@ -196,7 +198,7 @@ class _Shown(ABC):
 
     @abstractmethod
     def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        """Print the line of another tenth."""
+        """Print the line for another tenth."""
 
     def __enter__(self) -> Self:
         return self
@@ -212,21 +214,21 @@ class _Shown(ABC):
 
 
 class ShownProgress(_Shown):
-    """Bytes done of all bytes."""
+    """Progress in bytes."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, DownloadColumn(), TransferSpeedColumn())
 
     def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        of_all = f"{self._what} {tenths}0 % of {human_bytes(total)}"
-        note(f"{of_all}, {human_bytes(done / took_s)}/s")
+        share = f"{self._what} {tenths}0 % of {human_bytes(total)}"
+        note(f"{share}, {human_bytes(done / took_s)}/s")
 
 
 class ShownCount(_Shown):
-    """Objects done of all objects.  Without a terminal nothing is shown of what takes a few seconds.
+    """Progress in objects.  Without a terminal the first seconds print nothing.
 
     Args:
-        is_quiet: without a terminal, show nothing at all.
+        is_quiet: print nothing at all without a terminal.
     """
 
     def __init__(self, what: str, *, is_quiet: bool = False) -> None:
@@ -239,7 +241,7 @@ class ShownCount(_Shown):
 
 
 def human_bytes(size_bytes: float) -> str:
-    """``1.2 GB``: three digits at most, decimal units."""
+    """Format bytes as ``1.2 GB``: up to three digits, decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 999.5:
             return f"{size_bytes:.3g} {unit}"
@@ -248,7 +250,7 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def human_s(seconds: float) -> str:
-    """``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
+    """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
     for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.3g} {unit}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``swansongd`` command: the daemon itself, for systemd to run."""
+"""The ``swansongd`` command: run the daemon, under systemd as a rule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run until stopped, then leave at once: no thread that hangs in a request holds up the end."""
+    """Run until stopped, then exit immediately, even if a thread still blocks in a request."""
     parser = argparse.ArgumentParser(
         prog="swansongd",
         description="Upload the checkpoints of a training run before this VM is terminated.",
@@ -68,7 +68,7 @@ def _run(path: Path) -> int:
 
 
 def _complain(error: SwansongError) -> None:
-    """One line for each thing that is wrong, whether logging is set up yet or not."""
+    """Log one line per problem, also before logging is configured."""
     if not structlog.is_configured():
         log.configure("console", "info")
     logger = structlog.get_logger(__name__)

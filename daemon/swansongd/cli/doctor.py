@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong doctor``: check the whole installation before anyone depends on it."""
+"""``swansong doctor``: check the installation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from swansongd.cli.client import DaemonClient
 from swansongd.cli.common import add_json, console, print_json
-from swansongd.cli.talk import Daemon
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
@@ -57,15 +57,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except KeyboardInterrupt:
-        raise Stopped("stopped before all was checked") from None
+        raise Stopped("checking the installation failed: interrupted by a signal") from None
 
 
 def _run(args: argparse.Namespace) -> int:
-    log.configure("console", "error")  # what is retried shows in the findings, if at all
+    log.configure("console", "error")  # findings report persistent errors; retries are not shown
     findings = (
         check_image(args.config)
         if args.image
-        else check_vm(args.config, _ask, speed=args.speed, trial=args.trial)
+        else check_vm(args.config, _fetch_report, speed=args.speed, trial=args.trial)
     )
     if args.json:
         found = list(findings)
@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     found = []
     family = ""
-    for finding in findings:  # shown as they come: some take seconds
+    for finding in findings:  # printed one by one: some checks take seconds
         if finding.level is not Level.FAILURE:
             if finding.family != family:
                 family = finding.family
@@ -90,13 +90,13 @@ def _run(args: argparse.Namespace) -> int:
     if failures:
         raise Unready(
             f"{len(failures)} of {len(found)} checks failed",
-            hint="Fix the first of them, then run swansong doctor again",
+            hint="Fix the first one, then run swansong doctor again",
         )
     return 0
 
 
-def _ask(socket: Path) -> dict[str, Any]:
-    with Daemon(socket) as daemon:
+def _fetch_report(socket: Path) -> dict[str, Any]:
+    with DaemonClient(socket) as daemon:
         return {**daemon.report(), "peer_uid": daemon.peer_uid()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong ls``: the commits of a run, newest first."""
+"""``swansong ls``: list the commits of a run, newest first."""
 
 from __future__ import annotations
 
@@ -69,14 +69,19 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(rows)
         elif not rows:
-            note(f"run {here.keys.run} has no commit")
+            note(f"run {here.keys.run} has no commits")
         else:
             console().print(_table(rows, ranking.metric))
     return 0
 
 
 def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[str, Any]]:
-    """What is known of each commit, newest first; of the ``newest`` ones only, or of all."""
+    """The facts of each commit, newest first.
+
+    Args:
+        newest: number of commits to read; None for all.
+        is_quiet: print no progress without a terminal.
+    """
     commits = catalog.list_commits(here.store, here.keys)[:newest]
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 

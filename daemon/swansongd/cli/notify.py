@@ -13,9 +13,9 @@ from typing import Any
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
+from swansongd.cli.client import TIMEOUT_S, DaemonClient
 from swansongd.cli.common import add_json, print_json
 from swansongd.cli.status import newer_generation, part_of
-from swansongd.cli.talk import TIMEOUT_S, Daemon
 from swansongd.config.config import load
 from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import Stopped, Unreachable
@@ -28,7 +28,7 @@ EXAMPLES = {
     "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (
         "sudo swansong notify --in 90s --wait"
     ),
-    "An announced maintenance: take a checkpoint now and evacuate before the deadline.": (
+    "An announced maintenance: take a checkpoint now, and evacuate when the deadline is near.": (
         "sudo swansong notify --in 1h --reason 'maintenance window'"
     ),
     "The VM will not be terminated after all: continue training.": (
@@ -69,8 +69,8 @@ def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 def run(args: argparse.Namespace) -> int:
     if not args.withdraw:
         return give_notice(args, drill=False)
-    with Daemon(load(args.config).trainer.socket) as daemon:
-        daemon.ask(NotifyWithdrawn(reason=args.reason), Noted)
+    with DaemonClient(load(args.config).trainer.socket) as daemon:
+        daemon.request(NotifyWithdrawn(reason=args.reason), Noted)
         return _show(args, _until(daemon, lambda report: not _has_manual_notice(report)))
 
 
@@ -81,7 +81,7 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         Unreachable: the daemon does not answer.
         Stopped: the notice was withdrawn before the verdict.
     """
-    with Daemon(load(args.config).trainer.socket) as daemon:
+    with DaemonClient(load(args.config).trainer.socket) as daemon:
         notify = Notify(
             nonce=secrets.token_hex(8),
             # Counted from the start of this process, so that simultaneous calls state the same deadline.
@@ -90,7 +90,7 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
             drill=drill,
         )
         identity = identity_of(notify.nonce, drill=notify.drill)
-        daemon.ask(notify, Noted)
+        daemon.request(notify, Noted)
         report = _until(
             daemon, lambda report: _is_in_force(report, identity) or _is_answered(report, identity)
         )
@@ -106,7 +106,7 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         return EXIT_BY_VERDICT[Verdict(verdict)]
 
 
-def _until(daemon: Daemon, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def _until(daemon: DaemonClient, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The daemon's state once the decision loop has recorded our message."""
     deadline_mono_s = time.monotonic() + TIMEOUT_S
     while not is_seen(report := daemon.report()):

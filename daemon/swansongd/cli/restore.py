@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong restore``: bring the newest whole commit of a run to a directory.
+"""``swansong restore``: fetch the newest whole commit of a run to a directory.
 
-Ended by a signal or by the store, it keeps what it has fetched, and the same command goes on from there.
+After an interruption the fetched bytes stay on disk, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # The parent may be reached through links; from there on none is followed.
+    # Links above the destination are resolved here.  From the destination on, no link is followed.
     absolute = os.path.abspath(args.to)
     destination = Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
     skipped: list[dict[str, object]] = []
@@ -88,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
         note(f"skipped {ref}: {reason}")
 
     if args.local and (args.step is not None or args.generation is not None or args.healthy):
-        raise ConfigError(["--local takes the newest checkpoint: leave the other choices out"])
+        raise ConfigError(
+            [
+                "--local always takes the newest checkpoint; remove --step, --generation and --healthy"
+            ]
+        )
     began_mono_s = time.monotonic()
     with opened(args) as here, ShownProgress("restore") as progress:
         run_name = here.keys.run
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
             )
         except NothingToRestore as error:
-            # Only a run that never committed is fresh: damaged or missing commits want a person's eye.
+            # Only a run that never committed is fresh.  Damaged or missing commits need an operator.
             is_any = args.step is None and args.generation is None and not args.healthy
             if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
                 raise
@@ -135,10 +139,10 @@ def run(args: argparse.Namespace) -> int:
         print_json({**facts, **place, **sizes})
     else:
         fetched_bytes = size_bytes - restored.reused_bytes
-        already = f" ({human_bytes(restored.reused_bytes)} of it were here already)"
+        reused = f" ({human_bytes(restored.reused_bytes)} were already on disk)"
         print(
             f"restored step {ref.step} of run {run_name} (generation {ref.generation}): "
-            f"{human_bytes(size_bytes)}{already if restored.reused_bytes else ''} "
+            f"{human_bytes(size_bytes)}{reused if restored.reused_bytes else ''} "
             f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
         )
     return 0
@@ -157,15 +161,15 @@ def _wanted(args: argparse.Namespace) -> Wanted | None:
 def _linked(
     args: argparse.Namespace, run_name: str, staged: Staged, path: Path, destination: Path
 ) -> int:
-    """Make the destination a link to a sealed set in staging."""
+    """Replace the destination by a link to a sealed set in staging."""
     try:
         with suppress(FileNotFoundError):
-            os.rmdir(destination)  # an empty directory gives way, as for a download
+            os.rmdir(destination)  # an empty directory is replaced, as by a download
         os.symlink(path, destination)
     except OSError as error:
         raise StagingError(
-            f"{destination} cannot be made a link to {path}: {error.strerror}",
-            hint="name a directory that does not exist, or is empty",
+            f"linking {destination} to {path} failed: {error.strerror}",
+            hint="Name a directory that is empty or does not exist",
         ) from error
     if args.json:
         print_json(
@@ -182,7 +186,7 @@ def _linked(
         )
     else:
         print(
-            f"step {staged.id.step} of run {run_name} is in staging: {human_bytes(staged.size_bytes)}, "
-            f"{destination} is a link to {path}"
+            f"step {staged.id.step} of run {run_name} is in staging: {human_bytes(staged.size_bytes)}; "
+            f"{destination} links to {path}"
         )
     return 0

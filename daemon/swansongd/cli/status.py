@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong status``: what the daemon on this VM is doing."""
+"""``swansong status``: show the state of the daemon on this VM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from swansongd.cli.client import DaemonClient
 from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
-from swansongd.cli.talk import Daemon
 from swansongd.config.config import load
 from swansongd.observe.log import printable
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Daemon(load(args.config).trainer.socket) as daemon:
+    with DaemonClient(load(args.config).trainer.socket) as daemon:
         report = daemon.report()
     if args.json:
         print_json(report)
@@ -54,7 +54,7 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("verdict", _verdict(report))
     table.add_row("last commit", _last_commit(report.get("last_commit")))
     if isinstance(report.get("part"), dict):
-        table.add_row("waits for peers", part_of(report["part"]))
+        table.add_row("waiting for peers", part_of(report["part"]))
     table.add_row("replication lag", _lag(report.get("replication_lag")))
     table.add_row("store", _store(report.get("store")))
     if isinstance(report.get("flush"), dict):
@@ -62,13 +62,13 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("pending", _pending(report.get("unsent"), report.get("pending_bytes")))
     table.add_row("staging", _staging(report.get("staging")))
     if report.get("bytes_referenced"):
-        table.add_row("not sent again", _bytes(report["bytes_referenced"]))
+        table.add_row("reused", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
     failed = report.get("failed_saves")
     if isinstance(failed, dict) and failed.get("count"):
         table.add_row("failed saves", _failed_saves(failed), style="red")
-    for line in _troubles(report.get("trainers")):
-        table.add_row("trouble", line, style="red")
+    for line in _problems(report.get("trainers")):
+        table.add_row("problem", line, style="red")
     faults = report.get("decision_faults")
     if isinstance(faults, dict) and faults.get("count"):
         shown = f"{_word(faults['count'])}, the last one: {_word(faults.get('last'))}"
@@ -96,15 +96,15 @@ def _listing(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -
     return table
 
 
-def _troubles(trainers: Any) -> list[str]:
-    """What is wrong with a trainer, a line each."""
+def _problems(trainers: Any) -> list[str]:
+    """The problems of all trainers, one line each."""
     lines = []
     for trainer in (row for row in trainers or [] if isinstance(row, dict)):
         where = f"rank {_word(trainer.get('rank'))} at step {_word(trainer.get('step'))}"
         if trainer.get("stalled_s") is not None:
             lines.append(f"{where} has made no progress for {_seconds(trainer['stalled_s'])}")
         if trainer.get("loss_is_finite") is False:
-            lines.append(f"{where} has a loss that is not finite")
+            lines.append(f"{where} reports a loss that is not finite")
     return lines
 
 
@@ -119,7 +119,7 @@ def _failed_saves(failed: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    """The verdict, and how old it is; during an evacuation that has none yet, a dash."""
+    """The verdict and its age; a dash during an evacuation without a verdict."""
     last = report.get("last_verdict")
     verdict = report.get("verdict")
     if verdict is None or not isinstance(last, dict):
@@ -130,12 +130,12 @@ def _verdict(report: dict[str, Any]) -> str:
 def _store(health: Any) -> str:
     if not isinstance(health, dict):
         return "not reached yet"
-    said = f"{_word(health.get('health'))}: {_word(health.get('reason'))}"
-    return f"{said}, for {_seconds(health.get('for_s'))}"
+    state = f"{_word(health.get('health'))}: {_word(health.get('reason'))}"
+    return f"{state}, for {_seconds(health.get('for_s'))}"
 
 
 def _flush(flush: dict[str, Any]) -> str:
-    """The set that is being sent, how much of it is stored, and since when."""
+    """The set in flight: step, stored bytes, and time since the start."""
     return (
         f"step {_word(flush.get('step'))}: {_bytes(flush.get('stored_bytes'))} of "
         f"{_bytes(flush.get('size_bytes'))} stored, for {_seconds(flush.get('for_s'))}"
@@ -143,7 +143,7 @@ def _flush(flush: dict[str, Any]) -> str:
 
 
 def _pending(unsent: Any, pending_bytes: Any) -> str:
-    """What waits for the store: sets, bytes, the next attempt, and the sets that were dropped."""
+    """The sets that are not uploaded: bytes, next attempt, and dropped sets."""
     if not isinstance(unsent, dict):
         return _bytes(pending_bytes)
     shown = f"{_bytes(unsent.get('bytes'))} in {_word(unsent.get('sets'))} sets"
@@ -161,7 +161,7 @@ def _pending(unsent: Any, pending_bytes: Any) -> str:
 
 
 def _staging(staging: Any) -> str:
-    """Room on the file system of staging."""
+    """Free space on the file system of staging."""
     if not isinstance(staging, dict):
         return "unknown"
     return f"{_bytes(staging.get('free_bytes'))} of {_bytes(staging.get('size_bytes'))} free"
@@ -176,13 +176,13 @@ def _last_commit(commit: Any) -> str:
 
 
 def newer_generation(report: dict[str, Any]) -> str:
-    """What a fenced VM adds to its state; empty for others."""
+    """The addition to the state of a fenced VM; empty for others."""
     newer = report.get("newer_generation")
     return "" if newer is None else f"; generation {_word(newer)} has taken the run over"
 
 
 def part_of(part: dict[str, Any]) -> str:
-    """The checkpoint of which this VM's part is committed, over several VMs."""
+    """The checkpoint over several VMs of which this VM's part is committed."""
     return (
         f"this VM's part of generation {_word(part.get('generation'))} step {_word(part.get('step'))} "
         f"is committed ({_word(part.get('nodes_committed'))} of {_word(part.get('nodes'))} VMs)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong verify``: re-read what is stored, and compare it with the manifests."""
+"""``swansong verify``: compare the stored bytes with the manifests."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{finding.ref}: {printable(finding.problem)}")
     if findings:
         raise CorruptError(
-            f"run {run_name} has {len(findings)} damaged or missing objects",
-            hint="restore passes over the commits that name them",
+            f"verifying run {run_name} failed: {len(findings)} objects are damaged or missing",
+            hint="swansong restore skips the commits that reference them",
         )
     print(
-        f"all stored bytes of run {run_name} match their manifests: {objects} objects, each read once, "
+        f"all stored bytes of run {run_name} match their manifests: {objects} objects read, "
         f"{shared} of them shared by several commits"
     )
     return 0

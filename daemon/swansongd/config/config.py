@@ -76,7 +76,7 @@ class StoreConfig:
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
     signing_key_file: Path | None = _key(read.path, default=None)
-    """None: manifests and claims are not signed, and unsigned ones are accepted."""
+    """None: manifests and claims are not signed, and signatures are not checked."""
 
 
 @_section

@@ -55,7 +55,7 @@ _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 def text(pattern: str, remedy: str) -> Reader:
     def read(value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise InvalidValue("has the wrong form", remedy)
+            raise InvalidValue("has an invalid format", remedy)
         return value
 
     return read

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a periodic checkpoint pays: seldom enough to train, often enough to lose little.
+"""The interval between periodic checkpoints that costs the least training time.
 
-What is lost without any notice is half an interval on average; what is paid is the time for which each
-checkpoint holds training up.  Young found the interval at which the sum of the two is least (J. W. Young,
-"A first order approximation to the optimum checkpoint interval", Communications of the ACM 17, 1974), and
-Daly the terms that count when a checkpoint is not cheap beside the time between interruptions (J. T. Daly,
-"A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
-Systems 22, 2006).
+Without a notice, an interruption loses half an interval on average.  Each checkpoint costs the time for which
+training stands still.  Young found the interval with the least sum of both (J. W. Young, "A first order
+approximation to the optimum checkpoint interval", Communications of the ACM 17, 1974).  Daly added the terms
+that matter when a checkpoint takes long compared with the time between interruptions (J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22,
+2006).
 
-An interruption whose evacuation ended SAFE lost nothing, so it does not count: the mean time between
-interruptions is that between those that nothing was saved for.
+An interruption whose evacuation ended SAFE lost nothing and does not count.  The mean time between
+interruptions (MTBF) is that between uncovered ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from swansong import bounds
 
 INTERVAL_MIN_S = 60.0
-"""Never more often than this by the formula: a save costs more than the time that it holds up the loop."""
+"""Lower bound of the formula: a save costs more than the time for which training stands still."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the bucket tells of the run's earlier VMs."""
+    """Interruptions of the run's earlier VMs, from the claims and farewells in the bucket."""
 
     observed_s: float = 0.0
-    """How long the run has been watched: from its first claim to our own."""
+    """From the run's first claim to our own."""
     uncovered: int = 0
     """Interruptions in that time without a SAFE farewell."""
 
@@ -37,7 +37,7 @@ def optimum_interval_s(save_cost_s: float, mtbf_s: float) -> float:
     """Daly's interval: training time from the end of one checkpoint to the beginning of the next.
 
     Args:
-        save_cost_s: how long one checkpoint holds training up.
+        save_cost_s: training stands still this long for one checkpoint.
         mtbf_s: mean time between interruptions; positive.
     """
     if save_cost_s >= 2 * mtbf_s:
@@ -48,7 +48,7 @@ def optimum_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 
 def expected_mtbf_s(prior_s: float, history: History) -> float:
-    """Mean time between uncovered interruptions; the prior counts like one seen after ``prior_s``."""
+    """Mean time between uncovered interruptions; the prior weighs as much as one after ``prior_s``."""
     observed_s = min(max(0.0, history.observed_s), bounds.SECONDS_MAX)
     return (prior_s + observed_s) / (1 + max(0, history.uncovered))
 
@@ -57,9 +57,9 @@ def interval_s(*, save_cost_s: float | None, store_s: float, mtbf_s: float) -> f
     """Training time between two periodic checkpoints.
 
     Args:
-        save_cost_s: None until one was taken: the first comes early, to be measured.
-        store_s: from the request to the last byte stored; a checkpoint does not begin before the one
-            before it is safe.
+        save_cost_s: None until one was measured; the first checkpoint therefore comes early.
+        store_s: from the request to the last stored byte.  A checkpoint begins only after the previous one
+            is stored.
         mtbf_s: see :func:`expected_mtbf_s`.
     """
     optimum_s = 0.0 if save_cost_s is None else optimum_interval_s(max(0.0, save_cost_s), mtbf_s)

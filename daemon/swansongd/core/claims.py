@@ -2,7 +2,7 @@
 """Claims of generations at a limited rate, and the newer claims of other VMs.
 
 Trainers cause claims: by another start of a job over several VMs, and by a rollback.  Each claim is an
-object in the bucket that is never removed, so a trainer that does either in a loop must not fill the bucket.
+object that is never deleted, so the rate limit keeps a trainer in a crash loop from filling the bucket.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ WINDOW_S = 60.0
 """No more than CLAIMS_MAX claims within this time."""
 
 
-def order(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> None:
-    """Have this claim made, in place of one that is still due: now, or when the rate allows."""
+def set_due(transition: Transition, claim: ClaimGeneration | JoinGeneration) -> None:
+    """Note the claim to make, in place of one that is still due: now, or when the rate allows it."""
     transition.state = replace(transition.state, claim_due=claim)
     if len(_recent(transition)) >= CLAIMS_MAX:
-        transition.log("warning", "claim_delayed", reason="the job starts or goes back too often")
+        transition.log("warning", "claim_delayed", reason="too many job starts or rollbacks")
 
 
 def reconcile(transition: Transition) -> None:
-    """Make the claim that is due, when the rate allows."""
+    """Make the claim that is due, when the rate allows it."""
     due, recent = transition.state.claim_due, _recent(transition)
     if due is not None and len(recent) < CLAIMS_MAX:
         transition.state = replace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits: the manifests that are due, those that are made, and over several VMs the parts of the others."""
+"""Commits: manifests that are due or written and, over several VMs, the parts of the other VMs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from swansongd.model import (
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
 PARTS_MAX = 4
-"""Own parts that wait for those of the other VMs, which flush the newest set first and skip others."""
+"""This VM's parts that wait for the other VMs, which flush their newest set first and may skip others."""
 
 
 def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
+    """A manifest was written."""
     done = next((item for item in transition.state.stored if item.flush_id == flush_id), None)
     newest = transition.state.last_commit
     transition.state = replace(
@@ -66,6 +67,7 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
 
 
 def record_failed(transition: Transition, event: CommitFailed) -> None:
+    """A manifest could not be written, for now or at all."""
     failed = next(
         (item for item in transition.state.stored if item.flush_id == event.flush_id), None
     )
@@ -85,7 +87,7 @@ def record_failed(transition: Transition, event: CommitFailed) -> None:
 
 
 def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) -> None:
-    """This VM's part is _record_part; the checkpoint exists when those of all VMs are."""
+    """This VM's part is committed; the checkpoint exists when the parts of all VMs are."""
     if staged is None or staged.nodes == 1:
         _record_whole(transition, ref)
     elif transition.state.last_complete is None or ref > transition.state.last_complete:
@@ -121,7 +123,7 @@ def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
 
 
 def _record_whole(transition: Transition, ref: CommitRef) -> None:
-    """All VMs have committed their parts: what is older is dispensable."""
+    """All VMs have committed their parts: older sets are dispensable."""
     state = transition.state
     if state.incomplete is not None:
         transition.mark("complete", generation=ref.generation, step=ref.step)
@@ -134,7 +136,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
             transition.state, last_complete=ref, last_commit_mono_s=transition.now
         )
     transition.do(TellCommitted(ref))
-    # Only what our hooks wrote is ours to delete; the newest committed set stays for a quick restore.
+    # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.
     abandoned = transition.state.abandoned
     dispensable = tuple(
         staged.directory
@@ -152,7 +154,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
 
 
 def reconcile(transition: Transition) -> None:
-    """Order the manifests that are due, and look for the parts of the other VMs."""
+    """Write the manifests that are due, and look for the parts of the other VMs."""
     _look_for_parts(transition)
     _order_manifests(transition)
 
@@ -177,9 +179,9 @@ def _order_manifests(transition: Transition) -> None:
 
 
 def _look_for_parts(transition: Transition) -> None:
-    """Look for the parts of the other VMs, less and less often; one look at a time.
+    """Look for the parts of the other VMs with exponential backoff, one look at a time.
 
-    The same thread commits: a look never goes before a manifest.
+    The thread that looks also commits: a manifest that is due goes first.
     """
     state = transition.state
     incomplete = state.incomplete

@@ -6,11 +6,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from swansongd.core import nodes, notices, request, stall
-from swansongd.core.events import (
-    Rescan,
-    WithdrawRequest,
-)
+from swansongd.core import emergency, nodes, notices, request, stall
+from swansongd.core.events import Rescan
 from swansongd.core.planner import PlanKind
 from swansongd.core.state import (
     Evacuation,
@@ -23,7 +20,7 @@ from swansongd.model import (
 )
 
 PRECAUTION_EVERY_S = 600.0
-"""Advisory notices can come in storms; so often at most one costs a checkpoint."""
+"""Advisory notices can come in storms; at most one in this time causes a checkpoint."""
 PREPARED_MAX = 64
 OPENED_MAX = 64
 
@@ -31,9 +28,9 @@ OPENED_MAX = 64
 def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     """The id of the evacuation that opens now, which is also the id of its request to the trainer.
 
-    Hooks repeat their answer to an id that they have answered before.  So no id comes back within a boot: the
-    monotonic time is part of it.  The exception is the evacuation that an earlier life of the daemon had
-    open for this notice.  VMs that get the same words in a notice have different ids.
+    Hooks repeat their answer to an id that they have answered before.  No id may therefore return within a
+    boot: the monotonic time is part of it.  The exception is the evacuation that an earlier life of the
+    daemon had open for this notice.  VMs with identical notices have different ids.
     """
     if notice.source == nodes.PEER_SOURCE:
         return notice.identity  # the request of that VM
@@ -44,7 +41,7 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
 
 
 def reconcile(transition: Transition) -> None:
-    """Open, move, withdraw or outlive the evacuation, as the live notices have it."""
+    """Open, move, withdraw or outlive the evacuation, as the live notices require."""
     live = transition.state.urgent_notices(transition.now)
     evacuation = transition.state.evacuation
     if not live:
@@ -56,7 +53,7 @@ def reconcile(transition: Transition) -> None:
         _begin(transition, live)
         return
     news = _news(evacuation, live)
-    # Training continued since the verdict: what is new by now is worth another checkpoint.
+    # Training continued since the verdict: a new notice is worth another checkpoint.
     admitted = notices.admitted(transition, news) if evacuation.verdict is not None else ()
     deadline = _deadline_mono_s(live)
     if admitted:
@@ -68,7 +65,7 @@ def reconcile(transition: Transition) -> None:
         )
     elif transition.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
         transition.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
-        notices.outlived(transition, live)
+        notices.record_outlived(transition, live)
         _withdraw(transition, evacuation, "the VM has outlived its deadline")
         return
     is_waiting = evacuation.verdict is not None and not admitted
@@ -76,12 +73,16 @@ def reconcile(transition: Transition) -> None:
 
 
 def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
-    """Open an evacuation, in place of a precaution, unless too many were opened a moment ago."""
+    """Open an evacuation, in place of a precaution, unless too many were opened recently."""
     admitted = notices.admitted(transition, live)
     if not admitted:
         return
     if transition.state.evacuation is not None:
-        _withdraw(transition, transition.state.evacuation, "the end is near now")
+        _withdraw(
+            transition,
+            transition.state.evacuation,
+            "a notice with a deadline replaces the precaution",
+        )
     notices.extend_overdue(transition, live)
     live = transition.state.urgent_notices(transition.now)
     first = next(n for n in live if n.identity == admitted[0].identity)
@@ -95,11 +96,11 @@ def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
     transition.evacuation = replace(
         transition.evacuation, identities=frozenset(notice.identity for notice in live)
     )
-    notices.answered_by(transition, live, evacuation.id)
+    notices.record_answered(transition, live, evacuation.id)
 
 
 def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
-    """What this evacuation does not answer yet.  A time that has passed adds nothing to a standing SAFE."""
+    """Notices that this evacuation does not answer yet.  An overdue one adds nothing after SAFE."""
     return tuple(
         notice
         for notice in live
@@ -110,14 +111,14 @@ def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...
 
 
 def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
-    """The earliest deadline; those of other VMs, and assumed ones of overdue notices, give way to our own."""
+    """The earliest deadline; that of another VM or of an overdue notice only without any other."""
     own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
     timely = [n for n in own if not n.is_overdue] or own
     return min(notice.deadline_mono_s for notice in timely)
 
 
 def _steer_precaution(transition: Transition) -> None:
-    """Advisory notices: take one more checkpoint, and let training continue."""
+    """Advisory notices: take one more checkpoint while training continues."""
     state = transition.state
     early = [n for n in state.notices.values() if n.identity not in state.concluded]
     if state.evacuation is not None:
@@ -144,7 +145,7 @@ def _steer_precaution(transition: Transition) -> None:
 def _open(
     transition: Transition, notice: Notice, deadline_mono_s: float, *, is_precaution: bool = False
 ) -> None:
-    plan = request.planned(transition, left_s=deadline_mono_s - transition.now)
+    plan = emergency.planned(transition, left_s=deadline_mono_s - transition.now)
     id_ = evacuation_id(notice, transition.state, transition.now)
     transition.state = replace(
         transition.state,
@@ -152,7 +153,7 @@ def _open(
         evacuations=transition.state.evacuations + 1,
     )
     if not is_precaution:
-        notices.count(transition, notice.source)
+        notices.record_opened(transition, notice.source)
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -164,7 +165,7 @@ def _open(
         identities=frozenset({notice.identity}),
         newest=max((staged.id for staged in transition.state.staged), default=None),
     )
-    # What failed a minute ago is worth another try now.
+    # End the backoff of earlier failures: the time is short.
     transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)
     transition.mark(
         "precaution" if is_precaution else "notice",
@@ -177,11 +178,11 @@ def _open(
     stall.mark(transition)
     transition.do(Rescan())
     if plan.kind is PlanKind.TAKE:
-        request.make(transition)
+        emergency.make(transition)
 
 
 def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
-    if evacuation.ask is not None:
-        transition.do(WithdrawRequest(evacuation.ask.request_id, reason))
+    if evacuation.request is not None:
+        request.withdraw(transition, evacuation.request, reason)
     transition.state = replace(transition.state, evacuation=None)

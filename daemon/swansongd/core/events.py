@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the decision loop (events), and what it orders done (actions).
+"""The input of the decision loop (events) and its output (actions).
 
-Frozen values only.  Threads post events to the inbox; :func:`swansongd.core.machine.step` turns each
-into a new state and a list of actions; :mod:`swansongd.service` carries the actions out.
+Frozen values only.  Threads post events to the inbox.  :func:`swansongd.core.machine.step` turns each into a
+new state and a list of actions.  :mod:`swansongd.service` executes the actions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
-    Part,
     SourceStatus,
     Staged,
     StoredShard,
     TrainerView,
     Verdict,
+    VmPart,
 )
 
 # ---------------------------------------------------------------- events: sources
@@ -50,7 +50,7 @@ class TrainerJoined:
 
 @dataclass(frozen=True, slots=True)
 class TrainerRefused:
-    """A process said hello as a rank that another living process has."""
+    """A process sent a hello with the rank of another living process."""
 
     pid: int
     reason: str
@@ -58,7 +58,7 @@ class TrainerRefused:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLeft:
-    """A rank's connection ended.  ``exited``: its process is known to be gone, it will not reconnect."""
+    """A rank's connection ended.  ``exited``: its process has ended too, and will not reconnect."""
 
     connection: int
     exited: bool
@@ -76,12 +76,12 @@ class TrainerProgress:
     loss: float | None = None
     loss_is_finite: bool | None = None
     start_id: str = ""
-    """Not empty: training starts, or starts again, from ``step``."""
+    """Not empty when training starts, or starts again, from ``step``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The trainer goes back to this step, and was told from where."""
+    """The trainer rolls back to this step; it got the path of the checkpoint."""
 
     step: int
 
@@ -103,7 +103,7 @@ class TrainerAgreed:
 
 @dataclass(frozen=True, slots=True)
 class PeerRequested:
-    """The daemon of another VM of the job has asked for a checkpoint: that VM goes away."""
+    """The daemon of another VM of the job requested a checkpoint: that VM will be terminated."""
 
     request_id: str
     reason: str
@@ -112,21 +112,21 @@ class PeerRequested:
 
 @dataclass(frozen=True, slots=True)
 class FinishAsked:
-    """The trainers are of this start of a job over several VMs, which is about to begin."""
+    """This start of a job over several VMs is about to begin, and waits for the commits of earlier ones."""
 
     job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobStarted:
-    """This start of the job begins: no VM has anything of an earlier one to commit."""
+    """This start of the job begins: all VMs have finished the commits of earlier ones."""
 
     job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSealed:
-    """A rank says that a checkpoint has its sealed name.  Only the scan that follows is believed."""
+    """A rank reports that a checkpoint has its sealed name.  The scan that follows decides."""
 
     connection: int
     request_id: str
@@ -141,7 +141,7 @@ class TrainerFailed:
 
     connection: int
     request_id: str
-    """Empty for a checkpoint that the trainer planned itself."""
+    """Empty for a checkpoint of the trainer's own schedule."""
     reason: str
     failed_step: int | None = None
     """None when the request was declined."""
@@ -157,7 +157,7 @@ class SignalSent:
 
 @dataclass(frozen=True, slots=True)
 class SignalRefused:
-    """The signal was not sent: no such process, or it would die of it."""
+    """The signal was not sent: the process does not exist, or the signal would kill it."""
 
     request_id: str
     reason: str
@@ -165,7 +165,7 @@ class SignalRefused:
 
 @dataclass(frozen=True, slots=True)
 class SignalledExited:
-    """The process that got the signal is gone."""
+    """The process that got the signal has ended."""
 
     request_id: str
     pid: int
@@ -176,30 +176,30 @@ class SignalledExited:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """One walk over staging: all sealed sets that are there and sound."""
+    """One scan of staging: all sealed sets that are sound."""
 
     started_mono_s: float
     staged: tuple[Staged, ...]
     pending: tuple[str, ...] = ()
-    """Directories that are being written, or have not settled yet."""
+    """Directories of sets that are being written or have not settled yet."""
     growing: tuple[Staged, ...] = ()
-    """Sets of our hooks that are being written: each with those of its files that are final."""
+    """Sets of our hooks that are being written, each with its final files."""
     rejected: tuple[tuple[str, str], ...] = ()
-    """(directory, reason) of what claims to be a checkpoint and is not sound."""
+    """(directory, reason) of sealed sets that are not sound."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationClaimed:
     generation: int
     newest: CommitRef | None
-    """Newest whole commit in the store, of whatever generation."""
+    """Newest whole commit in the store, of any generation."""
     is_rollback: bool = False
-    """It answers ClaimGeneration or JoinGeneration."""
+    """The answer to ClaimGeneration or JoinGeneration."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewestDated:
-    """The manifest of the newest commit that the claim found says when it was created."""
+    """The age of the newest commit that the claim found, from its manifest."""
 
     ref: CommitRef
     age_s: float
@@ -208,7 +208,7 @@ class NewestDated:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRead:
-    """What the bucket tells of the run's earlier VMs."""
+    """The interruptions of the run's earlier VMs, from the bucket."""
 
     observed_s: float
     uncovered: int
@@ -218,28 +218,28 @@ class HistoryRead:
 class FlushProgress:
     flush_id: str
     bytes_stored: int
-    """Of the set, in this flush or an earlier one, or referenced: what need not be sent any more."""
+    """Bytes of the set that need not be sent any more: stored by any flush, or referenced."""
     bytes_sent: int = 0
-    """In this flush: what the bandwidth is measured by.  To be counted as the bytes leave, window by
-    window, and taken back when they must be sent again: parts that travel side by side end in bursts,
-    and seconds without a finished part would look like a wire that stands still."""
+    """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and
+    are subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in
+    bursts, and seconds without a finished part would look like an idle link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """All shards of the set are stored, and none of its files changed meanwhile."""
+    """All shards of the set are stored, and its files did not change meanwhile."""
 
     flush_id: str
     shards: tuple[StoredShard, ...]
     bytes_referenced: int = 0
-    """Not sent: an earlier set has stored the same bytes under the same path."""
+    """Bytes that were not sent because an earlier set has stored them under the same path."""
     bytes_sent: int | None = None
-    """In this flush; None: whatever is not known to have been stored before."""
+    """Bytes of this flush; None: all that were not known to be stored before."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlushFailed:
-    """``void``: the set itself is unusable (a file changed, vanished, cannot be read)."""
+    """``void``: the set itself is unusable (a file changed, disappeared, is unreadable)."""
 
     flush_id: str
     reason: str
@@ -254,19 +254,19 @@ class CommitDone:
 
 @dataclass(frozen=True, slots=True)
 class PartsCounted:
-    """It answers CheckComplete, also when the store could not be asked."""
+    """The answer to CheckComplete, also when the store could not be read."""
 
     newest: CommitRef
-    """First of the refs that were asked about."""
+    """First of the refs in the question."""
     committed: int
-    """Number of VMs whose part of ``newest`` is committed; 0: not known."""
+    """Number of VMs whose part of ``newest`` is committed; 0 if unknown."""
     whole: CommitRef | None
     """Newest of the refs of which all VMs have committed their parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """``conflict``: trying again is useless.  Another set is committed under this generation and step, or no
+    """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no
     reader would accept a manifest of this set."""
 
     flush_id: str
@@ -284,20 +284,20 @@ class FenceFound:
     """Our claim was deleted, and another VM has claimed its number."""
 
     def is_news(self, newest_known: int) -> bool:
-        """Whether a VM that knows of this generation is fenced by it."""
+        """Whether it fences a VM whose newest known generation is this one."""
         return self.generation >= newest_known + (not self.is_same_number)
 
 
 @dataclass(frozen=True, slots=True)
 class WokeUp:
-    """The VM was suspended for so long; the monotonic clock did not run meanwhile."""
+    """The VM was suspended for ``slept_s``, while the monotonic clock stood still."""
 
     slept_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An operator stops or restarts the daemon: end quickly, disturb nobody."""
+    """An operator stops or restarts the daemon: end quickly, without effect on the trainer."""
 
     reason: str
 
@@ -335,7 +335,7 @@ class AskTrainers:
     deadline_mono_s: float
     connections: tuple[int, ...]
     is_urgent: bool = True
-    """False for a precaution: nobody stops training for it."""
+    """False for a precaution or a periodic checkpoint: training does not stop for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class SendTarget:
 
 @dataclass(frozen=True, slots=True)
 class SignalTrainer:
-    """Signal the configured trainer process, if it catches the signal."""
+    """Send the configured signal to the trainer process, if the process catches the signal."""
 
     request_id: str
 
@@ -372,24 +372,24 @@ class TellFenced:
 
 @dataclass(frozen=True, slots=True)
 class TellFinished:
-    """Nothing of earlier starts of the job is left to commit: this one may begin."""
+    """All sets of earlier starts of the job are committed: this start may begin."""
 
     job_start_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartFlush:
-    """Store the set's shards.  Replaces whatever flush is under way.
+    """Store the set's shards.  Replaces the flush in flight.
 
-    What was stored of the set before, under an earlier flush id, is not sent again.
+    Bytes of the set that an earlier flush has stored are not sent again.
     """
 
     flush_id: str
     staged: Staged
     generation: int
     is_sealed: bool = True
-    """False: the set is still being written.  The files named here are final, more will come: store
-    them, report progress, and say nothing at the end."""
+    """False: the set is still being written.  The named files are final, and more will follow: store them and
+    report progress, without Flushed at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,12 +413,12 @@ class ClaimGeneration:
     after: int
     """Our generation so far."""
     abandoned: tuple[CheckpointId, ...] = ()
-    """Sets in staging that are not of the new generation's line; recorded before the claim."""
+    """Sets in staging that do not belong to the new generation; recorded before the claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGeneration:
-    """Claim a generation for this start of the job, or take part in the one that another VM has claimed."""
+    """Claim a generation for this start of the job, or join the one that another VM has claimed."""
 
     job_start_id: str
     abandoned: tuple[CheckpointId, ...] = ()
@@ -436,31 +436,31 @@ class CheckComplete:
 
 @dataclass(frozen=True, slots=True)
 class CheckFence:
-    """Look whether a newer generation has been claimed."""
+    """Check whether a newer generation has been claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescan:
-    """Walk over staging now."""
+    """Scan staging now."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Take local sets of an abandoned line out of the trainers' sight; the next Prune deletes them."""
+    """Hide local sets of an abandoned line from trainers; the next Prune deletes them."""
 
     directories: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """Delete local sets that a commit has made dispensable, and those that were set aside."""
+    """Delete local sets that a commit made dispensable, and those that were set aside."""
 
     directories: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One line of an evacuation's timeline; also the log line of that moment."""
+    """One line of an evacuation's timeline and of the log."""
 
     evacuation_id: str
     phase: str
@@ -476,12 +476,12 @@ class Conclude:
     verdict: Verdict
     reason: str
     commit: CommitRef | None
-    """Whole: the parts of all VMs are committed."""
+    """The newest whole commit: the parts of all VMs are committed."""
     slack_s: float
-    part: Part | None = None
-    """Committed by this VM, newer than ``commit``, and not whole."""
+    part: VmPart | None = None
+    """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
     is_final: bool = True
-    """False: the other VMs may still commit their parts in time; only the farewell is written."""
+    """False while other VMs may still commit their parts in time: only the farewell is written."""
 
 
 @dataclass(frozen=True, slots=True)

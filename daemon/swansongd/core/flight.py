@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flush in flight: which set it sends, and what its progress teaches about the bandwidth."""
+"""The flush in flight: the set that it sends, and the bandwidth that its progress shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swansongd.core.planner import Candidate
 from swansongd.core.state import (
     Flight,
     State,
-    Stored,
+    StoredSet,
 )
 from swansongd.core.transition import Transition
 from swansongd.model import (
@@ -27,21 +27,22 @@ from swansongd.model import (
 )
 
 EARLY_EVERY_S = 1.0
-"""Files that have become final meanwhile join a flush so often, and whenever it has nothing to do."""
+"""Files that became final meanwhile join the flush at this interval, and whenever it is idle."""
 START_S = 1.0
-"""That a flush has moved nothing counts against the bandwidth from so long after its start."""
+"""A flush without progress lowers the measured bandwidth only after this time."""
 SAMPLE_S = 0.25
-"""So often the speed of a flush under way goes into the bandwidth."""
+"""Interval between two samples of the bandwidth during a flush."""
 SAMPLE_FIRST_S = 1.0
-"""The very first measurement has no earlier one to steady it."""
+"""The first sample takes longer: no earlier one smooths it."""
 THROTTLED = 0.8
-"""A background flush at this part of its limit, or more, has measured the limit and not the store."""
+"""A background flush at this fraction of its limit, or more, measures the limit and not the store."""
 RETRY_S_MAX = 10.0
-"""The longest pause of the background: so long after the store works again, a flush may still wait."""
+"""Longest backoff without a notice: a flush may wait this long after the store has recovered."""
 RETRY_URGENT_S = 0.5
 
 
 def record_progress(transition: Transition, event: FlushProgress) -> None:
+    """The flush has stored more bytes."""
     flight = transition.state.flight
     if flight is None or flight.flush_id != event.flush_id:
         return
@@ -51,17 +52,18 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
         bytes_sent=max(flight.bytes_sent, event.bytes_sent),
         bytes_before=max(flight.bytes_before, event.bytes_stored - event.bytes_sent),
     )
-    if first:  # how long it took to begin says nothing of how fast it goes
+    if first:  # the time to the first byte is not part of the bandwidth
         moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
     transition.state = replace(
         transition.state,
         flight=moved,
-        kept={**transition.state.kept, flight.staged.id: event.bytes_stored},
+        stored_bytes={**transition.state.stored_bytes, flight.staged.id: event.bytes_stored},
     )
     sample_bandwidth(transition)
 
 
 def record_flushed(transition: Transition, event: Flushed) -> None:
+    """All shards of the set are stored: its manifest is due."""
     flight = transition.state.flight
     if flight is None or flight.flush_id != event.flush_id or not flight.is_sealed:
         return
@@ -73,10 +75,14 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
         transition.state,
         flight=None,
         failures=0,
-        kept={id_: size for id_, size in transition.state.kept.items() if id_ != flight.staged.id},
+        stored_bytes={
+            id_: size
+            for id_, size in transition.state.stored_bytes.items()
+            if id_ != flight.staged.id
+        },
         stored=(
             *transition.state.stored,
-            Stored(
+            StoredSet(
                 flush_id=event.flush_id, staged=flight.staged, shards=event.shards, is_asked=False
             ),
         ),
@@ -91,12 +97,12 @@ def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int)
         _learn(
             transition, bytes_sent - flight.sampled_bytes, transition.now - flight.sampled_mono_s
         )
-    else:  # too short for a look at it on the way
+    else:  # too short for a sample on the way
         _learn(transition, bytes_sent, transition.now - flight.started_mono_s)
 
 
 def sample_bandwidth(transition: Transition) -> None:
-    """Learn from what the flush has moved since the last sample, were it nothing at all."""
+    """Update the bandwidth with the bytes sent since the last sample, even if there were none."""
     flight = transition.state.flight
     if flight is None:
         return
@@ -108,7 +114,7 @@ def sample_bandwidth(transition: Transition) -> None:
     ):
         return
     moved = flight.bytes_sent - flight.sampled_bytes
-    if moved or flight.bytes_unsent:  # else the wire has nothing to do but to wait for answers
+    if moved or flight.bytes_unsent:  # else the flush only waits for responses
         _learn(transition, moved, duration_s)
     transition.state = replace(
         transition.state,
@@ -124,7 +130,7 @@ def _learn(transition: Transition, size_bytes: int, duration_s: float) -> None:
     is_limited = limit is not None and transition.state.evacuation is None  # any notice lifts it
     is_at_limit = is_limited and size_bytes >= THROTTLED * (limit or 0.0) * duration_s
     if is_at_limit and (known is None or known * duration_s >= size_bytes):
-        return  # the limit was measured: the store is at least this fast
+        return  # the sample shows the limit: the store is at least this fast
     transition.state = replace(
         transition.state,
         bandwidth_bytes_per_s=planner.updated_bandwidth(known, size_bytes, duration_s),
@@ -132,6 +138,7 @@ def _learn(transition: Transition, size_bytes: int, duration_s: float) -> None:
 
 
 def record_failed(transition: Transition, event: FlushFailed) -> None:
+    """The flush failed: the set is void, or the store is retried after a pause."""
     flight = transition.state.flight
     if flight is None or flight.flush_id != event.flush_id:
         return
@@ -139,7 +146,7 @@ def record_failed(transition: Transition, event: FlushFailed) -> None:
     transition.log(
         "error", "flush_failed", step=flight.staged.id.step, reason=event.reason, void=event.void
     )
-    if event.void and flight.is_sealed:  # else it may be its seal that changed it
+    if event.void and flight.is_sealed:  # sealing itself may have changed a growing set
         transition.state = replace(
             transition.state, unusable=transition.state.unusable | {flight.staged.id}
         )
@@ -156,7 +163,7 @@ def record_absent(transition: Transition, present: frozenset[CheckpointId]) -> N
 
 
 def back_off(transition: Transition) -> None:
-    """Try again later; at once, nearly, when the end is near."""
+    """Retry after an exponential backoff, or after a short pause during an evacuation."""
     failures = transition.state.failures + 1
     wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10) / 2)
     if transition.state.evacuation is not None:
@@ -167,7 +174,7 @@ def back_off(transition: Transition) -> None:
 
 
 def reconcile(transition: Transition) -> None:
-    """Have the right set in flight."""
+    """Start, change or cancel the flush so that it sends the best set."""
     _change_flight(transition)
     flight = transition.state.flight
     if flight is not None and not flight.is_sealed and transition.state.early is None:
@@ -182,18 +189,20 @@ def _change_flight(transition: Transition) -> None:
         return
     candidates = state.candidates
     if state.evacuation is None:
-        if flight is None and candidates:  # in the background what is begun is finished first
+        if (
+            flight is None and candidates
+        ):  # without a notice, a flush finishes before the next begins
             _start_flush(transition, max(candidate.id for candidate in candidates))
         return
     data_left_s = transition.left_s - state.settings.reserve_s
     if transition.left_s > 0 >= data_left_s:
         _spare_the_reserve(transition)
         return
-    if transition.left_s <= 0:  # outlived, so far: whatever still gets through is won
+    if transition.left_s <= 0:  # the VM has outlived its deadline: whatever still arrives counts
         data_left_s = math.inf
     answer = state.answer
     if answer is not None and state.evacuation.verdict is None and not state.is_covered(answer):
-        # A trainer that trains on may seal newer ones: they wait until this one is committed.
+        # A trainer that continues may seal newer sets: they wait until this one is committed.
         candidates = tuple(c for c in candidates if c.id <= answer)
     wanted = planner.choose(
         candidates,
@@ -208,7 +217,7 @@ def _change_flight(transition: Transition) -> None:
 
 
 def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float) -> bool:
-    """Whether the wire should carry shards of the set that is being written, and no sealed one."""
+    """Whether to send shards of the set that is being written, instead of a sealed set."""
     if state.early is None or wanted is None:
         return state.early is not None
     bandwidth = state.bandwidth_bytes_per_s
@@ -219,11 +228,11 @@ def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float)
 
 
 def _start_early(transition: Transition) -> None:
-    """Send what is final of the growing set, and from time to time what has come since."""
+    """Send the final files of the growing set, and at intervals those that became final since."""
     early, flight = transition.state.early, transition.state.flight
     assert early is not None
     if flight is not None and not flight.is_sealed and flight.staged.id == early.id:
-        is_stored = transition.state.kept.get(early.id, 0) >= flight.staged.size_bytes
+        is_stored = transition.state.stored_bytes.get(early.id, 0) >= flight.staged.size_bytes
         is_due = is_stored or transition.now - flight.started_mono_s >= EARLY_EVERY_S
         if flight.staged.files == early.files or not is_due:
             return
@@ -231,10 +240,10 @@ def _start_early(transition: Transition) -> None:
 
 
 def _spare_the_reserve(transition: Transition) -> None:
-    """From here to the deadline the wire belongs to the manifest."""
+    """From here to the deadline the link belongs to the manifest."""
     flight = transition.state.flight
     if flight is not None:
-        stored = transition.state.kept.get(flight.staged.id, 0)
+        stored = transition.state.stored_bytes.get(flight.staged.id, 0)
         transition.mark("flush_stopped", step=flight.staged.id.step, bytes_stored=stored)
         transition.do(CancelFlush(flight.flush_id))
         transition.state = replace(transition.state, flight=None)
@@ -257,7 +266,7 @@ def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
             staged=staged,
             is_sealed=is_sealed,
             started_mono_s=transition.now,
-            bytes_before=state.kept.get(staged.id, 0),
+            bytes_before=state.stored_bytes.get(staged.id, 0),
             sampled_mono_s=transition.now + START_S,
         ),
     )

@@ -13,7 +13,7 @@ ASG_SOURCE = "aws.asg"
 
 
 def needs_heartbeat(state: State) -> bool:
-    """Whether the group is to keep the VM: it announced the end, and the evacuation has no verdict yet."""
+    """Whether the hook must be extended: the group announced the end, and there is no verdict yet."""
     evacuation = state.evacuation
     return ASG_SOURCE in state.notices and evacuation is not None and evacuation.verdict is None
 

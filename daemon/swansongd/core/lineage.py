@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line of states of a run: a trainer that starts from another state than the newest one begins a
-new generation.
+"""The line of states of a run.  A trainer that starts from an older state begins a new generation.
 
 Readers take the newest commit by generation and step.  Suppose that a trainer starts at step 60 while step
-220 is committed.  Under the same generation, none of its checkpoints would count before step 220, and the
-next VM would resume from a discarded state.  Under a new generation its first commit is the newest one.
+220 is committed.  Under the same generation, its checkpoints would count only after step 220, and until then
+the next VM would resume from a discarded state.  Under a new generation its first commit is the newest one.
 Sets in staging that training did not continue from are *abandoned*: never committed, never resumed from.
 
 The daemon judges a start by the first progress report on a connection, against the states that existed
-before the connection.  The hello does not count: it may have waited in the socket while its trainer went on.
-A trainer without hooks is judged by the steps of its sets and the times of their files.  A job over several
-VMs has a generation for each start anyway, see :mod:`swansongd.core.nodes`.
+before the connection.  The hello does not count: it may have been queued in the socket while training
+continued.  A trainer without hooks is judged by the steps of its sets and the times of their files.  A job
+over several VMs has a generation for each start anyway, see :mod:`swansongd.core.nodes`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from swansongd.core.transition import Transition
 from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
 
 
-def found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
-    """A scan found these sets, and none before it did.
+def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
+    """A scan found these sets for the first time.
 
-    What the first scan came across is of earlier lives of this daemon, perhaps of an earlier boot.  An
-    adopted set counts from the scan that first found its files: it had to settle since then.
+    Sets of the first scan are from earlier lives of this daemon, perhaps from an earlier boot.  An adopted
+    set counts from the scan that first found its files, since it must settle after that.
     """
     first_mono_s = transition.state.first_scan_mono_s
     assert first_mono_s is not None
@@ -67,7 +66,7 @@ def _inherit(transition: Transition, present: Sequence[Staged]) -> None:
             "sealed_set_not_durable",
             directory=staged.directory,
             step=staged.id.step,
-            reason="it was not flushed to the disk before the VM was booted again, and may be torn",
+            reason="it was not flushed to the disk before the last boot, and may be torn",
         )
     transition.state = replace(
         transition.state, unusable=state.unusable | {staged.id for staged in doubtful}
@@ -82,10 +81,10 @@ def _is_durable(staged: Staged) -> bool:
 # ---------------------------------------------------------------- starts
 
 STARTS_MAX = 256
-"""Starts that are remembered; a trainer cannot make the daemon remember more."""
+"""Number of starts that are remembered, however often a trainer starts."""
 
 
-def noted(transition: Transition, start_id: str) -> None:
+def record_start_id(transition: Transition, start_id: str) -> None:
     """A start of a trainer became known."""
     if start_id and start_id not in transition.state.starts:
         transition.state = replace(
@@ -93,8 +92,8 @@ def noted(transition: Transition, start_id: str) -> None:
         )
 
 
-def started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
-    """A trainer trains from its ``start_step``; its own sets came after ``before_mono_s``."""
+def record_started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
+    """A trainer started at its ``start_step``; its own sets were found after ``before_mono_s``."""
     state, step = transition.state, trainer.start_step
     if state.settings.several_vms:
         return
@@ -106,11 +105,11 @@ def started(transition: Transition, trainer: TrainerView, *, before_mono_s: floa
             rank=trainer.rank,
             from_step=step,
             newest_step=newest_step,
-            hint="training started behind the newest state: a new generation begins",
+            hint="training started before the newest state: a new generation begins",
         )
-        # It may have sealed sets since: the newest commit was not known while the store was away.
+        # The trainer may have sealed sets since then: the newest commit was unknown during an outage.
         old = [staged for staged in state.staged if trainer.start_id not in staged.starts]
-        # Its predecessor may still count as connected.  Each set of an earlier start has the id of that one.
+        # Its predecessor may still count as connected.  Each set carries the id of the start that sealed it.
         others = {t.start_id for t in state.connected if t.rank != trainer.rank}
         closed = [s for s in state.starts if s != trainer.start_id and s not in others]
         leave(transition, old, closed=closed)
@@ -121,14 +120,14 @@ def _judge_earlier_starts(transition: Transition) -> None:
     """The newest commit is known now: judge the trainers that started before."""
     for trainer in transition.state.trainers:
         if trainer.start_step >= 0:
-            started(transition, trainer, before_mono_s=trainer.greeted_mono_s)
+            record_started(transition, trainer, before_mono_s=trainer.greeted_mono_s)
 
 
 def _sealed(transition: Transition, new: Sequence[Staged]) -> None:
     """Sets that appeared after the first scan.
 
-    Those of a start whose line was left are abandoned: a set can be sealed, or found, after that.  Those of a
-    trainer without hooks tell where it trains.
+    Sets of a start whose line was left are abandoned: they can be sealed, or found, after that.  Sets of a
+    trainer without hooks show the step at which it trains.
     """
     state = transition.state
     late = [staged for staged in new if not staged.starts.isdisjoint(state.closed_starts)]
@@ -139,7 +138,7 @@ def _sealed(transition: Transition, new: Sequence[Staged]) -> None:
         return
     old = [s for s in state.staged if s.id not in state.unusable and s not in new]
     written_ns = max((file.mtime_ns for staged in old for file in staged.files), default=0)
-    # A set can be recognised late.  A set of a new line was written after all that is known.
+    # A set can be recognised late.  A set of a new line was written after all known sets.
     fresh = [
         s
         for s in new
@@ -157,7 +156,7 @@ def _sealed(transition: Transition, new: Sequence[Staged]) -> None:
             "lineage_left",
             from_step=step,
             newest_step=newest_step,
-            hint="the trainer writes steps behind the newest state: a new generation begins",
+            hint="the trainer writes steps before the newest state: a new generation begins",
         )
         leave(transition, known, closed=state.starts)
 
@@ -182,7 +181,7 @@ def _newest_step(state: State, before_mono_s: float) -> int | None:
 
 
 def _note_older_commit(transition: Transition, step: int) -> None:
-    """A commit of an earlier generation stands ahead of the trainer: it needs a successor soon."""
+    """A commit of an earlier generation is ahead of the trainer: the trainer needs a commit soon."""
     state = transition.state
     last = state.last_commit
     if (
@@ -197,7 +196,7 @@ def _note_older_commit(transition: Transition, step: int) -> None:
 
 
 def record_generation(transition: Transition, event: GenerationClaimed) -> None:
-    """The committer claimed a generation, and found the newest commit of the run."""
+    """The committer claimed a generation and found the newest commit of the run."""
     state, newest = transition.state, event.newest
     is_known = newest == state.last_commit
     transition.state = replace(
@@ -223,11 +222,11 @@ def record_generation(transition: Transition, event: GenerationClaimed) -> None:
 def leave(
     transition: Transition, abandoned: Collection[Staged], *, closed: Collection[str]
 ) -> None:
-    """End the line of states: abandon these sets, and have a new generation claimed.
+    """End the line of states: abandon these sets and claim a new generation.
 
     Args:
-        abandoned: sets that are not of the next line.
-        closed: starts of trainers whose further sets are not of the next line either.
+        abandoned: sets that do not belong to the next line.
+        closed: starts of trainers whose further sets do not belong to it either.
     """
     state = transition.state
     if state.flight is not None:
@@ -269,29 +268,30 @@ def _claim(transition: Transition, generation: int | None) -> None:
             transition.state, must_claim=True
         )  # the claim in flight may be of the line that was left
     else:
-        claims.order(
+        claims.set_due(
             transition, ClaimGeneration(generation, tuple(sorted(transition.state.abandoned)))
         )
 
 
 def _claim_again(transition: Transition, generation: int) -> None:
-    """The line of the generation that was just claimed has been left meanwhile."""
+    """Training left the line before its generation was claimed: claim the next one."""
     transition.state = replace(transition.state, must_claim=False, generation=None)
     _claim(transition, generation)
 
 
-def rolled_back(transition: Transition, step: int) -> None:
-    """A trainer went back to ``step`` without ending, to a healthy checkpoint."""
+def record_rolled_back(transition: Transition, step: int) -> None:
+    """A trainer rolled back to the healthy checkpoint of ``step`` without ending."""
     state = transition.state
-    # The state that training continues from is committed again: nothing newer stands then under the
-    # new generation.
-    kept = [s for s in state.staged if s.id.step == step and is_healthy(s.health)]
+    # The state from which training continues is committed again, as the first one of the new generation.
+    retained = [s for s in state.staged if s.id.step == step and is_healthy(s.health)]
     later = [staged for staged in state.staged if staged.id.step > step]
     transition.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
-    # The ranks that went back have other starts from here on.
+    # The ranks that rolled back have other start ids from here on.
     leave(
-        transition, [staged for staged in state.staged if staged not in kept], closed=state.starts
+        transition,
+        [staged for staged in state.staged if staged not in retained],
+        closed=state.starts,
     )
     trainers = tuple(replace(t, step=min(t.step, step)) for t in state.trainers)
-    # The hooks save at the next step by themselves.
+    # The hooks save at the next step without a request.
     transition.state = replace(transition.state, trainers=trainers, owes_checkpoint=False)

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine: ``step(state, event, now) -> (new state, actions)``.
 
-Each transition has two halves.  ``record_*`` writes down what the event means, in the module of its topic.
-``reconcile`` compares all the facts with the wanted state, topic by topic, and orders what is missing.  So
-the same facts lead to the same orders in whatever sequence they came, and a daemon that was restarted in the
-middle continues.  Orders that only answer the event leave in the first half: a scan, a message to the rank
-that reported, the deletion of sets that a commit replaces.
+Each transition has two halves.  ``record_*`` changes the facts as the event has it, in the module of its
+topic.  ``reconcile`` compares all facts with the wanted state, topic by topic, and orders the missing work.
+The same facts therefore lead to the same work in whatever sequence the events came, and a daemon that is
+restarted during an evacuation continues.
+
+- Only ``reconcile`` orders work: new requests to the ranks, the signal, flushes, manifests, looks for the
+  parts of other VMs, claims and verdicts.
+- ``record_*`` orders reactions to the event.  These are messages to the rank that connected or reported;
+  messages to all ranks about a commit, a fence, a withdrawn request or a job start that may begin; scans, and
+  a check of the fence; the cancellation of a flush whose set is gone or abandoned; the removal of sets that a
+  commit or another line replaces; the daemon's end when an operator stops it.
+- Both halves write the timeline and the log.  ``reconcile`` also scans, cancels, withdraws, removes
+  superseded sets, and ends the daemon when it is fenced or the host shuts down.
 
 Pure: no clock, disk, socket, thread or environment.  Every failure arrives as an event, none is raised.
 """
@@ -18,6 +26,7 @@ from typing import assert_never
 from swansongd.core import (
     claims,
     commits,
+    emergency,
     evacuation,
     flight,
     lineage,
@@ -86,9 +95,9 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
     state = transition.state
     match event:
         case NoticeRaised(notice):
-            notices.raised(transition, notice)
+            notices.record_raised(transition, notice)
         case NoticeWithdrawn(source, reason):
-            notices.withdrawn(transition, source, reason)
+            notices.record_withdrawn(transition, source, reason)
         case SourceChanged(status):
             notices.record_source(transition, status)
         case TrainerJoined(trainer):
@@ -101,38 +110,36 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
             request.record_accepted(transition, connection, request_id, at_step)
-            periodic.accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
-            nodes.agreed(transition, request_id, at_step)
+            request.record_agreed(transition, request_id, at_step)
         case PeerRequested(request_id, reason, seconds_left):
             peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
             if peers is not None:
-                notices.raised(transition, peers)
+                notices.record_raised(transition, peers)
         case FinishAsked(job_start_id):
-            nodes.finish(transition, job_start_id)
+            nodes.record_finish_asked(transition, job_start_id)
         case JobStarted(job_start_id):
             nodes.record_job_start(transition, job_start_id)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
-            request.record_sealed(transition, request_id, at_step)
+            emergency.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
             ranks.record_measures(transition, measured)
         case TrainerFailed(_, request_id, reason):
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
-            periodic.failed(transition, request_id, reason)
         case RolledBack(to_step):
-            lineage.rolled_back(transition, to_step)
+            lineage.record_rolled_back(transition, to_step)
         case NewestDated(ref, age_s):
             dated_mono_s = transition.now - age_s
             transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
         case HistoryRead(observed_s, uncovered):
             transition.state = replace(state, history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
-            request.record_signalled(transition, request_id, pid)
+            emergency.record_signalled(transition, request_id, pid)
         case SignalRefused(request_id, reason):
             request.record_failed(transition, request_id, reason)
         case SignalledExited(request_id, _):
-            request.record_process_ended(transition, request_id)
+            emergency.record_process_ended(transition, request_id)
         case Scanned():
             staged_sets.record_scan(transition, event)
         case GenerationClaimed():
@@ -150,7 +157,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case CommitFailed():
             commits.record_failed(transition, event)
         case FenceFound() if state.settings.several_vms:
-            nodes.fenced(transition, event)
+            nodes.record_fence(transition, event)
         case FenceFound():
             claims.record_fence(transition, event)
         case WokeUp(slept_s):
@@ -171,7 +178,7 @@ def _reconcile(transition: Transition) -> None:
         claims.leave_fenced(transition, transition.state.fenced_by)
         return
     evacuation.reconcile(transition)
-    request.reconcile(transition)
+    emergency.reconcile(transition)
     nodes.reconcile(transition)
     claims.reconcile(transition)
     periodic.reconcile(transition)
@@ -185,8 +192,8 @@ def _reconcile(transition: Transition) -> None:
 def rebuilt(state: State) -> State:
     """The state without the reports of trainers and staging, as a restart of the daemon leaves it.
 
-    For a state that :func:`step` cannot work with: only input from outside can have spoiled it.  Notices,
-    the generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
+    For a state with which :func:`step` fails: only input from outside can have spoiled it.  Notices, the
+    generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
     """
     return replace(
         state,
@@ -194,7 +201,7 @@ def rebuilt(state: State) -> State:
         staged=(),
         pending=(),
         growing=(),
-        kept={},
+        stored_bytes={},
         rejected=frozenset(),
         flight=None,
         stored=(),

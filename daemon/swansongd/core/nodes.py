@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job over several VMs: one generation for all, word from the other VMs, and their parts of a checkpoint.
+"""A job over several VMs: one generation for all, the notices of other VMs, and their parts of a checkpoint.
 
-The VMs know of each other only what their trainers say, who have the job's own store to agree in, and
-what lies in the bucket.
+Daemons do not connect to each other.  They learn about other VMs from their trainers, which agree in the
+job's own store, and from the bucket.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import claims
+from swansongd.core import claims, request
 from swansongd.core.events import (
     CancelFlush,
     FenceFound,
@@ -19,19 +19,19 @@ from swansongd.core.events import (
     TellFenced,
     TellFinished,
 )
-from swansongd.core.state import Ask, Evacuation, Finishing, State
+from swansongd.core.state import Evacuation, Finishing, State
 from swansongd.core.transition import Transition
 from swansongd.model import DeadlineQuality, Notice, Severity, Staged, TrainerView
 
 PEER_SOURCE = "peer"
 FINISH_S = 30.0
-"""Another start of the job waits at most this long for what the one before has sealed ..."""
+"""Another start of the job waits at most this long for the commits of the one before ..."""
 FINISH_S_MAX = 90.0
 """... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
-ASKS_MAX = 8
+REQUESTS_MAX = 8
 """Requests of one evacuation."""
-ASK_AGAIN_S = 1.0
-ASK_AGAIN_S_MAX = 8.0
+REPEAT_S = 1.0
+REPEAT_S_MAX = 8.0
 """Pause after a request that failed; doubled each time."""
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
@@ -39,27 +39,27 @@ PEER_REQUESTS_MAX = 3
 PEER_WINDOW_S = 60.0
 """No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
 AGAIN = ".again-"
-"""Between the id of an evacuation and the number of a request that was made again."""
+"""Between the id of an evacuation and the number of a repeated request."""
 _ALONE = "alone:"
 
 
-def joined(transition: Transition, trainer: TrainerView) -> None:
-    """A rank came.  Over several VMs it will say which start of the job it is of; on one, this says it."""
+def record_joined(transition: Transition, trainer: TrainerView) -> None:
+    """A rank connected.  A job on one VM has one start for each generation; else the ranks report theirs."""
     settings = transition.state.settings
     prefix = f"{_ALONE}{settings.vm}:"
     if trainer.nodes == 1 and not transition.state.job_start_id.startswith(prefix):
-        finish(transition, f"{prefix}{transition.state.generation or 0}")
+        record_finish_asked(transition, f"{prefix}{transition.state.generation or 0}")
 
 
 def is_alone(name: str) -> bool:
-    """Whether this job start is that of a job with one VM, which no rank has to name."""
+    """Whether this is the job start of a job on one VM, which no rank reports."""
     return name.startswith(_ALONE)
 
 
-def finish(transition: Transition, name: str) -> None:
-    """Another start of the job is about to begin: first commit what is sealed, for it is as good as saved.
+def record_finish_asked(transition: Transition, name: str) -> None:
+    """Another start of the job is about to begin: commit the sealed sets first.
 
-    Nothing is claimed before all VMs have done so, since a claim fences the others.
+    No VM claims a generation before all VMs have done so, since a claim fences the others.
     """
     state = transition.state
     if not state.settings.several_vms:
@@ -67,7 +67,7 @@ def finish(transition: Transition, name: str) -> None:
     finishing = state.finishing
     is_known = finishing is not None and finishing.job_start_id == name
     if name == state.job_start_id or (is_known and finishing is not None and finishing.is_done):
-        transition.do(TellFinished(name))  # to a rank that came later, or came back
+        transition.do(TellFinished(name))  # to a rank that connected late or again
         return
     if is_known:
         return
@@ -83,12 +83,12 @@ def finish(transition: Transition, name: str) -> None:
 
 
 def _has_more(state: State) -> bool:
-    """Whether something sealed may still become a checkpoint."""
+    """Whether a sealed set may still become a checkpoint."""
     return bool(state.uncommitted) or bool(state.stored) or state.part is not None
 
 
 def reconcile(transition: Transition) -> None:
-    """Let another start of the job begin when this VM has nothing more to commit, or it takes too long."""
+    """Let another start of the job begin when this VM has nothing left to commit, or when time is up."""
     state = transition.state
     finishing = state.finishing
     if finishing is None or finishing.is_done:
@@ -96,10 +96,10 @@ def reconcile(transition: Transition) -> None:
     if finishing.known is None and (state.scanned_mono_s or 0.0) >= finishing.asked_mono_s:
         finishing = replace(finishing, known=frozenset(staged.id for staged in state.staged))
         transition.state = replace(transition.state, finishing=finishing)
-    # Ranks that do not ask where to resume may train already: what they seal must not be mixed up.
+    # Ranks that do not query a checkpoint may train already.  Their sets belong to the next start.
     known = finishing.known
     trains = known is not None and any(staged.id not in known for staged in state.staged)
-    # Without a job start, nothing here is of a start that this daemon took part in.
+    # Without a job start, no set here is of a start in which this daemon took part.
     has_more = bool(state.job_start_id) and (known is None or _has_more(state))
     if has_more and not trains and transition.now < finishing.by_mono_s:
         return
@@ -111,30 +111,30 @@ def reconcile(transition: Transition) -> None:
 
 
 def record_job_start(transition: Transition, name: str) -> None:
-    """Another start of the job begins: what was staged for an earlier one is not continued by this one."""
+    """Another start of the job begins: the sets of earlier starts are abandoned."""
     state = transition.state
     if not state.settings.several_vms or name == state.job_start_id:
         return
     evacuation, answer = state.evacuation, state.answer
+    pending = evacuation.request if evacuation is not None else None
     if (
-        evacuation is not None
-        and evacuation.ask is not None
-        and not evacuation.ask.failure
+        pending is not None
+        and not pending.failure
         and not (answer is not None and state.is_whole(answer))
     ):
-        transition.fail_ask("the job was started again")
+        request.fail(transition, pending, "the job was started again")
     dropped = _drop_all(transition)
     transition.state = replace(
         transition.state, job_start_id=name, finishing=None, overtaken_by=None
     )
-    claims.order(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
+    claims.set_due(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
     dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
     if dispensable:
         transition.do(Prune(dispensable))
 
 
-def fenced(transition: Transition, event: FenceFound) -> None:
-    """The run continues elsewhere, or the job was started again and its ranks are on their way here."""
+def record_fence(transition: Transition, event: FenceFound) -> None:
+    """The run continues elsewhere, or the job was started again and its ranks will connect here."""
     state, generation = transition.state, event.generation
     if not event.is_news(max(state.generation or 0, state.overtaken_by or 0)):
         return
@@ -144,24 +144,24 @@ def fenced(transition: Transition, event: FenceFound) -> None:
     transition.state = replace(transition.state, overtaken_by=generation)
 
 
-def first_look(transition: Transition) -> None:
-    """What lies in staging at the start is of an earlier start of the job, unless we are of that one."""
+def record_first_scan(transition: Transition) -> None:
+    """Sets of the first scan are of an earlier start of the job, unless this daemon resumed that start."""
     state = transition.state
     settings = state.settings
-    if settings.several_vms and state.job_start_id != settings.goes_on_with:
+    if settings.several_vms and state.job_start_id != settings.resumed_job_start_id:
         transition.state = replace(
             transition.state, unusable=state.unusable | {staged.id for staged in state.staged}
         )
 
 
 def _drop_all(transition: Transition) -> tuple[Staged, ...]:
-    """Commit none of the sets that are known; returns them."""
+    """Abandon all known sets; returns them."""
     state = transition.state
     if state.flight is not None:
         transition.do(CancelFlush(state.flight.flush_id))
     known = frozenset(staged.id for staged in state.staged)
     if state.finishing is not None and state.finishing.known is not None:
-        known &= state.finishing.known  # the others are of the start that begins
+        known &= state.finishing.known  # the others belong to the start that begins
     transition.state = replace(
         transition.state,
         flight=None,
@@ -180,14 +180,14 @@ def _drop_all(transition: Transition) -> tuple[Staged, ...]:
 def peer_notice(
     transition: Transition, request_id: str, reason: str, seconds_left: float
 ) -> Notice | None:
-    """The notice that another VM's request is for this one.
+    """The notice that follows from another VM's request.
 
     None when the request is known or our own, when no trainer of this VM belongs to a job over several VMs,
-    or when there were too many requests: a trainer that forges requests costs a few checkpoints.
+    or when there were too many requests.  A trainer that forges requests therefore costs a few checkpoints.
     """
     state = transition.state
     known = state.notices.get(PEER_SOURCE)
-    # An id with a suffix is that of a request made again.
+    # A repeated request has the id of the first one and a suffix.
     ids = {request_id, request_id.partition(AGAIN)[0]}
     is_known = bool(ids & set(state.opened)) or (known is not None and known.identity in ids)
     evacuation = state.evacuation
@@ -210,36 +210,19 @@ def peer_notice(
     )
 
 
-def agreed(transition: Transition, request_id: str, step: int) -> None:
-    """The ranks of all VMs will save at ``step``."""
-    ask = transition.ask_if_waiting(request_id)
-    if ask is not None and ask.target is None and transition.state.spans_vms:
-        transition.ask = replace(transition.ask, target=step)
-        transition.mark("target", step=step)
+def may_repeat_request(state: State) -> bool:
+    """Whether a failed request is repeated under another id: a rank may hang for a moment only.
 
-
-def steer_agreement(transition: Transition, ask: Ask) -> bool:
-    """The ranks agree among themselves; False when they have not, in twice the time that they have."""
-    limit_s = 2 * (ask.agree_by_mono_s - ask.asked_mono_s)
-    if ask.target is None and transition.now >= ask.asked_mono_s + limit_s:
-        transition.fail_ask("the ranks of all VMs have not agreed on a step in time")
-        return False
-    return True
-
-
-def may_ask_again(state: State) -> bool:
-    """Whether a request that failed is made again, under another id: a rank may hang for a moment.
-
-    Only the VM whose end is near does so; the others take part.
+    Only the VM that has the notice does so; the others take part.
     """
     evacuation = state.evacuation
-    if evacuation is None or evacuation.ask is None or evacuation.is_precaution:
+    if evacuation is None or evacuation.request is None or evacuation.is_precaution:
         return False
     return (
-        bool(evacuation.ask.failure)
+        bool(evacuation.request.failure)
         and state.settings.several_vms
         and state.overtaken_by is None
-        and evacuation.asks < ASKS_MAX
+        and evacuation.requests < REQUESTS_MAX
         and bool(state.connected)
         and any(
             notice.identity in evacuation.identities and notice.source != PEER_SOURCE
@@ -248,8 +231,8 @@ def may_ask_again(state: State) -> bool:
     )
 
 
-def ask_again_mono_s(evacuation: Evacuation) -> float:
-    """When the pause after the request that failed is over."""
-    assert evacuation.ask is not None
-    pause_s = min(ASK_AGAIN_S * 2.0 ** (evacuation.asks - 1), ASK_AGAIN_S_MAX)
-    return evacuation.ask.failed_mono_s + pause_s
+def repeat_mono_s(evacuation: Evacuation) -> float:
+    """End of the pause after a failed request."""
+    assert evacuation.request is not None
+    pause_s = min(REPEAT_S * 2.0 ** (evacuation.requests - 1), REPEAT_S_MAX)
+    return evacuation.request.failed_mono_s + pause_s

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices: which ones are in force, which deadline counts, and how many evacuations one source may cause.
 
-A source may name any time, at any rate.  Three rules keep that harmless:
+A source may name any time, any number of times.  Three rules make that harmless:
 
-- A time that has passed is wrong while the VM runs: an assumed time takes its place.
-- While an evacuation answers a notice, its deadline never moves later.  A later time that the source has
-  named meanwhile counts once the VM has outlived the earlier one.
-- Each source causes :data:`AT_ONCE` evacuations at once, and one more every :data:`EVERY_S`.  Operators
+- A time in the past is wrong while the VM runs: an assumed time replaces it.
+- While an evacuation answers a notice, its deadline never moves later.  A later time that the source names
+  meanwhile counts once the VM has outlived the earlier one.
+- Each source causes :data:`AT_ONCE` evacuations in a row, and one more every :data:`EVERY_S`.  Operators
   and the host's own shutdown are exempt.
 """
 
@@ -19,15 +19,15 @@ from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus
 
 OUTLIVED_S = 10.0
-"""A VM that still runs this long after its deadline was not taken: go back to watching."""
+"""A VM that still runs this long after its deadline was not terminated: watch again."""
 CONCLUDED_MAX = 64
 AT_ONCE = 3
 EVERY_S = 20.0
 BY_HAND = ("manual", "drill")
-"""Sources of notices that operators give: several can be in force at once, each with its own end."""
+"""Sources of notices by hand: several can be in force at the same time, each with another deadline."""
 BY_HAND_MAX = 16
 SAME_END_S = 0.3
-"""Notices by hand whose ends are no further apart are one notice: calls at once, or a retried call."""
+"""Notices by hand with deadlines this close are one notice: simultaneous calls, or a retried call."""
 REPEATS_MAX = 16
 
 
@@ -44,24 +44,23 @@ def record_source(transition: Transition, status: SourceStatus) -> None:
     )
 
 
-def raised(transition: Transition, notice: Notice) -> None:
-    """A source has shown a notice: a new one, or one that is in force already."""
+def record_raised(transition: Transition, notice: Notice) -> None:
+    """A source shows a notice: a new one, or one that is in force already."""
     if notice.deadline_mono_s <= transition.now:
         notice = _overdue(transition, notice)
-    key = _key(notice)
-    known = transition.state.notices.get(key)
+    known = transition.state.notices.get(_key(notice))
     if known is not None and known.identity == notice.identity:
-        _seen_again(transition, known, notice)
+        _record_again(transition, known, notice)
         return
     if notice.source in BY_HAND and _is_repeated(transition, notice):
         return
-    transition.state = replace(transition.state, notices={**transition.state.notices, key: notice})
+    _put(transition, notice)
     if notice.identity not in transition.state.concluded:
         _log(transition, notice)
 
 
-def withdrawn(transition: Transition, source: str, reason: str) -> None:
-    """A source no longer shows its notice; if it shows it again, that is a new one."""
+def record_withdrawn(transition: Transition, source: str, reason: str) -> None:
+    """A source no longer shows its notice.  The same notice later is a new one."""
     state = transition.state
     gone = {key: notice for key, notice in state.notices.items() if notice.source == source}
     if not gone:
@@ -76,12 +75,12 @@ def withdrawn(transition: Transition, source: str, reason: str) -> None:
     transition.log("warning", "notice_withdrawn", source=source, reason=reason)
 
 
-def outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
-    """The VM has outlived its deadline, and with it each of these notices whose own deadline has passed."""
+def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
+    """The VM has outlived its deadline, and each of these notices whose own deadline has passed."""
     notices = dict(transition.state.notices)
     concluded = list(transition.state.concluded)
     for notice in live:
-        # Its next evacuation is another one, whether this daemon opens it or the one after a restart.
+        # Its next evacuation gets another id, in this life of the daemon and in the next one.
         left = replace(notice, evacuation_id="")
         later_s = notice.later_mono_s
         if transition.now > notice.deadline_mono_s + OUTLIVED_S:
@@ -98,7 +97,7 @@ def outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
 
 
 def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
-    """An evacuation is about to open: what has become overdue before that gets the assumed time."""
+    """An evacuation is about to open: notices that are overdue by now get the assumed time."""
     overdue = [notice for notice in live if notice.deadline_mono_s <= transition.now]
     if overdue:
         extended = {_key(notice): _overdue(transition, notice) for notice in overdue}
@@ -107,8 +106,8 @@ def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
         )
 
 
-def answered_by(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
-    """The evacuation answers these notices; a restarted daemon has to know."""
+def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
+    """Note the evacuation that answers these notices, for the daemon after a restart."""
     changed = {
         _key(notice): replace(notice, evacuation_id=evacuation_id)
         for notice in live
@@ -127,7 +126,7 @@ def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
 
 
 def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
-    """Those of the notices whose sources may cause one more evacuation now."""
+    """The notices whose sources may cause one more evacuation now."""
     admitted = tuple(n for n in news if _is_within_rate(transition, n))
     held = {notice.source for notice in news} - {notice.source for notice in admitted}
     for source in sorted(held - transition.state.held):
@@ -137,7 +136,7 @@ def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, 
     return admitted
 
 
-def count(transition: Transition, source: str) -> None:
+def record_opened(transition: Transition, source: str) -> None:
     """An evacuation opens because of this source."""
     until_s = (
         max(transition.now, transition.state.rates_mono_s.get(source, transition.now)) + EVERY_S
@@ -151,7 +150,7 @@ def count(transition: Transition, source: str) -> None:
 
 def _is_within_rate(transition: Transition, notice: Notice) -> bool:
     if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
-        return True  # this host reports it, or its operator
+        return True  # from this host or its operator
     if notice.evacuation_id and notice.evacuation_id not in transition.state.opened:
         return True  # it was open before a restart
     until_s = transition.state.rates_mono_s.get(notice.source, transition.now)
@@ -171,50 +170,21 @@ def _overdue(transition: Transition, notice: Notice) -> Notice:
     )
 
 
-def _seen_again(transition: Transition, known: Notice, notice: Notice) -> None:
-    """It may come nearer or become more severe; when it recedes depends on what it has led to."""
+def _record_again(transition: Transition, known: Notice, notice: Notice) -> None:
+    """The source shows a notice that is in force, perhaps nearer, more severe or put off."""
     state = transition.state
-    evacuation = state.evacuation
-    is_later = notice.deadline_mono_s > known.deadline_mono_s
-    is_stated = notice.deadline_quality is not DeadlineQuality.ASSUMED
     if notice.identity in state.concluded:
-        is_guess = known.deadline_quality is DeadlineQuality.ASSUMED and not known.is_overdue
-        is_further = notice.deadline_mono_s > known.deadline_mono_s + OUTLIVED_S
-        if not is_stated or is_guess or not is_further:
-            return
-        # Put off, after the VM has outlived the time that was named before.
-        transition.state = replace(
-            transition.state, concluded=tuple(i for i in state.concluded if i != notice.identity)
-        )
-        transition.state = replace(
-            transition.state, notices={**state.notices, _key(notice): notice}
-        )
-        _log(transition, notice)
+        _record_put_off(transition, known, notice)
         return
+    evacuation = state.evacuation
     is_answered = (
         evacuation is not None
         and not evacuation.is_precaution
         and notice.identity in evacuation.identities
     )
     is_learned = _is_learned(state, known, notice)
-    merged = replace(
-        known,
-        kind=notice.kind,
-        detail=notice.detail,
-        severity=max(known.severity, notice.severity),
-    )
-    is_put_off = is_stated and not is_answered and known.severity <= Severity.SCHEDULED
-    if is_learned or not is_later or is_put_off:
-        merged = replace(
-            merged,
-            deadline_mono_s=notice.deadline_mono_s,
-            deadline_quality=notice.deadline_quality,
-            is_overdue=notice.is_overdue,
-            later_mono_s=None,
-        )
-    elif is_stated:
-        merged = replace(merged, later_mono_s=notice.deadline_mono_s)
-    transition.state = replace(transition.state, notices={**state.notices, _key(notice): merged})
+    merged = _merged(known, notice, is_answered=is_answered, is_learned=is_learned)
+    _put(transition, merged)
     if is_learned and is_answered:
         live = transition.state.urgent_notices(transition.now) or (merged,)
         transition.evacuation = replace(
@@ -225,47 +195,56 @@ def _seen_again(transition: Transition, known: Notice, notice: Notice) -> None:
         )
 
 
+def _record_put_off(transition: Transition, known: Notice, notice: Notice) -> None:
+    """A notice that the VM has outlived is in force again if the source states a later time."""
+    is_guess = known.deadline_quality is DeadlineQuality.ASSUMED and not known.is_overdue
+    is_further = notice.deadline_mono_s > known.deadline_mono_s + OUTLIVED_S
+    if notice.deadline_quality is DeadlineQuality.ASSUMED or is_guess or not is_further:
+        return
+    concluded = tuple(i for i in transition.state.concluded if i != notice.identity)
+    transition.state = replace(transition.state, concluded=concluded)
+    _put(transition, notice)
+    _log(transition, notice)
+
+
+def _merged(known: Notice, notice: Notice, *, is_answered: bool, is_learned: bool) -> Notice:
+    """The notice in force after one more sighting.  Its deadline moves later only by the rules above."""
+    is_later = notice.deadline_mono_s > known.deadline_mono_s
+    is_stated = notice.deadline_quality is not DeadlineQuality.ASSUMED
+    is_put_off = is_stated and not is_answered and known.severity <= Severity.SCHEDULED
+    merged = replace(
+        known,
+        kind=notice.kind,
+        detail=notice.detail,
+        severity=max(known.severity, notice.severity),
+    )
+    if is_learned or not is_later or is_put_off:
+        return replace(
+            merged,
+            deadline_mono_s=notice.deadline_mono_s,
+            deadline_quality=notice.deadline_quality,
+            is_overdue=notice.is_overdue,
+            later_mono_s=None,
+        )
+    return replace(merged, later_mono_s=notice.deadline_mono_s) if is_stated else merged
+
+
+def _put(transition: Transition, notice: Notice) -> None:
+    notices = {**transition.state.notices, _key(notice): notice}
+    transition.state = replace(transition.state, notices=notices)
+
+
 def _is_repeated(transition: Transition, notice: Notice) -> bool:
-    """Whether the notice changes nothing: its end is known, or there are too many of its kind."""
-    state = transition.state
-    others = [n for n in state.notices.values() if n.source == notice.source]
+    """Whether a notice by hand changes nothing: its end is known, or too many others are in force."""
+    others = [n for n in transition.state.notices.values() if n.source == notice.source]
     same = next(
         (n for n in others if abs(n.deadline_mono_s - notice.deadline_mono_s) <= SAME_END_S), None
     )
     if same is not None:
         if notice.identity not in same.repeats:
-            repeats = (*same.repeats, notice.identity)[-REPEATS_MAX:]
-            nearest_s = min(same.deadline_mono_s, notice.deadline_mono_s)
-            merged = replace(
-                same,
-                repeats=repeats,
-                deadline_mono_s=nearest_s,
-                severity=max(same.severity, notice.severity),
-            )
-            transition.state = replace(
-                transition.state, notices={**state.notices, _key(same): merged}
-            )
-            last = state.last_verdict
-            if last is not None and same.identity in last.notices:
-                answered = last.notices | {notice.identity}
-                transition.state = replace(
-                    transition.state, last_verdict=replace(last, notices=answered)
-                )
-            transition.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
+            _merge_repeated(transition, same, notice)
         return True
-    if len(others) < BY_HAND_MAX:
-        return False
-    evacuation = state.evacuation
-    has_verdict = evacuation is not None and evacuation.verdict is not None
-    answered = evacuation.identities if evacuation is not None and has_verdict else frozenset()
-    latest = max(
-        (n for n in others if n.identity in answered), key=lambda n: n.deadline_mono_s, default=None
-    )
-    if latest is not None:  # it has its verdict, and others in force end sooner
-        transition.state = replace(
-            transition.state,
-            notices={key: n for key, n in state.notices.items() if n is not latest},
-        )
+    if len(others) < BY_HAND_MAX or _make_room(transition, others):
         return False
     transition.log(
         "warning",
@@ -277,12 +256,43 @@ def _is_repeated(transition: Transition, notice: Notice) -> bool:
     return True
 
 
+def _merge_repeated(transition: Transition, same: Notice, notice: Notice) -> None:
+    """Add a notice by hand to the one with the same end, and to the verdict that answers that one."""
+    merged = replace(
+        same,
+        repeats=(*same.repeats, notice.identity)[-REPEATS_MAX:],
+        deadline_mono_s=min(same.deadline_mono_s, notice.deadline_mono_s),
+        severity=max(same.severity, notice.severity),
+    )
+    _put(transition, merged)
+    last = transition.state.last_verdict
+    if last is not None and same.identity in last.notices:
+        answered = last.notices | {notice.identity}
+        transition.state = replace(transition.state, last_verdict=replace(last, notices=answered))
+    transition.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
+
+
+def _make_room(transition: Transition, others: list[Notice]) -> bool:
+    """Forget the notice that has its verdict and ends last; False without one."""
+    state, evacuation = transition.state, transition.state.evacuation
+    has_verdict = evacuation is not None and evacuation.verdict is not None
+    answered = evacuation.identities if evacuation is not None and has_verdict else frozenset()
+    latest = max(
+        (n for n in others if n.identity in answered), key=lambda n: n.deadline_mono_s, default=None
+    )
+    if latest is None:
+        return False
+    left = {key: n for key, n in state.notices.items() if n is not latest}
+    transition.state = replace(state, notices=left)
+    return True
+
+
 def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
     """Whether a later deadline replaces the assumed one.
 
-    Compute Engine does not report how long before the soft-off its notice comes.  When the soft-off has
-    not come after a while the long notice applies; that proves something only while logind would have
-    reported it.
+    Compute Engine does not report the time between its notice and the soft-off.  If the soft-off has not come
+    after the short time, the long one applies.  That conclusion is valid only while logind works and would
+    have reported the soft-off.
     """
     logind = state.sources.get(LOGIND_SOURCE)
     return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks for periodic checkpoints when they are due, where the trainer leaves that to the daemon.
+"""Requests periodic checkpoints when they are due, where the trainer leaves that to the daemon.
 
-The request is the one for a precaution: nobody hurries, and all ranks agree on a step as in an
-emergency.  Whatever goes wrong, the next interval is the next chance.
+The request takes the path of :mod:`swansongd.core.request`, without urgency.  A set that is sealed for any
+reason ends it.  After a failure the next interval brings the next request.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swansongd.core import cadence
-from swansongd.core.events import AskTrainers, SendTarget, WithdrawRequest
 from swansongd.core.planner import take_s
-from swansongd.core.state import Periodic, State
+from swansongd.core.request import fail, reconcile_target, send, withdraw
+from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import Transition
 
 PATIENCE_S = 300.0
-"""A request that is not answered for so long is withdrawn; ranks wait in vain for each other, perhaps."""
+"""A request without an answer is withdrawn after this time: ranks may block on each other."""
 OWED_EVERY_S = 30.0
-"""A checkpoint that must take the place of a discarded commit is requested again at this interval."""
+"""A checkpoint that must replace a discarded commit is requested again at this interval."""
 UNCOMMITTED_MAX = 2
-"""While this many sets wait for a slow store, no more are requested: the newest ones would only be dropped.
-During an outage they are: a trainer that crashes then resumes from the newest local set."""
+"""While this many sets wait for a slow store, no more are requested: sets would only be dropped.  During an
+outage requests continue: a trainer that crashes then resumes from the newest local set."""
 
 
 def interval_s(state: State) -> float:
@@ -38,57 +38,32 @@ def interval_s(state: State) -> float:
 
 
 def reconcile(transition: Transition) -> None:
-    """Ask, bring the ranks to one step, and give up."""
-    state = transition.state
-    if state.periodic is not None:
-        if _is_pressed(transition):
-            _withdraw(transition, "the VM may go away")
-        elif transition.now - state.periodic.asked_mono_s > PATIENCE_S:
-            _withdraw(transition, "nobody answered")
-            transition.log(
-                "warning", "periodic_checkpoint_missed", reason="no answer from the trainer"
-            )
-        elif state.saved_mono_s is not None and state.saved_mono_s > state.periodic.asked_mono_s:
-            if state.periodic.target is None:  # it was saved for another reason; nobody need wait
-                _withdraw(transition, "a checkpoint was just taken")
-            transition.state = replace(transition.state, periodic=None)
-        else:
-            _steer_target(transition, state.periodic)
+    """Request a checkpoint that is due, or follow the request to its end."""
+    request = transition.state.periodic
+    if request is not None:
+        _follow(transition, request)
     elif _is_due(transition):
-        _ask(transition)
+        _make(transition)
 
 
-def joined(transition: Transition, connection: int) -> None:
-    """A rank came, or came back: while a request is out it is asked like the others."""
-    periodic = transition.state.periodic
-    if periodic is not None:
-        _request(transition, periodic.request_id, (connection,))
-
-
-def accepted(transition: Transition, connection: int, request_id: str, step: int) -> None:
-    """A rank stands at a step boundary and waits for the target."""
-    periodic = transition.state.periodic
-    trainer = next((t for t in transition.state.trainers if t.connection == connection), None)
-    if periodic is None or periodic.request_id != request_id or trainer is None:
-        return
-    if periodic.target is not None:
-        transition.do(SendTarget(request_id, periodic.target, (connection,)))
+def _follow(transition: Transition, request: CheckpointRequest) -> None:
+    saved_mono_s = transition.state.saved_mono_s
+    if _is_pressed(transition):
+        _end(transition, request, "the VM may be terminated")
+    elif transition.now > request.agree_by_mono_s:
+        fail(transition, request, "no answer from the trainer")
+    elif saved_mono_s is not None and saved_mono_s > request.asked_mono_s:
+        if request.target is None:  # the set was saved for another reason: no rank need wait
+            _end(transition, request, "a checkpoint was just taken")
+        transition.state = replace(transition.state, periodic=None)
     else:
-        answers = {**periodic.accepted, trainer.rank: step}
-        transition.state = replace(transition.state, periodic=replace(periodic, accepted=answers))
-
-
-def failed(transition: Transition, request_id: str, reason: str) -> None:
-    """A rank could not, or would not."""
-    if transition.state.periodic is not None and transition.state.periodic.request_id == request_id:
-        transition.log("warning", "periodic_checkpoint_missed", reason=reason)
-        _withdraw(transition, reason)
+        reconcile_target(transition, request)
 
 
 def _is_due(transition: Transition) -> bool:
     state = transition.state
     ranks = {trainer.rank for trainer in state.connected}
-    # Over several VMs the one with rank 0 asks, and the ranks' own agreement takes the others along.
+    # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
     is_ready = (
         not _is_pressed(transition)
         and state.generation is not None
@@ -110,7 +85,7 @@ def _is_due(transition: Transition) -> bool:
 
 
 def _is_pressed(transition: Transition) -> bool:
-    """Whether an evacuation needs trainer and link.  One that has its verdict and a far deadline does not."""
+    """Whether an evacuation needs trainer and link; not if it has a verdict and a far deadline."""
     evacuation = transition.state.evacuation
     return evacuation is not None and (
         evacuation.is_precaution
@@ -119,38 +94,22 @@ def _is_pressed(transition: Transition) -> bool:
     )
 
 
-def _ask(transition: Transition) -> None:
-    # The instant tells it from requests before a restart of the daemon, which hooks may remember.
-    request_id = f"periodic-{transition.now:.3f}"
-    transition.state = replace(
-        transition.state,
-        periodic=Periodic(request_id=request_id, asked_mono_s=transition.now),
-        periodic_mono_s=transition.now,
+def _make(transition: Transition) -> None:
+    connected = transition.state.connected
+    request = CheckpointRequest(
+        # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
+        request_id=f"periodic-{transition.now:.3f}",
+        reason="a periodic checkpoint is due",
+        is_periodic=True,
+        is_urgent=False,
+        asked_mono_s=transition.now,
+        agree_by_mono_s=transition.now + PATIENCE_S,
+        ranks=frozenset(trainer.rank for trainer in connected),
     )
-    _request(transition, request_id, tuple(t.connection for t in transition.state.connected))
+    transition.state = replace(transition.state, periodic=request, periodic_mono_s=transition.now)
+    send(transition, request, tuple(trainer.connection for trainer in connected))
 
 
-def _request(transition: Transition, request_id: str, connections: tuple[int, ...]) -> None:
-    transition.do(
-        AskTrainers(
-            request_id,
-            "a periodic checkpoint is due",
-            transition.now + PATIENCE_S,
-            connections,
-            is_urgent=False,
-        )
-    )
-
-
-def _steer_target(transition: Transition, periodic: Periodic) -> None:
-    if periodic.target is None and len(periodic.accepted) >= transition.state.local_world_size:
-        target = max(periodic.accepted.values()) + 1
-        transition.state = replace(transition.state, periodic=replace(periodic, target=target))
-        connections = tuple(t.connection for t in transition.state.connected)
-        transition.do(SendTarget(periodic.request_id, target, connections))
-
-
-def _withdraw(transition: Transition, reason: str) -> None:
-    assert transition.state.periodic is not None
-    transition.do(WithdrawRequest(transition.state.periodic.request_id, reason))
+def _end(transition: Transition, request: CheckpointRequest, reason: str) -> None:
+    withdraw(transition, request, reason)
     transition.state = replace(transition.state, periodic=None)

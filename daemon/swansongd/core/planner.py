@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on what was measured: what still fits before the deadline?
+"""The plan of an evacuation, from measurements: does another checkpoint fit before the deadline?
 
-With G seconds left, a checkpoint that takes S seconds to save and B bytes to send at W bytes/s is
-started if ``S + B / W + reserve`` fits in G.  If it does not, and no sealed set fits either, it is attempted
-all the same: the VM may live longer than announced, a commit that stands never gets worse, and training that
-no commit covers is lost either way.  Early shards go out while the save is still under way, but
-nobody can know how early, so nothing is taken off for them.  What nobody has measured yet counts as
-zero: with no numbers at all there is nothing to be gained by not trying.
+With G seconds left, a checkpoint that takes S seconds to save and B bytes to send at W bytes/s is started if
+``S + B / W + reserve`` fits in G.  If it does not fit, and no sealed set fits either, it is attempted anyway:
+the VM may live longer than announced, an existing commit never gets worse, and uncommitted training is lost
+in either case.  Early shards are sent during the save.  Their share cannot be predicted, so the plan ignores
+it.  Unknown values count as zero: without measurements, not trying gains nothing.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from swansong import bounds
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
-"""A flush of less than this measures round trips, not bandwidth."""
+"""A smaller flush measures round trips, not bandwidth."""
 BANDWIDTH_MEMORY_S = 1.0
-"""So much flushing makes what was measured before it count for a third (1/e): a drop to a tenth is
-believed, to a quarter of what was, after two seconds."""
+"""After this much flushing, earlier samples weigh a third (1/e).  When the bandwidth drops to a tenth, the
+estimate is down to a quarter after two seconds."""
 SHOWN_S_MAX = 3600.0
-"""An estimate above this says only that the store takes next to nothing at present."""
+"""A longer estimate only means that the store accepts next to nothing at present."""
 _SWITCH_MARGIN = 1.25
-"""A set in flight that fits gives way to a newer one only if that one fits with this much to spare:
-two sets that both just fit would otherwise take the wire from each other with every breath of it."""
+"""A set in flight that fits is replaced by a newer one only if the newer one fits with this factor to spare.
+Otherwise two sets that both just fit would alternate with every fluctuation of the bandwidth."""
 
 
 class PlanKind(StrEnum):
-    """What an evacuation does."""
+    """The work of an evacuation."""
 
     TAKE = "TAKE"
-    """A new checkpoint, flush, commit."""
+    """Take a new checkpoint, flush and commit it."""
     FLUSH = "FLUSH"
-    """Finish what is sealed, leave the trainer alone."""
+    """Flush and commit sealed sets, without a request to the trainer."""
     COMMIT = "COMMIT"
-    """All is stored, publish it."""
+    """Commit sets that are stored."""
     NONE = "NONE"
     """Nothing to save."""
 
@@ -49,14 +48,14 @@ class PlanKind(StrEnum):
 class Plan:
     kind: PlanKind
     reason: str
-    """In words, with the numbers."""
+    """In words, with the figures."""
     fits: bool = True
-    """False: a new checkpoint is attempted although the time is too short by the numbers."""
+    """False: a new checkpoint is attempted although it does not fit by the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What is known of how fast things go; None where nothing was measured yet."""
+class Measurements:
+    """Bandwidth, duration and size of saves; None where nothing was measured yet."""
 
     bandwidth_bytes_per_s: float | None = None
     save_s: float | None = None
@@ -69,17 +68,17 @@ class Candidate:
 
     id: CheckpointId
     bytes_left: int
-    """Not yet stored."""
+    """Bytes that are not stored yet."""
 
 
 def seconds_to_store(size_bytes: int, bandwidth_bytes_per_s: float | None) -> float:
-    """Expected time to store so many bytes; 0 when the bandwidth is unknown, and never infinite."""
+    """Expected time to store this many bytes; 0 when the bandwidth is unknown, and never infinite."""
     if not bandwidth_bytes_per_s:
         return 0.0
     return min(size_bytes / bandwidth_bytes_per_s, bounds.SECONDS_MAX)
 
 
-def take_s(measured: Measured) -> float:
+def take_s(measured: Measurements) -> float:
     """Expected time from a request to the last stored byte of a new checkpoint."""
     return (measured.save_s or 0.0) + seconds_to_store(
         measured.save_bytes or 0, measured.bandwidth_bytes_per_s
@@ -90,12 +89,12 @@ def decide(
     *,
     left_s: float,
     reserve_s: float,
-    measured: Measured,
+    measured: Measurements,
     has_trainer: bool,
     candidates: Sequence[Candidate],
     is_committing: bool,
 ) -> Plan:
-    """What to do with ``left_s`` seconds before the deadline."""
+    """The plan for the ``left_s`` seconds before the deadline."""
     needed_s = take_s(measured) + reserve_s
     if has_trainer and needed_s <= left_s:
         return Plan(PlanKind.TAKE, f"needs {needed_s:.1f} s of {left_s:.1f} s, reserve included")
@@ -128,9 +127,9 @@ def choose(
 ) -> Candidate | None:
     """The set to store next: the newest one that can be completed in ``left_s`` (reserve excluded).
 
-    When by the numbers none can be, the one that comes nearest: the numbers may be wrong, and there
-    is nothing better to do with the time.  The set ``in_flight`` is left only for one that can be
-    completed, and then only if it is newer or the one in flight itself can not.
+    If none fits, the one with the fewest bytes left: the figures may be wrong, and the time has no better
+    use.  The set ``in_flight`` is replaced only by one that fits, and only if that one is newer or the set in
+    flight does not fit.
     """
     newest_first = sorted(candidates, key=lambda candidate: candidate.id, reverse=True)
     fitting = [c for c in newest_first if fits(c, left_s, bandwidth_bytes_per_s)]
@@ -149,8 +148,8 @@ def updated_bandwidth(
 ) -> float | None:
     """The bandwidth after ``duration_s`` more of flushing, in which ``size_bytes`` were sent.
 
-    What was known fades with the time that was spent on learning better, and not with the number of
-    measurements, so that it does not matter how often anyone looks, nor that nothing moves at all.
+    An exponential moving average over time.  The weight of a sample is its duration, so the result depends
+    neither on the sampling interval nor on pauses without progress.
     """
     if duration_s <= 0:
         return known_bytes_per_s

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's processes on this VM: who is connected, where each trains, what each has measured."""
+"""The trainer's ranks on this VM: their connections, their steps and their measurements."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import lineage, nodes, periodic, request, stall
+from swansongd.core import emergency, lineage, nodes, request, stall
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -28,19 +28,18 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     known = next((t for t in state.trainers if t.pid == trainer.pid), None)
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
-    lineage.noted(transition, trainer.start_id)
+    lineage.record_start_id(transition, trainer.start_id)
     if not state.connected:
         transition.state = replace(transition.state, joined_mono_s=transition.now)
     transition.state = replace(transition.state, trainers=(*others, trainer))
-    if state.last_complete is not None:  # made while it was away, perhaps
+    if state.last_complete is not None:  # perhaps committed while the rank was not connected
         transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
-    nodes.joined(transition, trainer)
+    nodes.record_joined(transition, trainer)
     request.record_joined(transition, trainer.connection, trainer.rank)
-    periodic.joined(transition, trainer.connection)
 
 
 def record_refused(transition: Transition, reason: str) -> None:
-    """A process was turned away because another one has its rank."""
+    """A process was refused because another one has its rank."""
     transition.state = replace(
         transition.state,
         ranks_refused=transition.state.ranks_refused + 1,
@@ -61,17 +60,17 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         transition.state = replace(state, trainers=(*others, away))
         return
     transition.state = replace(state, trainers=others)
-    request.record_rank_ended(transition, gone.rank)
+    emergency.record_rank_ended(transition, gone.rank)
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
-    """A rank reported its step and what it has measured."""
+    """A rank reported its step and its measurements."""
     _record_start(transition, event)
     record_measures(transition, event)
 
 
 def _record_start(transition: Transition, event: TrainerProgress) -> None:
-    """The first report of a connection, and each report of another start, says where training begins."""
+    """The first report of a connection, and each report of another start, has the first step of training."""
     trainer = next((t for t in transition.state.trainers if t.connection == event.connection), None)
     is_placed = trainer is not None and trainer.start_step >= 0
     if trainer is None or event.step < 0 or (is_placed and not event.start_id):
@@ -79,20 +78,20 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, step=event.step)
-        lineage.noted(transition, event.start_id)
+        lineage.record_start_id(transition, event.start_id)
     others = (t for t in transition.state.trainers if t is not trainer)
     transition.state = replace(transition.state, trainers=(*others, placed))
     before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
-    lineage.started(transition, placed, before_mono_s=before_mono_s)
+    lineage.record_started(transition, placed, before_mono_s=before_mono_s)
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
-    """Keep what a rank has measured; a value that the event lacks stays as it was."""
+    """Update the measurements of a rank; a value that the event lacks stays as it was."""
     trainers = transition.state.trainers
     trainer = next((t for t in trainers if t.connection == event.connection), None)
     if trainer is None:
         return
-    said = trainer if event.loss_is_finite is None else event
+    newest = trainer if event.loss_is_finite is None else event
     updated = replace(
         trainer,
         step=max(trainer.step, event.step),
@@ -100,8 +99,8 @@ def record_measures(transition: Transition, event: TrainerProgress) -> None:
         save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
         snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
         step_s=stall.usual_step_s(trainer.step_s, event.step_s),
-        loss=said.loss,
-        loss_is_finite=said.loss_is_finite,
+        loss=newest.loss,
+        loss_is_finite=newest.loss_is_finite,
         reported_mono_s=transition.now,
     )
     if event.loss_is_finite is False and trainer.loss_is_finite is not False:

@@ -1,311 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request for an emergency checkpoint: to whom it goes, the agreement on a step, and its answer."""
+"""One checkpoint request, from the ranks that get it to their common step, or to its failure.
+
+The request of an evacuation (:mod:`swansongd.core.emergency`) and the periodic one
+(:mod:`swansongd.core.periodic`) take this path.  Each rank that accepts stops at its next step boundary and
+reports the step.  When all have accepted, the target is the greatest of these steps plus one.  Over several
+VMs the ranks agree on the target among themselves and report it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansong import protocol
-
-from swansongd.core import nodes, planner
-from swansongd.core.events import (
-    AskTrainers,
-    Rescan,
-    Scanned,
-    SendTarget,
-    SignalTrainer,
-)
-from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.state import (
-    Ask,
-)
+from swansongd.core.events import AskTrainers, SendTarget, WithdrawRequest
+from swansongd.core.state import CheckpointRequest
 from swansongd.core.transition import Transition
-from swansongd.model import (
-    CheckpointId,
-    Staged,
-)
-
-AGREEMENT_LIMIT_S = 5.0
-"""Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
-HOPELESS_S = 2.0
-"""A save is given up when it has been too late for so long; the wire may just have held its breath."""
-EARLY_SCAN_S = 0.2
-"""While the trainer saves what it was asked for, staging is looked through so often."""
 
 
-def planned(transition: Transition, *, left_s: float) -> Plan:
-    state = transition.state
-    return planner.decide(
-        left_s=left_s,
-        reserve_s=state.settings.reserve_s,
-        measured=state.measured,
-        has_trainer=(bool(state.connected) or state.settings.signals_trainer)
-        and state.overtaken_by is None,
-        candidates=state.candidates,
-        is_committing=bool(state.stored),
+def send(transition: Transition, request: CheckpointRequest, connections: tuple[int, ...]) -> None:
+    """Send the request to these ranks; ranks that know its id repeat their answer."""
+    deadline_mono_s = (
+        request.agree_by_mono_s if request.is_periodic else transition.evacuation.deadline_mono_s
     )
-
-
-def make(transition: Transition) -> None:
-    """Over the socket if anyone is there; the signal is for trainers without our hooks."""
-    evacuation = transition.state.evacuation
-    assert evacuation is not None
-    connected = transition.state.connected
-    by_signal = not connected
-    again = f"{nodes.AGAIN}{evacuation.asks}" if evacuation.asks else ""
-    ask = Ask(
-        request_id=f"{evacuation.id}{again}",
-        by_signal=by_signal,
-        asked_mono_s=transition.now,
-        agree_by_mono_s=transition.now + min(AGREEMENT_LIMIT_S, transition.left_s / 10),
-        known=frozenset(staged.id for staged in transition.state.staged),
-        from_step=(
-            -1
-            if evacuation.is_resumed
-            else max((trainer.step for trainer in connected), default=-1)
-        ),
-        at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
-        ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
-    )
-    transition.evacuation = replace(transition.evacuation, ask=ask, asks=evacuation.asks + 1)
-    if by_signal:
-        transition.mark("signal")
-        transition.do(SignalTrainer(ask.request_id))
-    else:
-        transition.mark("request", ranks=len(connected))
-        transition.do(
-            AskTrainers(
-                ask.request_id,
-                evacuation.reason,
-                evacuation.deadline_mono_s,
-                tuple(t.connection for t in connected),
-                is_urgent=not evacuation.is_precaution,
-            )
+    transition.do(
+        AskTrainers(
+            request.request_id,
+            request.reason,
+            deadline_mono_s,
+            connections,
+            is_urgent=request.is_urgent,
         )
-
-
-def reconcile(transition: Transition) -> None:
-    """Bring the ranks to one step, and know when it is too late to wait for them."""
-    evacuation = transition.state.evacuation
-    # A trainer that came after the notice, or came back after a restart of the daemon.
-    is_new = evacuation is not None and evacuation.ask is None and bool(transition.state.connected)
-    if evacuation is not None and (is_new or _asks_again(transition)):
-        plan = planned(transition, left_s=transition.left_s)
-        is_worth_it = plan.fits or (
-            evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
-        )
-        if plan.kind is PlanKind.TAKE and is_worth_it:
-            transition.evacuation = replace(transition.evacuation, plan=plan, verdict=None)
-            make(transition)
-            transition.do(Rescan())
-    evacuation = transition.state.evacuation
-    if evacuation is None or evacuation.ask is None or not evacuation.ask.is_waiting:
-        return
-    ask = evacuation.ask
-    if transition.state.spans_vms:
-        if not nodes.steer_agreement(transition, ask):
-            return
-    elif not ask.by_signal and ask.target is None:
-        # After a restart the ranks come back one by one: a step that all can reach needs all of them.
-        expected = max(len(ask.ranks), transition.state.local_world_size)
-        if len(ask.accepted) >= expected:
-            # Ranks stand still between accepting and the target, so max + 1 lies ahead of them all.
-            target = max(ask.accepted.values()) + 1
-            transition.ask = replace(transition.ask, target=target)
-            transition.mark("target", step=target)
-            connections = tuple(
-                t.connection for t in transition.state.connected if t.rank in ask.ranks
-            )
-            transition.do(SendTarget(ask.request_id, target, connections))
-        elif expected > 1 and transition.now >= ask.agree_by_mono_s:
-            missing = sorted(ask.ranks - ask.accepted.keys())
-            absent = expected - len(ask.ranks)
-            transition.fail_ask(
-                f"ranks {missing} did not answer in time"
-                + (f", and {absent} of {expected} never came" if absent else ""),
-            )
-            return
-    if evacuation.plan.fits:
-        _give_up_in_time(transition, ask)
-    _look_for_early_shards(transition)
-
-
-def _asks_again(transition: Transition) -> bool:
-    """Whether a request that failed is due again, because a new one would still fit."""
-    evacuation = transition.state.evacuation
-    return (
-        evacuation is not None
-        and will_ask_again(transition)
-        and transition.now >= nodes.ask_again_mono_s(evacuation)
     )
-
-
-def will_ask_again(transition: Transition) -> bool:
-    return (
-        nodes.may_ask_again(transition.state)
-        and transition.left_s > 0
-        and not transition.state.is_answered
-        and planned(transition, left_s=transition.left_s).kind is PlanKind.TAKE
-    )
-
-
-def _give_up_in_time(transition: Transition, ask: Ask) -> None:
-    """Stop to wait for a set that could not be stored any more if it were sealed now."""
-    state = transition.state
-    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
-    data_left_s = transition.left_s - state.settings.reserve_s
-    if flush_s <= data_left_s:
-        if ask.hopeless_mono_s is not None:
-            transition.ask = replace(transition.ask, hopeless_mono_s=None)
-    elif data_left_s <= 0 or (
-        ask.hopeless_mono_s is not None and transition.now - ask.hopeless_mono_s >= HOPELESS_S
-    ):
-        transition.fail_ask("no time is left to flush what the trainer has not sealed yet")
-    elif ask.hopeless_mono_s is None:
-        transition.ask = replace(transition.ask, hopeless_mono_s=transition.now)
-
-
-def _look_for_early_shards(transition: Transition) -> None:
-    evacuation = transition.state.evacuation
-    assert evacuation is not None
-    ask = evacuation.ask
-    if ask is None or not ask.is_waiting or ask.target is None or evacuation.is_precaution:
-        return
-    if transition.now - ask.looked_mono_s >= EARLY_SCAN_S:
-        transition.ask = replace(transition.ask, looked_mono_s=transition.now)
-        transition.do(Rescan())
-
-
-def record_accepted(transition: Transition, connection: int, request_id: str, at_step: int) -> None:
-    trainer = next((t for t in transition.state.trainers if t.connection == connection), None)
-    ask = transition.ask_if_waiting(request_id)
-    if trainer is None or ask is None:
-        return
-    if ask.target is not None:  # a rank that reconnected: the decision stands
-        transition.do(SendTarget(request_id, ask.target, (connection,)))
-    elif trainer.rank in ask.ranks:
-        if trainer.rank not in ask.accepted:
-            transition.mark("accepted", rank=trainer.rank, step=at_step)
-        transition.ask = replace(transition.ask, accepted={**ask.accepted, trainer.rank: at_step})
 
 
 def record_joined(transition: Transition, connection: int, rank: int) -> None:
-    """A rank came (back) while a request is out: it is asked like the others."""
-    evacuation = transition.state.evacuation
-    if evacuation is None or evacuation.ask is None or evacuation.ask.by_signal:
+    """A rank connected, perhaps again: it gets the requests that the other ranks have."""
+    for request in transition.waiting_requests:
+        if not request.by_signal and (request.target is None or rank in request.ranks):
+            asked = replace(request, ranks=request.ranks | {rank})
+            transition.update_request(asked)
+            send(transition, asked, (connection,))
+
+
+def record_accepted(transition: Transition, connection: int, request_id: str, step: int) -> None:
+    """A rank stands at the boundary after ``step`` and waits for the target."""
+    request = transition.waiting_request(request_id)
+    trainer = next((t for t in transition.state.trainers if t.connection == connection), None)
+    if trainer is None or request is None:
         return
-    ask = evacuation.ask
-    if ask.is_waiting and (ask.target is None or rank in ask.ranks):
-        transition.ask = replace(transition.ask, ranks=ask.ranks | {rank})
-        transition.do(
-            AskTrainers(
-                ask.request_id,
-                evacuation.reason,
-                evacuation.deadline_mono_s,
-                (connection,),
-                is_urgent=not evacuation.is_precaution,
-            )
+    if request.target is not None:  # a rank that reconnected: the target is decided
+        transition.do(SendTarget(request_id, request.target, (connection,)))
+    elif trainer.rank in request.ranks:
+        if trainer.rank not in request.accepted and not request.is_periodic:
+            transition.mark("accepted", rank=trainer.rank, step=step)
+        transition.update_request(
+            replace(request, accepted={**request.accepted, trainer.rank: step})
         )
 
 
-def _record_claimed_step(transition: Transition, request_id: str, step: int) -> None:
-    """A rank has answered; a step that it had left behind when it was asked is no answer to this request."""
-    ask = transition.ask_if_waiting(request_id)
-    if ask is None:
-        return
-    stood_at = max(ask.accepted.values(), default=ask.from_step)
-    if step < stood_at:
-        transition.fail_ask(
-            f"the trainer answered with step {step}, and was asked after step {stood_at}"
-        )
-    else:
-        transition.ask = replace(transition.ask, claimed_step=step)
-
-
-def record_sealed(transition: Transition, request_id: str, step: int) -> None:
-    """A rank reports that it has sealed its part: a scan will find the set."""
-    _record_claimed_step(transition, request_id, step)
-    transition.do(Rescan())
+def record_agreed(transition: Transition, request_id: str, step: int) -> None:
+    """The ranks of all VMs have agreed to save at ``step``."""
+    request = transition.waiting_request(request_id)
+    if request is not None and request.target is None and transition.state.spans_vms:
+        _set_target(transition, request, step)
 
 
 def record_failed(transition: Transition, request_id: str, reason: str) -> None:
-    """A rank, or the signal, reports that no checkpoint will come."""
-    if transition.ask_if_waiting(request_id):
-        transition.fail_ask(reason)
+    """A rank declined or failed, or the signal could not be sent: no checkpoint will come."""
+    request = transition.waiting_request(request_id)
+    if request is not None:
+        fail(transition, request, reason)
 
 
-def record_signalled(transition: Transition, request_id: str, pid: int) -> None:
-    """The signal was sent."""
-    if transition.ask_if_waiting(request_id):
-        transition.mark("accepted", pid=pid)
-
-
-def record_process_ended(transition: Transition, request_id: str) -> None:
-    """The process that got the signal ended: a scan that begins now decides whether it had sealed."""
-    if transition.ask_if_waiting(request_id):
-        transition.ask = replace(transition.ask, lost_mono_s=transition.now)
-        transition.do(Rescan())
-
-
-def record_rank_ended(transition: Transition, rank: int) -> None:
-    """A rank's process ended.  It may have sealed with its last breath: a scan that begins now decides."""
-    evacuation = transition.state.evacuation
-    ask = evacuation.ask if evacuation is not None else None
-    if ask is not None and ask.is_waiting and rank in ask.ranks:
-        transition.ask = replace(ask, lost_mono_s=transition.now)
-        transition.do(Rescan())
-
-
-def record_scan(transition: Transition, event: Scanned) -> None:
-    """Whether a set answers the request that is out, or none ever will."""
-    ask = transition.state.evacuation.ask if transition.state.evacuation else None
-    if ask is not None and ask.newer is None:
-        present = frozenset(staged.id for staged in event.staged)
-        usable = present - ask.known - transition.state.inherited - transition.state.unusable
-        transition.ask = replace(
-            transition.ask,
-            newer=min((id_ for id_ in usable if id_.step > ask.at_step), default=None),
-        )
-    if ask is None or not ask.is_waiting:
+def reconcile_target(transition: Transition, request: CheckpointRequest) -> None:
+    """Send the target once all ranks have accepted; fail the request when that takes too long."""
+    if request.target is not None:
         return
-    of_line = (s for s in event.staged if s.id not in transition.state.abandoned)
-    answer = next((s for s in of_line if _answers(s, ask)), None)
-    bad = next((r for r in event.rejected if _is_claimed(r[0], ask)), None)
-    last = transition.state.last_commit
-    if answer is not None:
-        transition.ask = replace(transition.ask, sealed=answer.id)
-        if ask.by_signal:
-            transition.state = replace(
-                transition.state, signal_save_s=transition.now - ask.asked_mono_s
-            )
-        transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
-    elif (
-        ask.claimed_step is not None
-        and last is not None
-        and last.generation == transition.state.generation
-        and last.step >= ask.claimed_step
-    ):  # committed and pruned before this daemon was restarted
-        transition.ask = replace(transition.ask, sealed=CheckpointId(ask.claimed_step, ""))
-    elif bad is not None:
-        transition.fail_ask(f"what the trainer sealed is not sound: {bad[1]}")
-    elif (
-        ask.lost_mono_s is not None
-        and event.started_mono_s >= ask.lost_mono_s
-        and not (ask.by_signal and event.pending)  # its last files may still have to settle
-    ):
-        transition.fail_ask("the trainer's process ended before it had sealed a checkpoint")
+    if transition.state.spans_vms:
+        # The request reaches other VMs later: they get twice the time.
+        limit_s = 2 * (request.agree_by_mono_s - request.asked_mono_s)
+        if transition.now >= request.asked_mono_s + limit_s:
+            fail(transition, request, "the ranks of all VMs have not agreed on a step in time")
+        return
+    if request.by_signal:
+        return
+    # After a restart of the daemon the ranks reconnect one by one, and a common step needs all of them.
+    expected = max(len(request.ranks), transition.state.local_world_size)
+    if len(request.accepted) >= expected:
+        # Ranks stand still between accepting and the target, so max + 1 is ahead of all of them.
+        target = max(request.accepted.values()) + 1
+        _set_target(transition, request, target)
+        connections = tuple(
+            t.connection for t in transition.state.connected if t.rank in request.ranks
+        )
+        transition.do(SendTarget(request.request_id, target, connections))
+    elif expected > 1 and transition.now >= request.agree_by_mono_s:
+        missing = sorted(request.ranks - request.accepted.keys())
+        absent = expected - len(request.ranks)
+        fail(
+            transition,
+            request,
+            f"ranks {missing} did not answer in time"
+            + (f", and {absent} of {expected} never connected" if absent else ""),
+        )
 
 
-def _answers(staged: Staged, ask: Ask) -> bool:
-    if ask.by_signal:
-        return staged.id not in ask.known
-    # A set that was there already, of the very step that the trainer is at, is as good as a new one.
-    return staged.request_id == ask.request_id or (
-        staged.framework == "swansong" and staged.id.step == ask.claimed_step
-    )
+def _set_target(transition: Transition, request: CheckpointRequest, step: int) -> None:
+    transition.update_request(replace(request, target=step))
+    if not request.is_periodic:  # the timeline shows evacuations only
+        transition.mark("target", step=step)
 
 
-def _is_claimed(directory: str, ask: Ask) -> bool:
-    """Whether this is the set that the trainer says answers the request."""
-    name = protocol.parse_sealed_name(directory)
-    return name is not None and name[0] == ask.claimed_step
+def fail(transition: Transition, request: CheckpointRequest, reason: str) -> None:
+    """End a request whose checkpoint will not come.
+
+    The request of an evacuation stays there with the reason.  A periodic one is forgotten: the next interval
+    brings the next one.
+    """
+    if request.is_periodic:
+        transition.log("warning", "periodic_checkpoint_missed", reason=reason)
+        transition.state = replace(transition.state, periodic=None)
+    else:
+        transition.mark("request_failed", reason=reason)
+        transition.update_request(replace(request, failure=reason, failed_mono_s=transition.now))
+    if not request.by_signal:
+        withdraw(transition, request, reason)
+
+
+def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:
+    """Release the ranks that wait for the target of this request."""
+    transition.do(WithdrawRequest(request.request_id, reason))

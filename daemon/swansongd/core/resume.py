@@ -5,8 +5,8 @@ Sealed sets in staging and commits are ordered alike, by generation and step.  A
 generation under which it was, or will be, committed.  In a job over several VMs, a set in staging is only a
 part of a checkpoint, so only commits are candidates.
 
-All ranks of one start must resume from the same checkpoint.  The first answer therefore stands as long as
-the facts behind it do.
+All ranks of one start must resume from the same checkpoint.  The first answer therefore remains valid
+while the facts behind it do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def basis(state: State, newest: CommitRef | None, now_mono_s: float) -> Basis:
 
 
 def still_holds(given: Basis, state: State) -> bool:
-    """Whether an answer with this basis may be given again, as far as this VM knows."""
+    """Whether an answer with this basis is still valid, by the facts on this VM."""
     return (
         not _is_part_only(state)
         and given.local == _newest_id(state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sealed sets in staging: those that a scan finds, and those that wait for the store.
 
-A set that a newer one supersedes is sent only if the newer one proves unusable.  So staging keeps a few of
-them and drops the others; otherwise an outage of the store would fill the disk of the trainer.
+A set that a newer one supersedes is sent only if the newer one proves unusable.  The daemon therefore keeps
+a few unsent sets and deletes the others: an outage of the store must not fill the trainer's disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core import flight, lineage, nodes, request
+from swansongd.core import emergency, flight, lineage, nodes
 from swansongd.core.events import (
     Prune,
     Scanned,
@@ -27,9 +27,7 @@ from swansongd.model import (
 )
 
 NEWEST = 2
-"""The newest unsent set, and the one to fall back to if the newest is torn or changed."""
-UNSENT_MAX = NEWEST + 4
-"""Also the newest healthy set, the one in flight, one that is partly stored, and the answer to a request."""
+"""The newest unsent set, and a fallback if that one is torn or changed."""
 
 
 def record_scan(transition: Transition, event: Scanned) -> None:
@@ -39,14 +37,14 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     new = [staged for staged in event.staged if staged.id not in before]
     _record_found(transition, event, new, is_first=is_first)
     _forget_absent(transition, event, before)
-    lineage.found(transition, new, is_first=is_first)
+    lineage.record_found(transition, new, is_first=is_first)
     if is_first:
         _first_look(transition, event.staged)
     transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
     present = frozenset(staged.id for staged in event.staged)
     _note_newest(transition, present)
     flight.record_absent(transition, present)
-    request.record_scan(transition, event)
+    emergency.record_scan(transition, event)
 
 
 def _record_found(
@@ -82,7 +80,7 @@ def _record_found(
 
 
 def _forget_absent(transition: Transition, event: Scanned, before: Set[CheckpointId]) -> None:
-    """A set that was there and is gone is forgotten: another one may get its name."""
+    """Forget sets that disappeared: another set may get the name."""
     state = transition.state
     present = frozenset(staged.id for staged in event.staged)
     written = {staged.id for staged in event.growing}
@@ -91,7 +89,9 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
         state,
         abandoned=abandoned,
         unusable=(state.unusable | abandoned) & present,
-        kept={id_: size for id_, size in state.kept.items() if id_ in present | written},
+        stored_bytes={
+            id_: size for id_, size in state.stored_bytes.items() if id_ in present | written
+        },
         seen={id_: seen_mono_s for id_, seen_mono_s in state.seen.items() if id_ in present},
     )
 
@@ -107,26 +107,28 @@ def _note_newest(transition: Transition, present: frozenset[CheckpointId]) -> No
 
 
 def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
-    """What lies in staging at the start is old, although a claim or a notice came before the scan."""
-    nodes.first_look(transition)
+    """Sets of the first scan are old, even if a claim or a notice came before the scan."""
+    nodes.record_first_scan(transition)
     evacuation = transition.state.evacuation
-    if evacuation is not None and evacuation.ask is not None and evacuation.ask.by_signal:
-        transition.ask = replace(transition.ask, known=frozenset(staged.id for staged in present))
+    request = evacuation.request if evacuation is not None else None
+    if request is not None and request.by_signal:
+        known = frozenset(staged.id for staged in present)
+        transition.update_request(replace(request, known=known))
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """The sealed sets of which no commit exists yet."""
+    """Sealed sets without a commit."""
 
     sets: int
     bytes_left: int
-    """Bytes of them that the store does not hold."""
+    """Bytes of these sets that are not in the store."""
 
 
 def unsent(state: State) -> Unsent:
-    """How much waits for the store."""
+    """The sealed sets and bytes that wait for the store."""
     waiting = state.uncommitted
-    left = sum(max(0, s.size_bytes - state.kept.get(s.id, 0)) for s in waiting)
+    left = sum(max(0, s.size_bytes - state.stored_bytes.get(s.id, 0)) for s in waiting)
     return Unsent(len(waiting), left)
 
 
@@ -175,7 +177,7 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
         wanted.add(state.flight.staged.id)
     wanted.update(item.staged.id for item in state.stored)
     wanted.update(id_ for id_ in (state.answer, state.newer) if id_ is not None)
-    partly = [staged for staged in newest_first if state.kept.get(staged.id)]
+    partly = [staged for staged in newest_first if state.stored_bytes.get(staged.id)]
     if partly:
-        wanted.add(max(partly, key=lambda staged: state.kept[staged.id]).id)
+        wanted.add(max(partly, key=lambda staged: state.stored_bytes[staged.id]).id)
     return frozenset(wanted)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a trainer makes no progress any more: a deadlock, a hung collective, a dead file system.
+"""Detects a trainer without progress: a deadlock, a hung collective, a dead file system.
 
-The daemon cannot fix it.  It says so: in the log, in the status, and in the farewell.
+The daemon cannot fix a stall.  It reports stalls in the log, in the status and in the farewell.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ def usual_step_s(known_s: float | None, reported_s: float | None) -> float | Non
 
 
 def reconcile(transition: Transition) -> None:
-    """Say which ranks have come to a halt, and which go on again; once each."""
+    """Report each rank that stalls, and each that resumes, once."""
     state = transition.state
-    halted = frozenset(t.connection for t in state.connected if _is_halted(transition, t))
-    if halted == state.stalled:
+    stalled_now = frozenset(t.connection for t in state.connected if _is_stalled(transition, t))
+    if stalled_now == state.stalled:
         return
-    resumed = [t.rank for t in state.connected if t.connection in state.stalled - halted]
-    transition.state = replace(transition.state, stalled=halted)
+    resumed = [t.rank for t in state.connected if t.connection in state.stalled - stalled_now]
+    transition.state = replace(transition.state, stalled=stalled_now)
     if resumed:
         transition.log("info", "stall_over", ranks=resumed)
-    news = halted - state.stalled
+    news = stalled_now - state.stalled
     if news:
-        _tell(transition, news)
+        _mark(transition, news)
         transition.log("warning", "stall", **_facts(transition, news))
 
 
 def mark(transition: Transition) -> None:
-    """An evacuation has opened: its timeline is to show which ranks had come to a halt before."""
+    """An evacuation has opened: its timeline shows the ranks that stalled before it."""
     if transition.state.stalled:
-        _tell(transition, transition.state.stalled)
+        _mark(transition, transition.state.stalled)
 
 
-def _is_halted(transition: Transition, trainer: TrainerView) -> bool:
+def _is_stalled(transition: Transition, trainer: TrainerView) -> bool:
     settings = transition.state.settings
     if trainer.step_s is None or trainer.reported_mono_s is None:
-        return False  # nobody knows yet how long its steps take
+        return False  # the duration of its steps is unknown
     limit_s = max(settings.stall_min_s, settings.stall_steps * trainer.step_s)
     return transition.now - trainer.reported_mono_s > limit_s
 
 
-def _tell(transition: Transition, connections: frozenset[int]) -> None:
+def _mark(transition: Transition, connections: frozenset[int]) -> None:
     transition.mark("stall", **_facts(transition, connections))
 
 

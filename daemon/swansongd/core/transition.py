@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transition of the decision loop: the state as it becomes, and the orders that follow from it."""
+"""One transition of the decision loop: the new state and the actions so far."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core.events import (
-    Action,
-    Log,
-    Mark,
-    WithdrawRequest,
-)
-from swansongd.core.state import Ask, Evacuation, State
+from swansongd.core.events import Action, Log, Mark
+from swansongd.core.state import CheckpointRequest, Evacuation, State
 from swansongd.errors import FencedError
 
 LOGIND_SOURCE = "logind"
@@ -23,7 +18,7 @@ EXIT_FENCED = FencedError.exit_code
 
 
 class Transition:
-    """The state as it becomes, and the orders so far.  A change of the state assigns a new value."""
+    """The new state and the actions so far.  Each change assigns another frozen value to ``state``."""
 
     def __init__(self, state: State, now: float) -> None:
         self.state = state
@@ -41,15 +36,22 @@ class Transition:
         self.state = replace(self.state, evacuation=evacuation)
 
     @property
-    def ask(self) -> Ask:
-        """The request of the open evacuation; only while there is one."""
-        ask = self.evacuation.ask
-        assert ask is not None
-        return ask
+    def waiting_requests(self) -> tuple[CheckpointRequest, ...]:
+        """The requests whose checkpoints may still come."""
+        evacuation = self.state.evacuation
+        both = (evacuation.request if evacuation is not None else None, self.state.periodic)
+        return tuple(request for request in both if request is not None and request.is_waiting)
 
-    @ask.setter
-    def ask(self, ask: Ask) -> None:
-        self.evacuation = replace(self.evacuation, ask=ask)
+    def waiting_request(self, request_id: str) -> CheckpointRequest | None:
+        """The waiting request with this id."""
+        return next((r for r in self.waiting_requests if r.request_id == request_id), None)
+
+    def update_request(self, request: CheckpointRequest) -> None:
+        """Replace the request of the evacuation, or the periodic one."""
+        if request.is_periodic:
+            self.state = replace(self.state, periodic=request)
+        else:
+            self.evacuation = replace(self.evacuation, request=request)
 
     @property
     def left_s(self) -> float:
@@ -66,18 +68,3 @@ class Transition:
         """A line of the evacuation's timeline, if there is an evacuation."""
         if self.state.evacuation is not None:
             self.do(Mark(self.state.evacuation.id, phase, tuple(facts.items())))
-
-    def ask_if_waiting(self, request_id: str) -> Ask | None:
-        """The request of this id, while a checkpoint for it may still come."""
-        evacuation = self.state.evacuation
-        if evacuation is None or evacuation.ask is None:
-            return None
-        ask = evacuation.ask
-        return ask if ask.request_id == request_id and ask.is_waiting else None
-
-    def fail_ask(self, reason: str) -> None:
-        """The checkpoint that was requested will not come."""
-        self.mark("request_failed", reason=reason)
-        self.ask = replace(self.ask, failure=reason, failed_mono_s=self.now)
-        if not self.ask.by_signal:
-            self.do(WithdrawRequest(self.ask.request_id, reason))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict: how an evacuation ends, reported as soon as it is known, and again if it gets better."""
+"""The verdict of an evacuation, reported as soon as it is known, and again if it improves."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import notices, request
+from swansongd.core import emergency, notices
 from swansongd.core.events import (
     Conclude,
     Exit,
@@ -24,64 +24,78 @@ _MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 
 def reconcile(transition: Transition) -> None:
-    """Say how the evacuation ended, as soon as that is known; say it again if it got better."""
-    state = transition.state
-    evacuation = state.evacuation
+    """Conclude the evacuation as soon as its outcome is known, and again if the outcome improves."""
+    evacuation = transition.state.evacuation
     if evacuation is None:
         return
-    ask = evacuation.ask
-    is_waiting = (ask is not None and ask.is_waiting) or request.will_ask_again(transition)
-    has_looked = (
+    is_waiting = _is_waiting(transition, evacuation)
+    is_undecided = is_waiting or _is_busy(transition.state, evacuation)
+    is_out_of_time = transition.left_s <= 0
+    if is_undecided and not is_out_of_time:
+        if not is_waiting:
+            _report_part(transition, evacuation)
+        return
+    verdict, reason = _judge(transition.state, out_of_time=is_undecided)
+    if evacuation.is_precaution:
+        _end_precaution(transition, evacuation, reason)
+        return
+    _conclude(transition, evacuation, verdict, reason)
+    if HOST_SOURCE in transition.state.notices:
+        transition.state = replace(transition.state, is_leaving=True)
+        transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+
+
+def _is_waiting(transition: Transition, evacuation: Evacuation) -> bool:
+    """Whether the trainer may still seal a set that answers the request."""
+    state, request = transition.state, evacuation.request
+    if state.is_answered or state.overtaken_by is not None:
+        return False
+    return (request is not None and request.is_waiting) or emergency.will_repeat(transition)
+
+
+def _is_busy(state: State, evacuation: Evacuation) -> bool:
+    """Whether sealed sets may still become commits."""
+    if state.is_answered or state.overtaken_by is not None:
+        return False
+    has_scanned = (
         state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
     )
-    is_answered = state.is_answered
-    is_fenced = state.overtaken_by is not None
-    is_waiting = is_waiting and not is_fenced
-    is_busy = not (is_answered or is_fenced) and (
-        not has_looked
+    return (
+        not has_scanned
         or bool(state.uncommitted)
         or bool(state.stored)
         or state.generation is None
         or (state.part is not None and not evacuation.is_precaution)
     )
-    is_waiting = is_waiting and not is_answered
-    out_of_time = transition.left_s <= 0
-    if (is_waiting or is_busy) and not out_of_time:
-        if not is_waiting:
-            _report_part(transition, evacuation)
-        return
-    verdict, reason = _judge(state, out_of_time=out_of_time and (is_waiting or is_busy))
-    before = evacuation.verdict
-    is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
+
+
+def _conclude(
+    transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
+) -> None:
+    """Announce a verdict that is new and not worse than the last one."""
+    state, before = transition.state, evacuation.verdict
     commit = state.last_complete
-    is_news = verdict is not before or commit != evacuation.verdict_commit
-    if evacuation.is_precaution:
-        _precaution_done(transition, evacuation, reason)
+    is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
+    if is_worse or (verdict is before and commit == evacuation.verdict_commit):
         return
-    if is_news and not is_worse:
-        transition.evacuation = replace(
-            transition.evacuation, verdict=verdict, verdict_commit=commit
-        )
-        slack_s = round(transition.left_s, 2)
-        transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
-        transition.state = replace(
-            transition.state,
-            last_verdict=Concluded(
-                evacuation_id=evacuation.id,
-                verdict=verdict,
-                reason=reason,
-                commit=commit,
-                mono_s=transition.now,
-                notices=notices.identities(state, evacuation.identities),
-            ),
-        )
-    if HOST_SOURCE in state.notices:
-        transition.state = replace(transition.state, is_leaving=True)
-        transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+    transition.evacuation = replace(transition.evacuation, verdict=verdict, verdict_commit=commit)
+    slack_s = round(transition.left_s, 2)
+    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
+    transition.state = replace(
+        transition.state,
+        last_verdict=Concluded(
+            evacuation_id=evacuation.id,
+            verdict=verdict,
+            reason=reason,
+            commit=commit,
+            mono_s=transition.now,
+            notices=notices.identities(state, evacuation.identities),
+        ),
+    )
 
 
 def _report_part(transition: Transition, evacuation: Evacuation) -> None:
-    """Leave a farewell that names this VM's part: the power may go before the other VMs have committed."""
+    """Write a farewell with this VM's part: the power may be cut before the other VMs have committed."""
     state, part = transition.state, transition.state.part
     is_wanted = state.answer is None or state.is_covered(state.answer)
     if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
@@ -113,10 +127,11 @@ def _what_stands(state: State) -> str:
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     evacuation, part = state.evacuation, state.part
     assert evacuation is not None
+    request = evacuation.request
     if state.is_answered and state.answer is not None and state.is_whole(state.answer):
         return (
             Verdict.SAFE,
-            f"the checkpoint that was asked for is committed: {state.last_complete}",
+            f"the requested checkpoint is committed: {state.last_complete}",
         )
     if state.is_answered:
         return (
@@ -131,32 +146,31 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
             return Verdict.LOST, f"{part}; {_what_stands(state)}"
         if out_of_time:
             return Verdict.LOST, "the time ran out before anything was committed"
-        if evacuation.ask is not None and evacuation.ask.failure:
-            return Verdict.LOST, f"nothing is committed: {evacuation.ask.failure}"
-        return Verdict.LOST, "nothing was staged, so nothing is committed"
+        if request is not None and request.failure:
+            return Verdict.LOST, f"nothing is committed: {request.failure}"
+        return Verdict.LOST, "no set was sealed, so nothing is committed"
     stands = _what_stands(state)
     if part is not None:
         stands = f"{part}; {stands}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
-    ask = evacuation.ask
-    if ask is not None and ask.failure:
-        return Verdict.PARTIAL, f"{ask.failure}; {stands}"
-    if ask is not None and state.answer is not None and state.is_covered(state.answer):
-        reason = f"a commit of before the notice stands ahead of step {state.answer.step}"
+    if request is not None and request.failure:
+        return Verdict.PARTIAL, f"{request.failure}; {stands}"
+    if request is not None and state.answer is not None and state.is_covered(state.answer):
+        reason = f"a commit from before the notice is ahead of step {state.answer.step}"
         return Verdict.PARTIAL, f"{reason}; {stands}"
     if state.owes_checkpoint:
-        return Verdict.PARTIAL, f"training started behind the newest commit; {stands}"
+        return Verdict.PARTIAL, f"training started before the newest commit; {stands}"
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
     ahead = max((trainer.step for trainer in state.trainers), default=-1)
-    if ask is None and ahead > state.last_complete.step:
+    if request is None and ahead > state.last_complete.step:
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
     if part is not None:
         return Verdict.PARTIAL, stands
     return Verdict.SAFE, f"the newest sealed state is committed: {state.last_complete}"
 
 
-def _precaution_done(transition: Transition, evacuation: Evacuation, reason: str) -> None:
+def _end_precaution(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
     transition.state = replace(transition.state, evacuation=None)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`swansong doctor`: checks of the installation, one family a module."""
+"""`swansong doctor`: checks of the installation, one family per module."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users and groups, and what they may: asked of the kernel, as that user."""
+"""Users and groups, and their access rights as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user whose rights can be asked for: anybody for root, else only ourselves."""
+    """A user whose access can be checked: any user for root, else only the user of this process."""
 
     name: str
     uid: int
@@ -26,14 +26,14 @@ class Account:
     groups: tuple[int, ...]
 
     def may(self, rights: str, path: Path) -> bool:
-        """Whether the kernel lets this user do all of ``rights`` (of ``rwx``) with ``path``."""
+        """Whether the kernel grants this user all ``rights`` (of ``rwx``) to ``path``."""
         if self.uid == os.geteuid():
             wanted = {"r": os.R_OK, "w": os.W_OK, "x": os.X_OK}
             return all(os.access(path, wanted[right], effective_ids=True) for right in rights)
-        # Another process, for a user id changes for all threads; and the mode alone does not tell of
+        # In another process, because a user id changes for all threads.  The mode bits alone would miss
         # access lists and read-only mounts.
         return all(
-            subprocess.run(  # noqa: S603 - the path is an argument of its own
+            subprocess.run(  # noqa: S603 - no shell, the path is one argument
                 ["/usr/bin/test", f"-{right}", str(path)],
                 user=self.uid,
                 group=self.gid,
@@ -48,7 +48,7 @@ class Account:
 
 
 def account(name: str | int) -> Account | None:
-    """A user by name or number; None where there is none."""
+    """A user by name or uid; None if there is no such user."""
     try:
         user = pwd.getpwnam(name) if isinstance(name, str) else pwd.getpwuid(name)
     except KeyError:
@@ -58,20 +58,20 @@ def account(name: str | int) -> Account | None:
 
 
 def daemon_account() -> Account:
-    """The user that the daemon runs as, where we may ask for it; else ourselves."""
+    """The user that the daemon runs as if this process is root's, else the user of this process."""
     found = account(DAEMON_USER)
     return with_trainers(found) if found is not None and os.geteuid() == 0 else own_account()
 
 
 def own_account() -> Account:
-    """The user of this process, with the groups that it has."""
+    """The user of this process, with its groups."""
     own = account(os.geteuid())
     name = own.name if own is not None else f"user id {os.geteuid()}"
     return Account(name, os.geteuid(), os.getegid(), tuple(os.getgroups()))
 
 
 def with_trainers(user: Account) -> Account:
-    """The same user as the unit starts it: with the group of the trainers."""
+    """The user with the group of the trainers, as the unit starts the daemon."""
     try:
         group = grp.getgrnam(TRAINER_GROUP).gr_gid
     except KeyError:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks, for a VM that runs or for an image that is being baked."""
+"""All checks, for a running VM or for an image during its build."""
 
 from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from swansongd.config.config import Config
 from swansongd.doctor import (
@@ -22,39 +21,40 @@ from swansongd.doctor import (
     trainers,
 )
 from swansongd.doctor.accounts import DAEMON_USER, account, daemon_account, with_trainers
+from swansongd.doctor.daemon import FetchReport
 from swansongd.doctor.findings import Check, Examination, Finding, Level, examine
 from swansongd.doctor.grace import longest_grace_s
 from swansongd.errors import Unreachable
 from swansongd.sources.detect import detect_cloud
 
-AskDaemon = Callable[[Path], dict[str, Any]]
-
-_KEEP_OUT = ("users", "permissions", "sandbox")
-"""Checks without whose success nothing can be run as the daemon."""
+_PREREQUISITES = ("users", "permissions", "sandbox")
+"""Checks that must succeed before anything can run as the daemon."""
 
 
-def check_vm(path: Path, ask_daemon: AskDaemon, *, speed: bool, trial: bool) -> Iterator[Finding]:
-    """Everything, causes first, as it is found.
+def check_vm(
+    path: Path, fetch_report: FetchReport, *, speed: bool, trial: bool
+) -> Iterator[Finding]:
+    """Yield all findings as the checks finish, causes before consequences.
 
     Args:
-        path: of the configuration.
-        ask_daemon: the report of the daemon on a socket, with ``peer_uid``, the user that listens there;
-            raises Unreachable.
-        speed: measure the bandwidth to the store, too.
-        trial: a store that dies with the VM is no failure.
+        path: configuration file.
+        fetch_report: returns the report of the daemon on a socket, with ``peer_uid``, the user that listens
+            there; raises Unreachable.
+        speed: also measure the bandwidth to the store.
+        trial: report a store that is lost with the VM as a warning.
     """
-    # The commands must work in the caller's shell, wherever that is.
+    # Absolute, so that the printed commands work in any directory.
     path = path.absolute()
     config, findings = configuration.read(path)
     yield from _adapted(findings)
     if config is not None:
-        yield from _adapted(_vm_findings(config, path, ask_daemon, speed=speed, trial=trial))
+        yield from _adapted(_vm_findings(config, path, fetch_report, speed=speed, trial=trial))
     elif host.is_installed():
         yield from _adapted(examine(_image_checks(path)))
 
 
 def check_image(path: Path) -> Iterator[Finding]:
-    """What makes sense without a cloud, a bucket and a daemon: for the build of an image."""
+    """The checks that need no cloud, no bucket and no daemon: for the build of an image."""
     path = path.absolute()
     config, findings = configuration.read(path)
     yield from _adapted(findings)
@@ -68,7 +68,7 @@ def _adapted(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _vm_findings(
-    config: Config, path: Path, ask_daemon: AskDaemon, *, speed: bool, trial: bool
+    config: Config, path: Path, fetch_report: FetchReport, *, speed: bool, trial: bool
 ) -> Iterator[Finding]:
     configured = config.sources.cloud
     cloud = detect_cloud() if configured == "auto" else configured
@@ -85,7 +85,7 @@ def _vm_findings(
             written=host.written_directories(config),
         )
     )
-    identity, whose = _identity(config, ask_daemon)
+    identity, whose = _identity(config, fetch_report)
     options = inside.Options(
         config=path,
         speed=speed,
@@ -95,45 +95,45 @@ def _vm_findings(
     )
     if by_systemd and os.geteuid() != 0:
         found = (
-            "only root can look at store and staging as the daemon does, in the sandbox of its unit"
+            "checking store and staging requires root: these checks run in the sandbox of the unit"
         )
         yield checked.note(_not_as_the_daemon(Level.FAILURE, found, "sudo swansong doctor"))
-    elif lacking := checked.lacking(_KEEP_OUT):
+    elif lacking := checked.lacking(_PREREQUISITES):
         yield checked.note(
-            _not_as_the_daemon(Level.SKIPPED, f"not looked at, for want of {lacking}")
+            _not_as_the_daemon(Level.SKIPPED, f"depends on a check that did not succeed: {lacking}")
         )
     else:
         if by_systemd:
-            looked = sandbox.in_unit(options.words())
+            findings = sandbox.in_unit(options.words())
         elif identity.is_this_process():
-            looked = examine(inside.checks(config, options))
+            findings = examine(inside.checks(config, options))
         else:
-            looked = sandbox.in_process(identity, options.words())
-        yield from map(checked.note, looked)
+            findings = sandbox.in_process(identity, options.words())
+        yield from map(checked.note, findings)
     yield from checked.run(trainers.needed_checks(config, path))
-    yield from checked.run(daemon.checks(config, path, ask_daemon, by_systemd=by_systemd))
-    yield from checked.run(trainers.checks(config, path, user, ask_daemon, by_systemd=by_systemd))
+    yield from checked.run(daemon.checks(config, path, fetch_report, by_systemd=by_systemd))
+    yield from checked.run(trainers.checks(config, path, user, fetch_report, by_systemd=by_systemd))
 
 
 def _not_as_the_daemon(level: Level, found: str, fix: str = "") -> Finding:
     return Finding(family="host", name="as the daemon", level=level, found=found, fix=fix)
 
 
-def _identity(config: Config, ask_daemon: AskDaemon) -> tuple[sandbox.ProcessIdentity, str]:
-    """Who the daemon is, or would be; and whose environment that is, in words."""
+def _identity(config: Config, fetch_report: FetchReport) -> tuple[sandbox.ProcessIdentity, str]:
+    """The identity to run checks with, and a description of its environment's owner."""
     try:
-        report = ask_daemon(config.trainer.socket)
+        report = fetch_report(config.trainer.socket)
         pid, uid = int(report["pid"]), int(report["peer_uid"])
         found = sandbox.identity_of(pid, uid)
     except (Unreachable, KeyError, ValueError, TypeError):
-        found = None  # it does not run, or is not ours to ask: another check reports it
+        found = None  # the daemon does not run or refuses; another check reports that
     if found is not None:
         return found, f"the daemon (process {pid})"
-    return sandbox.presumed(), "this command (that of the daemon cannot be read)"
+    return sandbox.presumed(), "this command (the daemon's environment cannot be read)"
 
 
 def _operator_file(config: Config) -> Path | None:
-    """Credentials that a person left in a home, where the daemon does not look."""
+    """Credentials in an operator's home, which the daemon does not read."""
     below = {
         "s3": ".aws/credentials",
         "gs": ".config/gcloud/application_default_credentials.json",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the clock of this VM is from that of a server, by the Date of its answer."""
+"""Clock skew of this VM against a server, from the Date header of its answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from swansongd.doctor.findings import Judgement, failure, ok, skipped, warning
 
 WARNING_S = 5.0
 FAILURE_S = 600.0
-"""S3 refuses signatures beyond a quarter of an hour."""
-_MEND = fixes.as_root("timedatectl set-ntp true")
+"""Below the 15 minutes at which S3 refuses signatures."""
+_FIX = fixes.as_root("timedatectl set-ntp true")
 
 
 def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | None:
-    """Seconds by which this VM is ahead (or behind, when negative); None where the Date is none.
+    """Seconds by which this VM is ahead, negative if behind; None if ``date`` is not valid.
 
-    Zero where the difference can be explained: Date names a second, and the answer took its time.
+    Date has a resolution of one second, and the answer has a latency.  A difference within both is zero.
     """
     try:
         date_s = parsedate_to_datetime(date).timestamp()
@@ -29,12 +29,12 @@ def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | No
 
 
 def judge_skew(skew_s: float | None, server: str) -> Judgement:
-    """Whether the clock is good enough for deadlines and for signatures."""
+    """Whether the clock is accurate enough for deadlines and signatures."""
     if skew_s is None:
-        return skipped(f"{server} shows no Date")
+        return skipped(f"{server} sent no Date header")
     found = f"{abs(skew_s):.0f} s {'behind' if skew_s < 0 else 'ahead of'} {server}"
     if abs(skew_s) >= FAILURE_S:
-        return failure(f"{found}: signatures will be refused", _MEND)
+        return failure(f"{found}: the store will refuse signatures", _FIX)
     if abs(skew_s) >= WARNING_S:
-        return warning(found, _MEND)
-    return ok(f"agrees with {server} to {WARNING_S:g} s")
+        return warning(found, _FIX)
+    return ok(f"within {WARNING_S:g} s of {server}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what the daemon is told: its configuration, the cloud, its environment."""
+"""Checks of the daemon's inputs: configuration, cloud, environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_PROXY = "Environment=NO_PROXY=169.254.169.254,metadata.google.internal"
 
 
 def read(path: Path) -> tuple[Config | None, list[Finding]]:
-    """The configuration, and a finding for it: one for each problem where it is unusable."""
+    """The configuration with its finding; without a valid configuration, one finding per problem."""
     try:
         config = load(path)
     except ConfigError as error:
@@ -37,31 +37,31 @@ def read(path: Path) -> tuple[Config | None, list[Finding]]:
             make = f"install -D -m 0644 {fixes.quoted(source)} {fixes.quoted(path)}"
             fix = fixes.then(fixes.as_root(make), fixes.restart())
         return None, [_finding(failure(problem, fix)) for problem in error.problems]
-    return config, [_finding(ok(f"{path} is in order; run {config.run.name}"))]
+    return config, [_finding(ok(f"{path} is valid; run {config.run.name}"))]
 
 
 def _finding(judgement: Judgement) -> Finding:
-    return Check(family=FAMILY, name="configuration", ask=lambda: judgement).says(judgement)
+    return Check(family=FAMILY, name="configuration", judge=lambda: judgement).finding(judgement)
 
 
 def checks(config: Config, path: Path) -> Iterator[Check]:
-    """The cloud."""
+    """The check of the configured cloud."""
     configured, detected = config.sources.cloud, detect_cloud()
     emulated = config.sources.metadata_url is not None
     fix = fixes.edit(path) if detected == "none" else set_key(path, "cloud", "auto")
     yield Check(
         family=FAMILY,
         name="cloud",
-        ask=lambda: judge_cloud(configured, detected, emulated=emulated, fix=fix),
+        judge=lambda: judge_cloud(configured, detected, emulated=emulated, fix=fix),
     )
 
 
 def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
-    """Gives a key of the configuration another value, or opens the file where that takes a person.
+    """A command that sets a key of the configuration, or opens the editor if no command can.
 
     Args:
-        key: of a string, which stands in one line of its own.
-        table: gets the key where no line has it; empty: the file must have it.
+        key: a key with a string value.
+        table: table to add the key to if it is not set; empty: the key must be in the file.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -82,10 +82,10 @@ def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
 
 
 def judge_cloud(configured: str, detected: str, *, emulated: bool, fix: str) -> Judgement:
-    """Whether the cloud that is watched is the one that the VM runs in."""
+    """Whether ``sources.cloud`` matches the cloud that the VM runs in."""
     if configured == "auto" and detected == "none":
         return warning(
-            "the firmware names neither AWS nor GCP: no metadata service is watched "
+            "the firmware names neither AWS nor GCP: the daemon polls no metadata service "
             "(sources.cloud = auto)",
             fix,
         )
@@ -95,7 +95,7 @@ def judge_cloud(configured: str, detected: str, *, emulated: bool, fix: str) -> 
     if detected == "none" and emulated:
         return ok(f"{found}; sources.metadata_url is set")
     if configured == "none":
-        return warning(f"{found}: its notices are not watched for", fix)
+        return warning(f"{found}: the daemon will not receive its notices", fix)
     return (failure if detected != "none" else warning)(found, fix)
 
 
@@ -104,25 +104,25 @@ def _named(cloud: str) -> str:
 
 
 def judge_environment(names: Iterable[str], whose: str) -> Judgement:
-    """Whether variables would send metadata requests, and the tokens in them, elsewhere.
+    """Whether environment variables redirect metadata requests, and the tokens in them, to another host.
 
     Args:
-        names: of the variables; their values may be secret and are of no interest.
-        whose: environment it is.
+        names: names of the variables; values are not passed because they may be secret.
+        whose: owner of the environment, for the message.
     """
     there = sorted(set(names))
     redirected = [name for name in there if name in _REDIRECT]
-    # With NO_PROXY for the metadata service a proxy is a decision, described in docs/operations/credentials.md.
+    # A proxy with NO_PROXY is a deliberate setup, see docs/operations/credentials.md.
     has_exceptions = any(name.lower() == "no_proxy" for name in there)
     proxied = [name for name in there if name.lower() in _PROXY and not has_exceptions]
     if not redirected and not proxied:
-        return ok(f"no proxy and no other metadata service in the environment of {whose}")
+        return ok(f"no variable redirects metadata requests in the environment of {whose}")
     harmful = [*proxied, *redirected]
     lines = [_NO_PROXY] if proxied else []
     lines += [f"UnsetEnvironment={' '.join(redirected)}"] if redirected else []
     return warning(
-        f"the environment of {whose} has {', '.join(harmful)}: the SDKs may take metadata requests "
-        "and credentials there",
+        f"the environment of {whose} sets {', '.join(harmful)}: SDKs may send metadata requests and "
+        "credentials there",
         fixes.drop_in("environment", *lines)
         if fixes.BOOTED.is_dir()
         else f"unset {' '.join(harmful)}",

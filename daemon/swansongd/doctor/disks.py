@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which disk or file server a directory lies on, and whether that outlives the VM."""
+"""The disk or file server behind a directory, and whether it outlives the VM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LOCAL_FUSE = {
 }  # fmt: skip
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _EPHEMERAL = re.compile(r"Amazon EC2 NVMe Instance Storage|nvme_card\d*|EphemeralDisk")
-"""Models of disks that are erased when the VM ends."""
+"""Models of disks that are erased when the VM is terminated."""
 _DEPTH_MAX = 8
 
 
 def mount_of(path: Path, known: list[Mount]) -> Mount:
-    """The mount that a path lies on: the deepest, and of several on one point the last."""
+    """The mount that contains a path: the deepest one, and the last of several at the same point."""
     found = Mount(0, 0, "", "/", "", "an unknown file system")
     for mount in known:
         is_above = os.path.commonpath([mount.point, path]) == mount.point
@@ -37,11 +37,11 @@ def mount_of(path: Path, known: list[Mount]) -> Mount:
 
 
 def dies_with_vm(path: Path, known: list[Mount], sys: Path = SYS) -> tuple[str, str]:
-    """Why what lies below ``path`` is lost with the VM, and what it lies on.
+    """The reason why files below ``path`` are lost with the VM, and their file system.
 
     Returns:
-        The reason, empty where the path is on a file server or on a disk other than the boot disk; and the
-        file system with its device or server.
+        The reason, empty for a file server or a persistent disk other than the boot disk; and the file
+        system with its device or server.
     """
     mount = mount_of(Path(os.path.realpath(path)), known)
     where = f"{mount.kind} on {mount.source or 'no device'}, mounted at {mount.point}"
@@ -55,19 +55,19 @@ def dies_with_vm(path: Path, known: list[Mount], sys: Path = SYS) -> tuple[str, 
         pools = {mount_of(Path(place), known).source.partition("/")[0] for place in _BOOT}
         if mount.kind == "zfs" and mount.source.partition("/")[0] not in pools:
             return "", where
-        return "it is on no disk of its own", where
+        return "no disk backs it", where
     boot = {disk for place in _BOOT for disk in disks_of(mount_of(Path(place), known), sys)}
     if shared := disks & boot:
         return f"it is on the boot disk {' and '.join(sorted(shared))}", where
     if lost := {disk for disk in disks if _is_ephemeral(disk, sys)}:
-        return f"the disk {' and '.join(sorted(lost))} is erased when the VM ends", where
+        return f"the disk {' and '.join(sorted(lost))} is erased when the VM is terminated", where
     return "", where
 
 
 def disks_of(mount: Mount, sys: Path = SYS) -> set[str]:
-    """Names of the whole disks below a mount, through partitions, LVM, encryption and RAID; may be empty."""
+    """Names of the disks below a mount, through partitions, LVM, encryption and RAID; may be empty."""
     block = sys / "dev" / "block" / mount.device
-    if mount.device.startswith("0:"):  # Btrfs and others have numbers of their own
+    if mount.device.startswith("0:"):  # Btrfs and others use anonymous device numbers
         if not mount.source.startswith("/dev/"):
             return set()
         block = sys / "class" / "block" / os.path.basename(mount.source)
@@ -87,7 +87,7 @@ def _whole(block: Path, depth: int) -> set[str]:
     slaves = list(below.iterdir()) if below.is_dir() else []
     if slaves:
         return set().union(*(_whole(slave, depth - 1) for slave in slaves))
-    # A loop device is a file of some disk, and a RAM disk is none.
+    # A loop device is backed by a file, a RAM disk by memory.
     return set() if real.name.startswith(("loop", "ram", "zram")) else {real.name}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check is, what it finds, and how checks are run: one after the other, each bounded and isolated."""
+"""Checks and findings, and the loop that runs checks one after the other, each with a time limit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _COMMAND = re.compile(r"`([^`]+)`")
 class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """Works, and will disappoint some day."""
+    """Works now, and will cause trouble later."""
     FAILURE = "failure"
     """Checkpoints would be lost."""
     SKIPPED = "skipped"
-    """Could not be looked at, or does not apply here."""
+    """Could not be checked, does not apply here, or depends on a check that did not succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a check says of what it found."""
+    """The result of a check."""
 
     level: Level
     found: str
-    """In words, with numbers."""
+    """Description of the observation, with numbers."""
     fix: str = ""
     """The command that fixes it."""
 
@@ -55,7 +55,7 @@ def skipped(found: str) -> Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A judgement, and the check that it comes from."""
+    """The judgement of a check, with the name of the check."""
 
     family: str
     name: str
@@ -66,20 +66,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question to the installation."""
+    """One check of the installation."""
 
     family: str
     name: str
     """Unique among all checks."""
-    ask: Callable[[], Judgement]
-    """May block and may raise: a SwansongError says what is wrong, anything else is a fault of ours."""
+    judge: Callable[[], Judgement]
+    """May block and may raise: a SwansongError is a finding, any other exception a bug of doctor."""
     fix: str = ""
-    """The command for an error that names none."""
+    """The fix for an error that names no command."""
     needs: str | tuple[str, ...] = ()
-    """Names of earlier checks without whose success this one would only repeat their failure."""
+    """Names of earlier checks.  If one of them does not succeed, this check is skipped."""
     limit_s: float = 10.0
 
-    def says(self, judgement: Judgement) -> Finding:
+    def finding(self, judgement: Judgement) -> Finding:
         return Finding(
             family=self.family,
             name=self.name,
@@ -90,34 +90,34 @@ class Check:
 
 
 class Examination:
-    """Runs checks in order; a check that needs one without success is skipped as its consequence."""
+    """Runs checks in order, and skips a check if one that it needs did not succeed."""
 
     def __init__(self) -> None:
-        self._without: set[str] = set()
+        self._unsuccessful: set[str] = set()
 
     def run(self, checks: Iterable[Check]) -> Iterator[Finding]:
-        """One finding for each check, whatever happens in it."""
+        """Yield exactly one finding per check."""
         for check in checks:
             needs = (check.needs,) if isinstance(check.needs, str) else check.needs
             if lacking := self.lacking(needs):
-                judgement = skipped(f"not looked at, for want of {lacking}")
+                judgement = skipped(f"depends on a check that did not succeed: {lacking}")
             else:
                 judgement = _bounded(check)
-            yield self.note(check.says(judgement))
+            yield self.note(check.finding(judgement))
 
     def lacking(self, needs: Iterable[str]) -> str:
-        """The first of these checks that had no success; empty if all had, or were not made."""
-        return next((name for name in needs if name in self._without), "")
+        """The first of these checks that ran without success; empty if there is none."""
+        return next((name for name in needs if name in self._unsuccessful), "")
 
     def note(self, finding: Finding) -> Finding:
-        """A finding from elsewhere, which checks of here may need."""
+        """Record a finding, so that later checks may need its check."""
         if finding.level in (Level.FAILURE, Level.SKIPPED):
-            self._without.add(finding.name)
+            self._unsuccessful.add(finding.name)
         return finding
 
 
 def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """One finding for each check, in order."""
+    """Run the checks in order, one finding each."""
     return Examination().run(checks)
 
 
@@ -126,7 +126,7 @@ def has_failure(findings: Iterable[Finding]) -> bool:
 
 
 def of_error(error: Exception, fix: str) -> Judgement:
-    """The failure that an error is; a command between backticks in its words becomes the mending one."""
+    """Turn an error into a failure.  A command between backticks in its text replaces ``fix``."""
     words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
     command = _COMMAND.search(words) or _COMMAND.search(hint)
     if command:
@@ -138,20 +138,20 @@ def of_error(error: Exception, fix: str) -> Judgement:
 
 
 def _bounded(check: Check) -> Judgement:
-    # A daemon thread: one that hangs is left behind, and does not keep the process from ending.
-    said: queue.SimpleQueue[Judgement] = queue.SimpleQueue()
+    # A daemon thread: a check that hangs is abandoned and does not prevent the process from exiting.
+    judgements: queue.SimpleQueue[Judgement] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            judgement = check.ask()
+            judgement = check.judge()
         except SwansongError as error:
             judgement = of_error(error, check.fix)
         except Exception as error:
-            judgement = failure(f"the check broke: {type(error).__name__}: {error}", check.fix)
-        said.put(judgement)
+            judgement = failure(f"the check crashed: {type(error).__name__}: {error}", check.fix)
+        judgements.put(judgement)
 
     threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True).start()
     try:
-        return said.get(timeout=check.limit_s)
+        return judgements.get(timeout=check.limit_s)
     except queue.Empty:
-        return failure(f"no answer within {check.limit_s:g} s", check.fix)
+        return failure(f"timed out after {check.limit_s:g} s", check.fix)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that fix what doctor found: complete, and of tools that are on this machine.
+"""Shell commands that fix findings: complete, with tools that are installed here.
 
-Commands for root begin with ``sudo`` everywhere; :func:`for_this_shell` adapts a whole fix to the shell that
-it is pasted into.  A fix that cannot run there becomes a comment: pasted, it never does half of something.
+Commands for root start with ``sudo``; :func:`for_this_shell` adapts a whole fix to the operator's shell.
+A fix that cannot run there becomes a comment, so that pasting it never does half of the work.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _EDITOR = "${EDITOR:-vi}"
 
 
 def as_root(command: str) -> str:
-    """The command as root."""
+    """Run the command as root."""
     return f"sudo {command}"
 
 
 def then(*commands: str) -> str:
-    """The commands one after the other, as long as they succeed; empty ones are left out."""
+    """Run the commands in order until one fails; empty ones are left out."""
     return " && ".join(command for command in commands if command)
 
 
 def write(path: Path, *lines: str) -> str:
-    """Writes a small file of root's, and makes the directory that it lies in."""
+    """Write a small file owned by root, and create its directory."""
     text = " ".join(shlex.quote(line) for line in lines)
     return then(
         as_root(f"install -d {quoted(path.parent)}"),
@@ -47,9 +47,9 @@ def write(path: Path, *lines: str) -> str:
 
 
 def drop_in(name: str, *lines: str) -> str:
-    """Gives the unit of the daemon a drop-in with these lines of ``[Service]``, and restarts the daemon.
+    """Add a drop-in with these lines of ``[Service]`` to the daemon's unit, and restart the daemon.
 
-    Its name sorts last: a drop-in of the operator would win otherwise.
+    The name of the drop-in sorts last, so that it overrides the operator's drop-ins.
     """
     return then(
         write(_DROP_INS / f"zz-swansong-{name}.conf", "[Service]", *lines),
@@ -59,26 +59,26 @@ def drop_in(name: str, *lines: str) -> str:
 
 
 def more_memory() -> str:
-    """Takes the limits of memory away from the unit of the daemon."""
+    """Remove the memory limits from the daemon's unit."""
     return drop_in("memory", "MemoryMax=infinity", "MemoryHigh=infinity")
 
 
 def restart() -> str:
-    """Starts the daemon, or restarts it; empty where systemd does not run."""
+    """Start or restart the daemon; empty if systemd does not run."""
     return as_root(f"systemctl restart {DAEMON}") if BOOTED.is_dir() else ""
 
 
 def start(config: Path) -> str:
-    """Starts the daemon, by hand where systemd does not run."""
+    """Start the daemon, in the background if systemd does not run."""
     program = Path(sys.prefix, "bin", "swansongd")
     return restart() or f"{quoted(program)} --config {quoted(config)} &"
 
 
 def directory(path: Path, mode: str, *, installed: bool = False) -> str:
-    """Makes a directory of the daemon's, or sets its owner and mode.
+    """Create a directory for the daemon, or set its owner and mode.
 
     Args:
-        installed: the daemon has a user of its own, or will have when this runs.
+        installed: whether the daemon's user exists, or will exist when the command runs.
     """
     has_user = installed or account(DAEMON_USER) is not None
     owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if has_user else ""
@@ -86,7 +86,7 @@ def directory(path: Path, mode: str, *, installed: bool = False) -> str:
 
 
 def edit(path: Path) -> str:
-    """Opens a file of root's in an editor."""
+    """Open a file of root in an editor."""
     return f"sudoedit {quoted(path)}"
 
 
@@ -95,10 +95,10 @@ def quoted(path: Path | str) -> str:
 
 
 def for_this_shell(command: str) -> str:
-    """The fix as the person in front of this machine can paste it.
+    """Adapt a fix to the shell of the operator.
 
-    Root needs no sudo, which may not be installed, unless sudo is what made this process root's.  Commands
-    of a cloud's own tool need rights on the account, which no VM has.
+    A root shell needs no sudo, which may not be installed; a process under sudo was not started from a root
+    shell.  Commands of a cloud's tool need rights on the account, which no VM has.
     """
     if not command or command.startswith("#"):
         return command

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a notice leaves, as far as it is known beforehand."""
+"""Grace periods that are known before a notice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swansongd.sources.gcp import LONG_NOTICE_S
 
 
 def grace_s(config: Config, cloud: str) -> float:
-    """What a notice of this cloud leaves, as far as anyone knows beforehand."""
+    """The grace period of a notice of this cloud, in seconds."""
     if cloud == "aws":
         return NOTICE_S
     if cloud == "gcp" and config.sources.gcp_preemption_notice_s:
@@ -18,7 +18,7 @@ def grace_s(config: Config, cloud: str) -> float:
 
 
 def longest_grace_s(config: Config, cloud: str) -> float:
-    """The longest grace period that may be under way when systemd asks the daemon to stop."""
+    """The longest grace period that may be in progress when systemd stops the daemon."""
     deadline, sources = config.deadline, config.sources
     may_be_long = cloud == "gcp" and sources.gcp_preemption_notice_s != 0
     return max(

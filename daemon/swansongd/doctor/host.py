@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the operating system: logind's delay, the unit, and what an image must hold."""
+"""Checks of the operating system: logind's delay, the unit, packages, users and permissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_m
 FAMILY = "host"
 
 SHUTDOWN_S = {"gcp": 30.0}
-"""What the cloud leaves the operating system for its shutdown, where it says so."""
+"""Documented time from the start of a shutdown until the cloud cuts the power."""
 UNIT = Path("/etc/systemd/system/swansongd.service")
 SYSUSERS = Path("/usr/lib/sysusers.d/swansong.conf")
 TMPFILES = Path("/usr/lib/tmpfiles.d/swansong.conf")
@@ -34,7 +34,7 @@ _TIMEOUT_S = 10.0
 _PROVISION = fixes.PROVISION
 _DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
 _DELAY_S = 24.0
-"""Below the 30 s that GCP leaves for a shutdown."""
+"""Below the 30 s after which GCP cuts the power."""
 _PACKAGES = (
     "blake3", "boto3", "crc32c", "google.auth", "jeepney", "requests", "rich",
     "structlog", "swansong.protocol", "watchdog",
@@ -60,28 +60,28 @@ def is_run_by_systemd() -> bool:
 def checks(
     cloud: str, *, wanted_delay_s: float, stop_s: float, written: Sequence[Path]
 ) -> Iterator[Check]:
-    """Of a running system.
+    """The checks of a running system.
 
     Args:
-        wanted_delay_s: how long logind should hold a shutdown up.
-        stop_s: the longest that the daemon may need to stop: longest grace period and reserve.
+        wanted_delay_s: time that logind should delay a shutdown.
+        stop_s: longest time that the daemon needs to stop: longest grace period plus reserve.
         written: directories that the daemon writes to, see :func:`written_directories`.
     """
-    yield Check(family=FAMILY, name="logind delay", ask=lambda: _delay(cloud, wanted_delay_s))
-    yield Check(family=FAMILY, name="unit", ask=lambda: _unit(stop_s))
+    yield Check(family=FAMILY, name="logind delay", judge=lambda: _delay(cloud, wanted_delay_s))
+    yield Check(family=FAMILY, name="unit", judge=lambda: _unit(stop_s))
     if is_run_by_systemd():
-        yield Check(family=FAMILY, name="sandbox", ask=lambda: _sandbox(written))
+        yield Check(family=FAMILY, name="sandbox", judge=lambda: _sandbox(written))
 
 
 def written_directories(config: Config) -> list[Path]:
-    """Staging, and the directory of a ``file://`` store: the sandbox of the unit must let both be written."""
+    """The directories that the daemon writes to: staging, and that of a ``file://`` store."""
     store = urlsplit(config.store.url)
     paths = [unquote(store.path)] if store.scheme == "file" else []
     return [config.staging.path, *map(Path, paths)]
 
 
 def not_writable(written: Iterable[Path], writable: Sequence[Path]) -> str:
-    """The directories of ``written`` that no path of ``ReadWritePaths=`` covers, for a message."""
+    """The directories of ``written`` that no path of ``ReadWritePaths=`` contains, joined for a message."""
     refused = [
         str(path) for path in written if not any(path.is_relative_to(place) for place in writable)
     ]
@@ -89,23 +89,23 @@ def not_writable(written: Iterable[Path], writable: Sequence[Path]) -> str:
 
 
 def image_checks(config: Path, daemon: Account | None) -> Iterator[Check]:
-    """Of an image while it is baked, whether systemd runs or not."""
-    yield Check(family=FAMILY, name="packages", ask=_packages, fix=_PROVISION, limit_s=60.0)
-    yield Check(family=FAMILY, name="polkit", ask=_polkit)
+    """The checks that also work during the build of an image, without a running systemd."""
+    yield Check(family=FAMILY, name="packages", judge=_packages, fix=_PROVISION, limit_s=60.0)
+    yield Check(family=FAMILY, name="polkit", judge=_polkit)
     yield Check(
         family=FAMILY,
         name="users",
-        ask=lambda: judge_accounts(
+        judge=lambda: judge_accounts(
             user=account(DAEMON_USER) is not None, group=has_group(TRAINER_GROUP)
         ),
     )
-    yield Check(family=FAMILY, name="unit file", ask=_enabled)
-    yield Check(family=FAMILY, name="unit syntax", ask=_syntax, needs="unit file")
-    yield Check(family=FAMILY, name="logind drop-in", ask=_drop_in)
+    yield Check(family=FAMILY, name="unit file", judge=_enabled)
+    yield Check(family=FAMILY, name="unit syntax", judge=_syntax, needs="unit file")
+    yield Check(family=FAMILY, name="logind drop-in", judge=_drop_in)
     yield Check(
         family=FAMILY,
         name="permissions",
-        ask=lambda: _permissions(config, daemon),
+        judge=lambda: _permissions(config, daemon),
         needs="users",
     )
 
@@ -117,24 +117,24 @@ def _delay(cloud: str, wanted_s: float) -> Judgement:
     try:
         delay_s = read_inhibit_delay_max_s()
     except NoLogind as error:
-        return skipped(f"{error}: shutdowns are not held up")
+        return skipped(f"{error}: shutdowns are not delayed")
     except LogindError as error:
         return warning(str(error), fixes.as_root("systemctl restart systemd-logind"))
     return judge_delay(delay_s, wanted_s=wanted_s, shutdown_s=SHUTDOWN_S.get(cloud))
 
 
 def judge_delay(delay_s: float, *, wanted_s: float, shutdown_s: float | None) -> Judgement:
-    """Whether logind holds a shutdown up long enough, and not longer than the cloud waits.
+    """Whether logind delays a shutdown long enough, and less than the cloud allows.
 
     Args:
-        shutdown_s: what the cloud leaves for a shutdown, None where it does not say.
+        shutdown_s: time until the cloud cuts the power; None if the cloud documents none.
     """
-    found = f"logind holds a shutdown up for {delay_s:g} s (InhibitDelayMaxUSec)"
+    found = f"logind delays a shutdown for {delay_s:g} s (InhibitDelayMaxUSec)"
     if delay_s < wanted_s:
-        return warning(f"{found}, {wanted_s:g} s are wanted", _set_delay(wanted_s))
+        return warning(f"{found}, but the daemon needs {wanted_s:g} s", _set_delay(wanted_s))
     if shutdown_s is not None and delay_s >= shutdown_s:
         return warning(
-            f"{found}, this cloud cuts the power after {shutdown_s:g} s", _set_delay(wanted_s)
+            f"{found}, but this cloud cuts the power after {shutdown_s:g} s", _set_delay(wanted_s)
         )
     return ok(found)
 
@@ -156,19 +156,19 @@ def _unit(stop_s: float) -> Judgement:
 
 
 def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
-    """Whether systemd lets the daemon finish.
+    """Whether systemd gives the daemon enough time to stop, and supervises it.
 
     Args:
-        facts: properties as ``systemctl show`` prints them.
-        stop_s: the longest that the daemon may need to stop.
+        facts: properties from ``systemctl show``.
+        stop_s: longest time that the daemon needs to stop.
     """
     if facts.get("LoadState") == "not-found":
-        return failure("systemd knows no unit swansongd", _PROVISION)
+        return failure("the unit swansongd.service does not exist", _PROVISION)
     timeout_s = seconds(facts.get("TimeoutStopUSec", ""))
     if timeout_s is not None and timeout_s < stop_s:
         return failure(
-            f"systemd kills the daemon {timeout_s:g} s after asking it to stop; the longest grace "
-            f"period and the reserve are {stop_s:g} s (TimeoutStopSec=)",
+            f"systemd kills the daemon {timeout_s:g} s after SIGTERM (TimeoutStopSec=), but the longest "
+            f"grace period plus the reserve is {stop_s:g} s",
             fixes.drop_in("stop", f"TimeoutStopSec={stop_s + _STOP_RESERVE_S:.0f}s"),
         )
     found = f"TimeoutStopSec={_shown(timeout_s)}"
@@ -200,7 +200,7 @@ def _sandbox(written: Sequence[Path]) -> Judgement:
 
 
 def _exists(path: Path) -> bool:
-    """Whether it is there, as far as this user may look."""
+    """Whether the path exists; True if this user may not look."""
     try:
         return path.exists()
     except PermissionError:
@@ -210,20 +210,20 @@ def _exists(path: Path) -> bool:
 def judge_paths(
     words: Sequence[str], written: Sequence[Path], *, is_strict: bool, missing: Sequence[str]
 ) -> Judgement:
-    """Whether the sandbox of the unit can be set up, and lets the daemon write where it has to.
+    """Whether systemd can set up the unit's sandbox, and whether the daemon may write to its directories.
 
     Args:
-        words: of ``ReadWritePaths=``.
+        words: values of ``ReadWritePaths=``.
         written: directories that the daemon writes to.
-        is_strict: nothing else can be written.
-        missing: paths of ``words`` that must exist and do not: systemd then starts nothing.
+        is_strict: whether all other paths are read-only.
+        missing: required paths of ``words`` that do not exist: systemd does not start the unit then.
     """
     if missing:
         paths = [Path(word.lstrip("+")) for word in missing]
         names = " and ".join(map(str, paths))
         make = [fixes.directory(path, "2750" if path == written[0] else "0700") for path in paths]
         return failure(
-            f"{names} of ReadWritePaths= does not exist: systemd cannot set the sandbox up",
+            f"{names} of ReadWritePaths= does not exist: systemd cannot set up the sandbox",
             fixes.then(*make, fixes.restart()),
         )
     writable = [Path(word.lstrip("-+")) for word in words]
@@ -233,13 +233,13 @@ def judge_paths(
             for path in written
             if not _exists(path)
         ]
-        # All of them: the drop-in may take the place of one that an earlier fix made.
+        # List all directories: this drop-in may replace one that an earlier fix wrote.
         paths_line = f"ReadWritePaths={' '.join(map(str, written))}"
         return failure(
-            f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
+            f"the sandbox of the unit prevents writes to {refused} (ReadWritePaths=)",
             fixes.then(*make, fixes.drop_in("paths", paths_line)),
         )
-    return ok(f"the unit may write to {' and '.join(map(str, written))}")
+    return ok(f"the sandbox allows writes to {' and '.join(map(str, written))}")
 
 
 _UNITS_S = {
@@ -249,7 +249,7 @@ _UNITS_S = {
 
 
 def seconds(span: str) -> float | None:
-    """A time span as systemd shows it (``2min 30s``), in seconds; None for ``infinity`` and nonsense."""
+    """Parse a time span of systemd (``2min 30s``); None for ``infinity`` and invalid spans."""
     total_s = 0.0
     for word in span.split():
         number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
@@ -275,9 +275,9 @@ def _packages() -> Judgement:
         except ImportError:
             missing.append(name)
     if missing:
-        return failure(f"cannot be imported: {', '.join(missing)}", _PROVISION)
+        return failure(f"importing packages failed: {', '.join(missing)}", _PROVISION)
     version = ".".join(map(str, sys.version_info[:3]))
-    return ok(f"all {len(_PACKAGES)} can be imported by Python {version} in {sys.prefix}")
+    return ok(f"all {len(_PACKAGES)} packages are installed in {sys.prefix} (Python {version})")
 
 
 def _polkit() -> Judgement:
@@ -287,7 +287,7 @@ def _polkit() -> Judgement:
     ):
         return ok("polkit is installed")
     return warning(
-        "no polkit: logind will refuse the delay lock to the daemon",
+        "polkit is not installed: logind will refuse the daemon's delay lock",
         fixes.then(
             fixes.as_root("apt-get install -y polkitd"),
             fixes.as_root("systemctl restart systemd-logind") if _BOOTED.is_dir() else "",
@@ -297,11 +297,11 @@ def _polkit() -> Judgement:
 
 
 def judge_accounts(*, user: bool, group: bool) -> Judgement:
-    """Whether the user of the daemon and the group of the trainers exist."""
+    """Whether the daemon's user and the trainers' group exist."""
     missing = [f"user {DAEMON_USER}"] * (not user) + [f"group {TRAINER_GROUP}"] * (not group)
     if missing:
         return failure(
-            f"there is no {' and no '.join(missing)}",
+            f"{' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist",
             fixes.then(
                 fixes.as_root("systemd-sysusers swansong.conf"), _tmpfiles(), fixes.restart()
             )
@@ -322,7 +322,7 @@ def _enabled() -> Judgement:
             unmask = fixes.as_root(f"systemctl unmask {runtime}{fixes.DAEMON}")
         enable = fixes.as_root(f"systemctl enable {fixes.DAEMON}")
         return failure(
-            f"swansongd.service is {state or 'not known'}: it would not start with the VM",
+            f"swansongd.service is {state or 'unknown'}: the daemon would not start at boot",
             fixes.then(unmask, enable, fixes.restart()),
         )
     return ok(f"{UNIT} is enabled")
@@ -334,7 +334,7 @@ def _syntax() -> Judgement:
     units = [
         path for path in UNIT.parent.glob("swansong*") if path.suffix in (".service", ".socket")
     ]
-    # An instance stands for its template, and needs no file of its own.
+    # systemd-analyze verifies a template by an instance of it, which needs no file.
     paths = [str(path).replace("@.", "@doctor.") for path in units]
     done = subprocess.run(  # noqa: S603 - our own unit files
         ["systemd-analyze", "verify", "--man=no", *paths],  # noqa: S607
@@ -346,20 +346,20 @@ def _syntax() -> Judgement:
     return judge_syntax(done.stderr, units=len(units))
 
 
-def judge_syntax(said: str, *, units: int) -> Judgement:
-    """Whether systemd understands our units, by what ``systemd-analyze verify`` ``said``.
+def judge_syntax(stderr: str, *, units: int) -> Judgement:
+    """Whether ``systemd-analyze verify`` accepts our units, by its standard error.
 
-    It tells of other people's units as well, and exits with 0 after most of its complaints.
+    The tool also reports units of other packages, and exits with 0 after most errors.
     """
-    ours = [line for line in said.splitlines() if "swansong" in line]
+    ours = [line for line in stderr.splitlines() if "swansong" in line]
     if ours:
-        return failure(f"systemd does not understand all of it: {'; '.join(ours)}", _PROVISION)
-    return ok(f"systemd understands all {units} units")
+        return failure(f"systemd rejects settings: {'; '.join(ours)}", _PROVISION)
+    return ok(f"systemd accepts all {units} units")
 
 
 def _drop_in() -> Judgement:
     if not _DROP_IN.exists():
-        return warning(f"{_DROP_IN} is missing: shutdowns wait 5 s only", _set_delay())
+        return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
     done = subprocess.run(
         ["systemd-analyze", "cat-config", "systemd/logind.conf"],  # noqa: S607
         capture_output=True,
@@ -371,7 +371,11 @@ def _drop_in() -> Judgement:
 
 
 def judge_drop_in(configuration: str) -> Judgement:
-    """Whether logind takes the delay from our drop-in, by all its files in order, each below its name."""
+    """Whether our drop-in sets logind's delay.
+
+    Args:
+        configuration: output of ``systemd-analyze cat-config``: all files in order, each below its name.
+    """
     file = winner = ""
     for line in configuration.splitlines():
         if re.fullmatch(r"# /\S+", line):
@@ -380,15 +384,15 @@ def judge_drop_in(configuration: str) -> Judgement:
             winner = file
     if winner != str(_DROP_IN):
         return warning(
-            f"logind takes InhibitDelayMaxSec= from {winner or 'nowhere'}, not from {_DROP_IN}",
+            f"{winner or 'no file'} sets InhibitDelayMaxSec= of logind, not {_DROP_IN}",
             fixes.as_root(f"rm {winner}") if winner else _set_delay(),
         )
-    return ok(f"{_DROP_IN} decides how long a shutdown waits")
+    return ok(f"{_DROP_IN} sets the delay of a shutdown")
 
 
 def _permissions(config: Path, daemon: Account | None) -> Judgement:
     if daemon is None or (daemon.uid != os.geteuid() and os.geteuid() != 0):
-        return skipped("only root can tell what the daemon's user may")
+        return skipped("checking the permissions of the daemon's user requires root")
     wanted: tuple[tuple[str, Path, str], ...] = (
         ("r", config, _open_up(config, "0644")),
         ("rx", Path(sys.executable), _open_up(Path(sys.executable).resolve(), "a+rx")),
@@ -397,16 +401,16 @@ def _permissions(config: Path, daemon: Account | None) -> Judgement:
     for rights, path, fix in wanted:
         if not daemon.may(rights, path):
             return failure(
-                f"user {daemon.name} has not the rights {rights} to {path}",
+                f"user {daemon.name} lacks the permissions {rights} on {path}",
                 fixes.then(fix, fixes.restart()),
             )
     if stat.S_IMODE(config.stat().st_mode) & stat.S_IWOTH:
         return failure(
-            f"anybody may write to {config}", fixes.as_root(f"chmod o-w {fixes.quoted(config)}")
+            f"{config} is world-writable", fixes.as_root(f"chmod o-w {fixes.quoted(config)}")
         )
     if os.geteuid() == 0 and daemon.may("w", _HOME):
         return failure(
-            f"user {daemon.name} may write to {_HOME}: the directories in it could be replaced",
+            f"user {daemon.name} may write to {_HOME} and could replace the directories in it",
             _tmpfiles(),
         )
     return ok(
@@ -416,7 +420,7 @@ def _permissions(config: Path, daemon: Account | None) -> Judgement:
 
 
 def _open_up(path: Path, mode: str) -> str:
-    """Lets every user read a file, and enter the directories above it."""
+    """Make a file readable for all users, and the directories above it accessible."""
     closed = [
         place
         for place in path.parents
@@ -427,7 +431,7 @@ def _open_up(path: Path, mode: str) -> str:
 
 
 def _tmpfiles() -> str:
-    """Makes the directories of the daemon as they should be."""
+    """Create the daemon's directories with their owners and modes."""
     if TMPFILES.exists():
         return fixes.as_root("systemd-tmpfiles --create swansong.conf")
     return fixes.then(

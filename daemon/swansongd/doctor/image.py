@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what becomes an image: nothing secret in it, no identity, and staging that can be used."""
+"""Checks of an image: no secrets, no machine identity, and usable staging."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CREDENTIAL_FILES = (
     ".config/gcloud/legacy_credentials/*", ".netrc", ".pypirc", ".git-credentials",
     ".cache/huggingface/token", ".ssh/id_*[!b]",
 )  # fmt: skip
-"""In a home; of the keys of ssh those that do not end in ``.pub``."""
+"""Below a home directory; the pattern for SSH keys excludes ``.pub``."""
 _OF_THE_UNIT = ("/etc/swansong/aws/credentials", "/etc/swansong/gcloud/*")
-"""Credential files that the units name to the SDKs; those of a home are not read."""
+"""Credential files that the units pass to the SDKs, which do not read those of a home directory."""
 _TEXTS = (
     "/etc/swansong/*", "/etc/swansong/*/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment",
     "/etc/pip.conf", "/opt/swansong/pip.conf",
@@ -37,17 +37,19 @@ _TEXT_BYTES_MAX = 2**20
 
 
 def checks(config: Config | None, root: Path = Path("/")) -> Iterator[Check]:
-    """All of them.
+    """The checks of an image.
 
     Args:
-        config: None where it cannot be used.
-        root: of the image.
+        config: None if the configuration is not valid.
+        root: root directory of the image.
     """
     if config is not None:
         written = host.written_directories(config)
-        yield Check(family=FAMILY, name="sandbox", ask=lambda: judge_sandbox(_unit(root), written))
-    yield Check(family=FAMILY, name="secrets", ask=lambda: _secrets(root))
-    yield Check(family=FAMILY, name="identity", ask=lambda: _identity(root))
+        yield Check(
+            family=FAMILY, name="sandbox", judge=lambda: judge_sandbox(_unit(root), written)
+        )
+    yield Check(family=FAMILY, name="secrets", judge=lambda: _secrets(root))
+    yield Check(family=FAMILY, name="identity", judge=lambda: _identity(root))
 
 
 def _below(root: Path, path: str) -> Path:
@@ -55,34 +57,34 @@ def _below(root: Path, path: str) -> Path:
 
 
 def _unit(root: Path) -> str:
-    """The unit of the daemon with its drop-ins, as systemd puts them together."""
+    """The daemon's unit with its drop-ins, merged in systemd's order."""
     unit = _below(root, str(host.UNIT))
     drop_ins = unit.with_name(f"{unit.name}.d").glob("*.conf")
     return "\n".join(path.read_text() for path in (unit, *sorted(drop_ins)) if path.exists())
 
 
 def judge_sandbox(unit: str, written: Sequence[Path]) -> Judgement:
-    """Whether the sandbox of the unit lets the daemon write where it has to.
+    """Whether the sandbox of the unit allows the daemon to write to its directories.
 
     Args:
-        unit: its file and drop-ins.
+        unit: text of the unit and its drop-ins.
         written: directories that the daemon writes to.
     """
     writable: list[Path] = []
     for line in unit.splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "ReadWritePaths":
-            # An empty assignment takes the earlier ones back.
+            # An empty assignment resets the list.
             paths = [Path(word.lstrip("-+")) for word in value.split()]
             writable = [*writable, *paths] if paths else []
     if not unit:
-        return skipped("there is no unit")
+        return skipped("the daemon's unit is not installed")
     if refused := host.not_writable(written, writable):
         return failure(
-            f"the sandbox of the unit does not let the daemon write to {refused} (ReadWritePaths=)",
+            f"the sandbox of the unit prevents writes to {refused} (ReadWritePaths=)",
             fixes.drop_in("paths", f"ReadWritePaths={' '.join(map(str, written))}"),
         )
-    return ok(f"the unit may write to {' and '.join(map(str, written))}")
+    return ok(f"the sandbox allows writes to {' and '.join(map(str, written))}")
 
 
 def _homes(root: Path) -> Iterable[Path]:
@@ -106,10 +108,12 @@ def _secrets(root: Path) -> Judgement:
     if found:
         names = sorted({f"/{path.relative_to(root)}" for path in found})
         return failure(
-            f"credentials would go into the image: {', '.join(names)}",
+            f"the image would contain credentials: {', '.join(names)}",
             fixes.as_root(f"rm {' '.join(map(fixes.quoted, names))}"),
         )
-    return ok("no credential in any home, in the configuration or in the environment of the unit")
+    return ok(
+        "no credentials in home directories, in the configuration or in the unit's environment"
+    )
 
 
 def _identity(root: Path) -> Judgement:
@@ -121,7 +125,7 @@ def _identity(root: Path) -> Judgement:
     ]
     if known:
         return failure(
-            f"all VMs of the image would be the same machine: {', '.join(known)}",
+            f"all VMs of the image would share one machine id: {', '.join(known)}",
             fixes.as_root(f"truncate --size=0 {' '.join(known)}"),
         )
-    return ok("the first boot makes a machine id")
+    return ok("no machine id: the first boot creates one")

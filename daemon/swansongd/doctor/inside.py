@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that only the daemon's own view answers: environment, network, metadata, store, staging.
+"""Checks that must run as the daemon: environment, network, metadata, store, staging.
 
-``python -m swansongd.doctor.inside`` prints one finding a line, as JSON.  :mod:`swansongd.doctor.sandbox`
-starts it as the daemon; as another user it could create what the daemon cannot change.
+``python -m swansongd.doctor.inside`` prints one finding per line, as JSON.  :mod:`swansongd.doctor.sandbox`
+starts it as the daemon.  Another user could create files that the daemon cannot change.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from swansongd.sources.detect import detect_cloud
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller knows and the daemon does not."""
+    """Facts that the caller passes to these checks."""
 
     config: Path
     speed: bool
     """Measure the bandwidth to the store."""
     trial: bool
-    """A store that dies with the VM is no failure."""
+    """Report a store that is lost with the VM as a warning."""
     operator_file: Path | None
-    """Credentials in a home, which the daemon does not read."""
+    """Credentials in an operator's home, which the daemon does not read."""
     environment_of: str
-    """Whose environment this process has, in words."""
+    """Owner of this process's environment, for messages."""
 
     def words(self) -> list[str]:
-        """The command line, without the program."""
+        """The arguments of the command line."""
         return [
             *("--config", str(self.config), "--environment-of", self.environment_of),
             *(["--speed"] if self.speed else []),
@@ -50,14 +50,14 @@ class Options:
 
 
 def checks(config: Config, options: Options) -> Iterator[Check]:
-    """All of them, causes first."""
+    """The checks, causes before consequences."""
     configured = config.sources.cloud
     cloud = detect_cloud() if configured == "auto" else configured
     daemon, whose = own_account(), options.environment_of
     yield Check(
         family=configuration.FAMILY,
         name="environment",
-        ask=lambda: configuration.judge_environment(os.environ, whose),
+        judge=lambda: configuration.judge_environment(os.environ, whose),
     )
     yield from network.checks(config, cloud)
     yield from metadata.checks(config, cloud)
@@ -74,7 +74,7 @@ def checks(config: Config, options: Options) -> Iterator[Check]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings; 0 unless the checks could not be made at all."""
+    """Print the findings; the exit code is 0 unless the configuration is not valid."""
     parser = argparse.ArgumentParser(prog="swansongd.doctor.inside")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--speed", action="store_true")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--operator-file", type=Path)
     parser.add_argument("--environment-of", required=True)
     options = Options(**vars(parser.parse_args(argv)))
-    log.configure("console", "error")  # on standard error; findings name what fails
+    log.configure("console", "error")  # to standard error; standard output is for findings
     try:
         config = load(options.config)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for finding in examine(checks(config, options)):
         print(json.dumps(asdict(finding)), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # a check that hangs has left a thread behind
+    os._exit(0)  # a check that timed out may have left a blocked thread
 
 
 if __name__ == "__main__":

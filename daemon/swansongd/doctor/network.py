@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the network: a name that does not resolve, or no route, explains all that follows."""
+"""Checks of the network: names that do not resolve and missing routes, which cause later failures."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _IFF_UP = 1
 
 
 def checks(config: Config, cloud: str) -> Iterator[Check]:
-    """Whether there is a way to the metadata service and to the store; no packet is sent.
+    """Whether the metadata service and the store have resolvable names and routes; no packet is sent.
 
     Args:
-        cloud: whose metadata service is watched.
+        cloud: cloud whose metadata service the daemon polls.
     """
     urls = {"the store": address(config)}
     if cloud in ("aws", "gcp"):
         urls["the metadata service"] = config.sources.metadata_url or DEFAULT_URL
     hosts = {name: host for name, url in urls.items() if (host := urlsplit(url).hostname)}
     if hosts:
-        yield Check(family=FAMILY, name="network", ask=lambda: _settled(hosts))
+        yield Check(family=FAMILY, name="network", judge=lambda: _settled(hosts))
 
 
 def _settled(hosts: dict[str, str]) -> Judgement:
-    """What is found, at the latest when a network that has just been restarted has had its time."""
-    give_up_mono_s = time.monotonic() + _SETTLE_S
-    while (judged := _ways(hosts)).level is Level.FAILURE and time.monotonic() < give_up_mono_s:
+    """The judgement after a network that has just been restarted has had time to settle."""
+    deadline_mono_s = time.monotonic() + _SETTLE_S
+    while (judged := _routes(hosts)).level is Level.FAILURE and time.monotonic() < deadline_mono_s:
         time.sleep(_POLL_S)
     return judged
 
 
-def _ways(hosts: dict[str, str]) -> Judgement:
+def _routes(hosts: dict[str, str]) -> Judgement:
     for name, host in sorted(hosts.items()):
         try:
             found = socket.getaddrinfo(host, 443, type=socket.SOCK_DGRAM)
         except socket.gaierror as error:
             return failure(
-                f"the name of {name} does not resolve: {host} ({error.strerror})",
+                f"resolving the name of {name} failed: {host}: {error.strerror}",
                 _revive(_MANAGERS if _no_link() else _RESOLVERS) or "cat /etc/resolv.conf",
             )
         problems = {_problem(family, where) for family, _, _, _, where in found}
@@ -65,20 +65,20 @@ def _ways(hosts: dict[str, str]) -> Judgement:
                 f"no route to {name} at {host}: {min(problems)}{link}",
                 _revive(_MANAGERS) or "ip route",
             )
-    return ok(f"a route to {' and to '.join(sorted(hosts))}")
+    return ok(f"routes exist to {' and '.join(sorted(hosts))}")
 
 
 def _problem(family: int, where: tuple[object, ...]) -> str:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
-            datagrams.connect(where)  # only looks for the route
+            datagrams.connect(where)  # looks up the route, sends nothing
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
 def _no_link() -> bool:
-    """Whether every interface but the loopback is down."""
+    """Whether all interfaces except the loopback are down."""
     for flags in _NETWORKS.glob("*/flags"):
         try:
             is_up = int(flags.read_text(), 16) & _IFF_UP
@@ -90,10 +90,10 @@ def _no_link() -> bool:
 
 
 def _revive(services: tuple[str, ...]) -> str:
-    """Restarts the service that is in charge on this machine; empty where none of them is."""
+    """Restart the first of these services that is enabled; empty if none is."""
     for service in services:
         try:
-            done = subprocess.run(  # noqa: S603 - names of our own
+            done = subprocess.run(  # noqa: S603 - fixed names
                 ["systemctl", "is-enabled", "--quiet", service],  # noqa: S607
                 timeout=_TIMEOUT_S,
                 check=False,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal of all that a VM asks of its store: claim, flush, commit, list, restore, and clean up.
+"""Rehearsal of a checkpoint: claim, flush, commit, list, restore and clean up in the daemon's store.
 
-It is a run of its own, ``<run>/probes/doctor-<hex>``, in the daemon's own store, and every request comes
-from the code that the daemon and ``swansong restore`` use.  So a store that refuses, changes or hides what
-they send is found before a checkpoint depends on it.
+The rehearsal uses a separate run, ``<run>/probes/doctor-<hex>``, and the code of the daemon and of
+``swansong restore``.  It finds a store that refuses requests, alters data or hides keys before a checkpoint
+depends on that store.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 
 SMALL_BYTES = 4096
-"""Of the shard that is stored by one request."""
+"""Size of the shard that is uploaded in one request."""
 FLUSH_S = 45.0
-"""Limit of one flush: 5 MiB over a link of 1 Mbit/s."""
+"""Time limit of one flush: 5 MiB over a link of 1 Mbit/s."""
 _PART_BYTES_MIN = 64 * 2**10
 _BUDGET_S = 3.0
-"""Time in which one call is retried: enough for a lost connection, and short for an operator."""
+"""Time in which one call is retried: enough for a lost connection, and short for a waiting operator."""
 _CONNECTIONS = 2
 _STEP = 1
-# Names as the hooks write them.  Stores differ in the order in which they list these two.
+# Stores list these two names of the hooks in different orders.
 _SMALL, _LARGE = protocol.rank_manifest_name(0), f"{protocol.rank_directory(0)}/shard.bin"
 _SET = protocol.sealed_name(_STEP, "doctor")
 
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CleanUp:
-    """Objects of the rehearsal: those that the store had, and those that may not be deleted."""
+    """Result of the clean-up: objects found, and objects that could not be deleted."""
 
     objects: int
     left: int
@@ -66,9 +66,9 @@ class CleanUp:
 
 
 class RetryingBriefly(Retrying):
-    """The store, its calls retried for a few seconds.
+    """A store whose calls are retried for a few seconds.
 
-    ``failure`` is the last error: a flush reports its failure in words only.
+    ``failure`` is the last error, because a flush reports its failure as text only.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -86,12 +86,12 @@ class RetryingBriefly(Retrying):
 
 
 class Rehearsal:
-    """The steps, to be called in this order.  Each raises the error of the store that ends it.
+    """The steps of the rehearsal, to be called in this order.  Each step raises the error of the store.
 
     Args:
-        store: of the daemon.
-        run: of the configuration.
-        signer: as the daemon has it.
+        store: the daemon's store.
+        run: name of the configured run.
+        signer: the daemon's signer.
     """
 
     def __init__(self, store: RetryingBriefly, run: str, signer: Signer | None) -> None:
@@ -101,7 +101,7 @@ class Rehearsal:
         part_bytes = max(store.part_size_bytes_min, _PART_BYTES_MIN)
         self.part_bytes = part_bytes
         self.large_bytes = part_bytes + 1
-        """Of the shard that is stored in two parts."""
+        """Size of the shard that is uploaded in two parts."""
         self._claim: commit.Claim | None = None
         self._shards: tuple[StoredShard, ...] = ()
         self._nonce = secrets.token_hex(4)
@@ -110,22 +110,22 @@ class Rehearsal:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def claim(self) -> bool:
-        """Claim a generation.  False: the store created the same object twice."""
+        """Claim a generation; returns False if the store ignores create-if-absent."""
         self._claim = commit.claim_generation(
             self._store, self.keys, identity={"program": "swansong doctor"}, nonce=self._nonce
         )
         return self._claim.honours_if_absent
 
     def send_small(self) -> None:
-        """Flush a set of one shard that takes one request."""
+        """Flush a set with one shard that needs one request."""
         self._write(_SMALL, SMALL_BYTES)
         self._shards = self._flushed()
 
     def send_large(self) -> bool:
-        """Flush the same set with a shard of two parts as well.
+        """Flush the set again with another shard of two parts.
 
-        False: the upload of the parts was aborted.  Without the right to delete, only the first rehearsal
-        completes it: each one would leave the shard behind.
+        Returns False if the multipart upload was aborted instead of completed.  Without the right to delete,
+        only the first rehearsal completes the upload, because each completed shard would remain.
         """
         if not self._may_delete() and self._has_earlier():
             self._send_parts()
@@ -135,7 +135,7 @@ class Rehearsal:
         return True
 
     def commit(self) -> None:
-        """Commit what was sent, and read the manifest back."""
+        """Commit the flushed set, and read the manifest back."""
         assert self._claim is not None
         manifest = Manifest(
             run=self.keys.run,
@@ -150,17 +150,17 @@ class Rehearsal:
         commit.commit(self._store, self.keys, manifest, self._claim.content, reads_back=True)
 
     def restore(self) -> int:
-        """Find the commit as a reader does, restore it, and compare; returns the bytes that came back.
+        """Find the commit as a reader does, restore it, and compare; returns the restored bytes.
 
         Raises:
-            CorruptError: the store returns something else.
+            CorruptError: the store returned other bytes or another listing.
             NothingToRestore: a reader does not find the shards.
         """
         found = [str(each.ref) for each in catalog.list_commits(self._store, self.keys)]
         if len(found) != 1:
             raise CorruptError(
-                f"one commit was made below {self._store.url}/{self.keys.commits}; the listing of the store "
-                f"contains {len(found)}"
+                f"listing the commits failed: {self._store.url}/{self.keys.commits} contains one commit, the "
+                f"listing {len(found)}"
             )
         source, copy = self._directory() / _SET, self._directory() / "restored"
         restored = restore(
@@ -171,11 +171,13 @@ class Rehearsal:
         )
         for shard in self._shards:
             if not filecmp.cmp(source / shard.path, copy / shard.path, shallow=False):
-                raise CorruptError(f"{shard.key} came back with other bytes than were sent")
+                raise CorruptError(
+                    f"reading {shard.key} back failed: the bytes differ from those that were sent"
+                )
         return restored.size_bytes
 
     def clean_up(self) -> CleanUp:
-        """Delete what the rehearsal stored, as far as the role allows."""
+        """Delete the objects of the rehearsal, as far as the role allows."""
         prefix = f"{self.keys.run}/"
         with suppress(StoreError):  # not every store lists uploads
             for upload in self._store.uploads(prefix):
@@ -189,14 +191,14 @@ class Rehearsal:
         return CleanUp(stored, len(left), sum(info.size_bytes for info in left))
 
     def close(self) -> None:
-        """Remove the files on this VM, whatever happened."""
+        """Remove the temporary files on this VM."""
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     # ------------------------------------------------------------ the flush
 
     def _flushed(self) -> tuple[StoredShard, ...]:
-        """Send the set as it lies there; what of it is stored already is not sent again."""
+        """Flush the set from the temporary directory; stored shards are not sent again."""
         assert self._claim is not None
         if self._engine is None:
             self._engine = self._new_engine()
@@ -209,8 +211,8 @@ class Rehearsal:
         flush_id = secrets.token_hex(4)
         self._store.failure = None
         self._engine.start(flush_id, staged, self._claim.generation)
-        give_up_mono_s = time.monotonic() + FLUSH_S
-        while (left_s := give_up_mono_s - time.monotonic()) > 0:
+        deadline_mono_s = time.monotonic() + FLUSH_S
+        while (left_s := deadline_mono_s - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=left_s)
             except queue.Empty:
@@ -223,7 +225,7 @@ class Rehearsal:
                     raise failure or StagingError(event.reason)
         self._engine.cancel(flush_id)
         raise Transient(
-            f"{self._store.url} did not take {staged.size_bytes} bytes in {FLUSH_S:g} s"
+            f"flushing {staged.size_bytes} bytes to {self._store.url} failed: not finished in {FLUSH_S:g} s"
         )
 
     def _new_engine(self) -> FlushEngine:
@@ -265,7 +267,7 @@ class Rehearsal:
         return True
 
     def _has_earlier(self) -> bool:
-        """Whether an earlier rehearsal has left its large shard behind."""
+        """Whether the large shard of an earlier rehearsal remains."""
         return any(info.size_bytes == self.large_bytes for info in self._store.list(self._probes))
 
     def _send_parts(self) -> None:
@@ -281,6 +283,6 @@ class Rehearsal:
 
 def _no_scratch(error: OSError) -> StagingError:
     return StagingError(
-        f"no temporary file can be written: {error.strerror}",
-        hint="Name a directory with 6 MB free that the daemon's user may write in TMPDIR",
+        f"writing a temporary file failed: {error.strerror}",
+        hint="Set TMPDIR to a directory with 6 MB free that the daemon's user may write to",
     )

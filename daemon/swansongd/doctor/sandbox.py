@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks of :mod:`swansongd.doctor.inside` as the daemon: its user, its environment, its sandbox.
+"""Run the checks of :mod:`swansongd.doctor.inside` as the daemon: same user, environment and sandbox.
 
-Where systemd has the daemon's unit, the checks run in a unit of their own with the same ``[Service]``
-section, drop-ins included.  So they see credentials, mounts and limits of the daemon, whether it runs or not.
-Elsewhere they run as the user of the daemon that answers, with its environment.
+If systemd manages the daemon, the checks run in a transient unit with the same ``[Service]`` section,
+drop-ins included.  They see the daemon's credentials, mounts and limits, whether the daemon runs or not.
+Without systemd, the checks run as the user of the running daemon, with its environment.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swansongd.doctor.accounts import DAEMON_USER, account, with_trainers
 from swansongd.doctor.findings import Finding, Level
 
 LIMIT_S = 400.0
-"""Of all checks together; each has a limit of its own."""
+"""Time limit of all checks together; each check also has its own limit."""
 _POLL_S = 0.05
 _SYSTEMCTL_S = 15.0
 _UNITS = Path("/run/systemd/system")
-# Everything else of the section stays: user, environment, credentials, limits, sandbox.  systemd removes the
-# runtime directory with the unit, however that ends.
+# These settings override those of the daemon; user, environment, credentials, limits and sandbox stay.
+# systemd removes the runtime directory with the unit, even if the unit is killed.
 _INSTEAD = """
 Type=oneshot
 NotifyAccess=none
@@ -63,7 +63,7 @@ StandardError=file:{directory}/stderr
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Whom the checks run as where systemd does not run the daemon."""
+    """User and environment of the checks if systemd does not manage the daemon."""
 
     uid: int
     gid: int
@@ -75,9 +75,9 @@ class ProcessIdentity:
 
 
 def systemctl(*arguments: str) -> str:
-    """What systemctl prints."""
+    """The standard output of ``systemctl``."""
     done = subprocess.run(  # noqa: S603 - fixed arguments
-        ["systemctl", *arguments],  # noqa: S607 - wherever the distribution has it
+        ["systemctl", *arguments],  # noqa: S607 - the path differs between distributions
         capture_output=True,
         text=True,
         errors="replace",
@@ -88,19 +88,19 @@ def systemctl(*arguments: str) -> str:
 
 
 def properties(unit: str, names: Sequence[str]) -> dict[str, str]:
-    """Properties of a unit, as ``systemctl show`` prints them."""
+    """Properties of a unit from ``systemctl show``."""
     shown = systemctl("show", unit, "--property", ",".join(names))
     return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
 
 
-# ------------------------------------------------------------ by systemd
+# ------------------------------------------------------------ with systemd
 
 
 def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
-    """Run the checks in a transient twin of the daemon's unit.  Needs root.
+    """Run the checks in a transient copy of the daemon's unit.  Requires root.
 
     Args:
-        arguments: of :mod:`swansongd.doctor.inside`.
+        arguments: command line of :mod:`swansongd.doctor.inside`.
     """
     directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
     unit = _UNITS / f"{directory.name}.service"
@@ -116,7 +116,7 @@ def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
         yield from _followed(directory / "stdout", starting)
         if starting.wait() != 0:
             ended = properties(unit.name, ("Result", "ExecMainStatus"))
-            yield refused(ended, _last_line(directory / "stderr"))
+            yield failed_to_run(ended, _last_line(directory / "stderr"))
     finally:
         systemctl("stop", unit.name)
         systemctl("reset-failed", unit.name)
@@ -125,12 +125,12 @@ def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
 
 
 def unit_text(cat: str, command: Sequence[str], directory: Path) -> str:
-    """The twin's unit file.
+    """The unit file of the transient copy.
 
     Args:
-        cat: what ``systemctl cat`` prints of the daemon's unit: its file, then its drop-ins.
-        command: what the twin runs.
-        directory: for its output.
+        cat: output of ``systemctl cat`` for the daemon's unit: its file, then its drop-ins.
+        command: command line of the copy.
+        directory: directory for its output.
     """
     section, lines = "", ["[Service]"]
     is_continued = False
@@ -146,16 +146,16 @@ def unit_text(cat: str, command: Sequence[str], directory: Path) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of ``ExecStart=``, in which systemd expands nothing."""
+    """Quote a word of ``ExecStart=`` so that systemd expands nothing in it."""
     for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
         word = word.replace(special, plain)
     return f'"{word}"'
 
 
 def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
-    """The findings in a file, as they are written."""
+    """Yield the findings in a file while ``writer`` appends to it."""
     position = 0
-    give_up_mono_s = time.monotonic() + LIMIT_S
+    deadline_mono_s = time.monotonic() + LIMIT_S
     while True:
         is_over = writer.poll() is not None
         data = path.read_bytes()[position:] if path.exists() else b""
@@ -163,28 +163,31 @@ def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
             if line.endswith(b"\n"):
                 position += len(line)
                 yield _finding(line)
-        if is_over or time.monotonic() > give_up_mono_s:
+        if is_over or time.monotonic() > deadline_mono_s:
             return
         time.sleep(_POLL_S)
 
 
-def refused(ended: Mapping[str, str], said: str) -> Finding:
-    """The finding for checks that did not come to their end, and so for a daemon that would not either."""
+def failed_to_run(ended: Mapping[str, str], stderr: str) -> Finding:
+    """The finding for checks that did not finish.  The daemon would fail in the same way.
+
+    Args:
+        ended: properties of the unit after its exit.
+        stderr: last line of standard error.
+    """
     status, result = ended.get("ExecMainStatus", "?"), ended.get("Result", "?")
     found = (
-        f"nothing can be run as the daemon, in the sandbox of its unit: {result}, status {status}"
+        f"running a process in the sandbox of the daemon's unit failed: {result}, status {status}"
     )
     fix = f"systemctl cat {fixes.DAEMON}"
     if result == "oom-kill":
-        found = (
-            "the kernel kills what runs as the daemon for want of memory (MemoryMax= of its unit)"
-        )
+        found = "the kernel killed the checks: out of memory within MemoryMax= of the daemon's unit"
         fix = fixes.more_memory()
     return Finding(
         family="host",
         name="as the daemon",
         level=Level.FAILURE,
-        found=f"{found}; {said}" if said else found,
+        found=f"{found}; {stderr}" if stderr else found,
         fix=fix,
     )
 
@@ -193,7 +196,7 @@ def refused(ended: Mapping[str, str], said: str) -> Finding:
 
 
 def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Run the checks as a process of this user."""
+    """Run the checks as a process with this identity."""
     options: dict[str, Any] = {}
     if os.geteuid() == 0 and identity.uid != 0:
         options = {
@@ -207,7 +210,7 @@ def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[
         tempfile.TemporaryDirectory(prefix="swansong-doctor-") as scratch,
     ):
         errors = Path(name, "stderr")
-        os.chown(scratch, identity.uid, -1)  # removed here: the process may be killed
+        os.chown(scratch, identity.uid, -1)  # removed by this process: the other one may be killed
         try:
             with errors.open("wb") as stderr:
                 process = subprocess.Popen(  # noqa: S603 - our own module
@@ -219,7 +222,7 @@ def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[
                     **options,
                 )
         except OSError as error:
-            yield refused({"Result": "exec", "ExecMainStatus": "203"}, str(error))
+            yield failed_to_run({"Result": "exec", "ExecMainStatus": "203"}, str(error))
             return
         limit = threading.Timer(LIMIT_S, process.kill)
         limit.start()
@@ -235,11 +238,11 @@ def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[
             process.wait()
         if code != 0:
             ended = {"Result": "exit-code", "ExecMainStatus": str(code)}
-            yield refused(ended, _last_line(errors))
+            yield failed_to_run(ended, _last_line(errors))
 
 
 def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
-    """Who a running daemon is; None where that cannot be read, or the process is not this user's.
+    """User and environment of a running daemon; None if unreadable, or if the user is not trusted.
 
     Args:
         uid: user that listens on the socket, as the kernel reports it.
@@ -258,7 +261,7 @@ def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
         return None
     if found_uid != uid or uid not in _trusted():
         return None
-    # A loader's variable could run other code than ours as this user.
+    # Variables of the dynamic loader could run foreign code as this user.
     environ = {
         os.fsdecode(name): os.fsdecode(value)
         for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
@@ -268,13 +271,13 @@ def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
 
 
 def _trusted() -> set[int]:
-    """Users whose daemon this may be: for root, and for ourselves, nobody else's process is asked."""
+    """Users whose process may be taken for the daemon."""
     user = account(DAEMON_USER)
     return {0, os.geteuid()} | ({user.uid} if user is not None and os.geteuid() == 0 else set())
 
 
 def presumed() -> ProcessIdentity:
-    """Who the daemon would be: its own user where that exists and we may become it, else ourselves."""
+    """The identity of a daemon that does not run: its user if root runs this process, else this user."""
     user = account(DAEMON_USER)
     if user is not None and os.geteuid() == 0:
         user = with_trainers(user)
@@ -282,7 +285,7 @@ def presumed() -> ProcessIdentity:
     return ProcessIdentity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
 
 
-# ------------------------------------------------------------ both
+# ------------------------------------------------------------ shared
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

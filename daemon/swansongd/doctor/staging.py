@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of staging: is it there, may the daemon write to it, how much fits, how fast is it."""
+"""Checks of staging: existence, permissions, free space, speed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SPEED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 2**20
 _LIMIT_S = 30.0
 _FREE_BYTES_MIN = 2**30
-"""Wanted free before anybody knows how large a checkpoint is."""
+"""Wanted free space while the size of a checkpoint is unknown."""
 _FREE_FILES_MIN = 100
-"""A set, its manifest and the directories of both have more."""
+"""Lower bound for the files and directories of one set with its manifest."""
 _ENTRIES_MAX = 100_000
 _DEPTH_MAX = 30
 _UID_MAP = Path("/proc/self/uid_map")
@@ -39,54 +39,54 @@ _ALL_UIDS = ["0", "0", str(2**32 - 1)]
 
 
 def checks(config: Config, daemon: Account) -> Iterator[Check]:
-    """All of them, in the order in which they need one another.
+    """The checks of staging, in order of their dependencies.
 
     Args:
         daemon: the user that the daemon runs as.
     """
     path, run = config.staging.path, config.staging.path / config.run.name
     make = fixes.then(fixes.directory(path, "2750"), fixes.restart())
-    yield Check(family=FAMILY, name="staging", ask=lambda: _there(path, make), fix=make)
+    yield Check(family=FAMILY, name="staging", judge=lambda: _exists(path, make), fix=make)
     yield Check(
         family=FAMILY,
         name="staging rights",
-        ask=lambda: _writable(path, run, daemon),
+        judge=lambda: _writable(path, run, daemon),
         needs="staging",
         fix=make,
     )
     yield Check(
-        family=FAMILY, name="staging parents", ask=lambda: _parents(path, daemon), needs="staging"
+        family=FAMILY, name="staging parents", judge=lambda: _parents(path, daemon), needs="staging"
     )
     yield Check(
         family=FAMILY,
         name="file system",
-        ask=lambda: judge_devices(path, run, _device(path), _device(run)),
+        judge=lambda: judge_devices(path, run, _device(path), _device(run)),
         needs="staging",
     )
     yield Check(
         family=FAMILY,
         name="free space",
-        ask=lambda: judge_space(path, free(path), newest(run)),
+        judge=lambda: judge_space(path, free(path), newest(run)),
         needs="staging",
         limit_s=_LIMIT_S,
     )
     yield Check(
         family=FAMILY,
         name="disk speed",
-        ask=lambda: _speed(path),
+        judge=lambda: _speed(path),
         needs="staging rights",
         fix=f"df -h {fixes.quoted(path)}",
         limit_s=_LIMIT_S,
     )
 
 
-def _there(path: Path, make: str) -> Judgement:
+def _exists(path: Path, make: str) -> Judgement:
     if not path.exists():
-        return failure(f"staging.path {path} does not exist: not made, or not mounted", make)
+        return failure(f"staging.path {path} does not exist: not created, or not mounted", make)
     if not path.is_dir():
-        return failure(f"staging.path {path} is no directory", make)
+        return failure(f"staging.path {path} is not a directory", make)
     kind = disks.mount_of(path, mounts.mounted()).kind
-    return ok(f"{path} is there, on {kind}")
+    return ok(f"{path} exists, on {kind}")
 
 
 def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
@@ -99,7 +99,9 @@ def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
         f"{facts.st_mode & 0o7777:o})"
     )
     if facts.st_uid == daemon.uid and os.statvfs(where).f_flag & os.ST_RDONLY:
-        return failure(f"{found}: read-only", fixes.drop_in("staging", f"ReadWritePaths={path}"))
+        return failure(
+            f"{found}: mounted read-only", fixes.drop_in("staging", f"ReadWritePaths={path}")
+        )
     owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if account(DAEMON_USER) else daemon.name
     return failure(
         found,
@@ -113,7 +115,7 @@ def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
 
 def _parents(path: Path, daemon: Account) -> Judgement:
     if _UID_MAP.read_text().split() != _ALL_UIDS:
-        return skipped("owners of directories cannot be told apart in a user namespace")
+        return skipped("a user namespace hides the owners of directories")
     real = Path(os.path.realpath(path))
     facts = {place: place.stat() for place in (real, *real.parents)}
     return judge_parents(
@@ -122,7 +124,7 @@ def _parents(path: Path, daemon: Account) -> Judgement:
 
 
 def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Judgement:
-    """Whether only root and the daemon can create, rename and replace directories on the way to a run.
+    """Whether only root and the daemon can create, rename and replace directories above a run.
 
     Args:
         facts: owner and mode of staging and of every directory above it, staging first.
@@ -133,15 +135,15 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
         name = fixes.quoted(place)
         if uid not in (0, daemon_uid):
             return failure(
-                f"{place} belongs to user id {uid}, who could replace what is in it",
+                f"user id {uid} owns {place} and could replace its contents",
                 fixes.as_root(f"chown {'swansong' if place == staging else 'root'} {name}"),
             )
-        # In a directory like /tmp each user can replace only what is its own.
+        # In a directory with the sticky bit, such as /tmp, users can replace only their own files.
         is_shared = mode & stat.S_ISVTX and place != staging
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
             return failure(
-                f"{place} has the mode {stat.S_IMODE(mode):o}: others than the daemon could replace "
-                "what is in it",
+                f"{place} has the mode {stat.S_IMODE(mode):o}: users other than the daemon could replace "
+                "its contents",
                 fixes.as_root(f"chmod go-w {name}"),
             )
     return ok(f"only root and the daemon can write to {staging} and the directories above it")
@@ -155,35 +157,38 @@ def _device(path: Path) -> int | None:
 
 
 def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | None) -> Judgement:
-    """Whether renames within staging stay renames: everything must lie on one file system."""
+    """Whether the run directory is on the file system of staging, so that sets can be renamed."""
     if run_device is None:
-        return ok(f"{run} is not there yet: the daemon makes it within {path}")
+        return ok(f"{run} does not exist yet: the daemon creates it in {path}")
     if staging != run_device:
         return failure(
-            f"{run} is another file system than {path}: sealed sets could not be renamed",
+            f"{run} is not on the file system of {path}: sealed sets could not be renamed",
             fixes.as_root(f"umount {fixes.quoted(run)}"),
         )
-    return ok(f"{run} lies on the same file system as {path}")
+    return ok(f"{run} is on the same file system as {path}")
 
 
 class Room(NamedTuple):
-    """Space, and the number of files in it."""
+    """Bytes and number of files."""
 
     size_bytes: int
     files: int
 
 
 def free(path: Path) -> Room:
-    """Space that the daemon's user may still fill on the file system of ``path``."""
+    """Free space for unprivileged users on the file system of ``path``."""
     facts = os.statvfs(path)
-    files = facts.f_favail if facts.f_files else sys.maxsize  # some make inodes as they go
+    files = (
+        facts.f_favail if facts.f_files else sys.maxsize
+    )  # zero: the file system allocates inodes dynamically
     return Room(facts.f_bavail * facts.f_frsize, files)
 
 
 def newest(run: Path) -> Room:
-    """Size of the newest directory in the staging directory of a run; zeros where there is none.
+    """Size of the newest set in the staging directory of a run; zeros if there is none.
 
-    Trainers write there, and root may be asking: by descriptor, through no link, within bounds.
+    Trainers write to the directory, and this process may be root's.  So the walk uses descriptors, follows no
+    link, and is bounded.
     """
     with suppress(OSError):
         run_fd = openat.open_directory(run)
@@ -214,34 +219,34 @@ def _size(directory: str, run_fd: int) -> Room:
 
 
 def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
-    """Whether the next checkpoint fits, and one more beside it.
+    """Whether two more checkpoints of the newest one's size fit.
 
     Args:
-        newest: size of the newest checkpoint; zeros where there is none.
+        newest: size of the newest checkpoint; zeros if there is none.
     """
     bytes_free = f"{_sized(free.size_bytes)} free in {path}"
-    look = f"df -h {fixes.quoted(path)}"
+    show_space = f"df -h {fixes.quoted(path)}"
     if free.files < max(newest.files, _FREE_FILES_MIN):
         return failure(
-            f"{free.files} more files fit in {path}, however small: not enough for one checkpoint",
+            f"{path} has inodes for {free.files} more files: not enough for one checkpoint",
             f"df -i {fixes.quoted(path)}",
         )
     if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
-        return failure(f"{bytes_free}: not enough for any checkpoint", look)
+        return failure(f"{bytes_free}: not enough for any checkpoint", show_space)
     size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
     if free.size_bytes < max(newest.size_bytes, _SPEED_BYTES):
-        return failure(f"{bytes_free}: not enough for one checkpoint; {size}", look)
+        return failure(f"{bytes_free}: not enough for one checkpoint; {size}", show_space)
     if not newest.size_bytes:
-        found = f"{bytes_free}; no checkpoint yet to compare with"
-        return ok(found) if free.size_bytes >= _FREE_BYTES_MIN else warning(found, look)
+        found = f"{bytes_free}; the size of a checkpoint is not known yet"
+        return ok(found) if free.size_bytes >= _FREE_BYTES_MIN else warning(found, show_space)
     found = f"{bytes_free}, {size}"
     if free.files < 2 * newest.files:
         return warning(
-            f"{found} in {newest.files} files, and {free.files} more fit: not enough for two",
+            f"{found} in {newest.files} files, and there are inodes for {free.files}: not enough for two",
             f"df -i {fixes.quoted(path)}",
         )
     if free.size_bytes < 2 * newest.size_bytes:
-        return warning(f"{found}: not enough for two", look)
+        return warning(f"{found}: not enough for two", show_space)
     return ok(found)
 
 
@@ -253,16 +258,16 @@ def _speed(path: Path) -> Judgement:
     if free(path).size_bytes < 2 * _SPEED_BYTES:
         return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
     name = path / f".swansong-doctor-{secrets.token_hex(4)}"
-    block = os.urandom(_BLOCK_BYTES)  # a file system that compresses would flatter itself
+    block = os.urandom(_BLOCK_BYTES)  # random, because compression would inflate the speed
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.unlink(name)  # gone with the descriptor, however this ends
+        os.unlink(name)  # the kernel frees the file with its descriptor, even after a crash
         begun_mono_s = time.monotonic()
         for _ in range(_SPEED_BYTES // _BLOCK_BYTES):
             os.write(fd, block)
         os.fsync(fd)
         written_mono_s = time.monotonic()
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be measured
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would be measured
         os.lseek(fd, 0, os.SEEK_SET)
         buffer = mmap.mmap(-1, _BLOCK_BYTES)
         while os.readv(fd, [buffer]):

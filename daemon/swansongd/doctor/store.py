@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the object store: credentials, a rehearsal of a checkpoint and its restore, clock, speed."""
+"""Checks of the object store: credentials, rehearsal of a checkpoint and its restore, clock, speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swansongd.doctor.findings import (
 )
 from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
-from swansongd.flush.committer import expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import BytesBody, ObjectStore
 from swansongd.stores.file import mounts
@@ -44,9 +44,9 @@ FAMILY = "store"
 
 _LIMIT_S = 10.0
 _LIMIT_CREDENTIALS_S = 25.0
-"""Loads the SDK, which takes seconds where the disk is cold."""
+"""Includes the import of the SDK, which takes seconds from a cold disk."""
 _LIMIT_STEP_S = 30.0
-"""A few requests of the rehearsal, each of them retried."""
+"""Time limit of a step with a few requests, each retried."""
 _LIMIT_DATA_S = FLUSH_S + 15
 _DATE_TIMEOUT_S = 5.0
 _SPEED_PART_BYTES = 32 * 2**20
@@ -63,27 +63,27 @@ def checks(
     trial: bool,
     operator_file: Path | None = None,
 ) -> Iterator[Check]:
-    """All of them, in the order in which they need one another.  They must run as the daemon.
+    """The checks of the store, in order of their dependencies.  They must run as the daemon.
 
     Args:
-        path: of the configuration.
-        daemon: the user that the daemon runs as, and this process.
-        grace_s: what a notice of this cloud leaves.
-        speed: measure the bandwidth, too.
-        trial: a store that dies with the VM is no failure.
-        operator_file: credentials in a home, which the daemon does not read.
+        path: configuration file.
+        daemon: the user of the daemon, and of this process.
+        grace_s: grace period of a notice of this cloud.
+        speed: also measure the bandwidth.
+        trial: report a store that is lost with the VM as a warning.
+        operator_file: credentials in an operator's home, which the daemon does not read.
     """
     key_file = config.store.signing_key_file
     if key_file is not None:
         yield Check(
-            family=FAMILY, name="signing key", ask=lambda: judge_signing_key(key_file, daemon)
+            family=FAMILY, name="signing key", judge=lambda: judge_signing_key(key_file, daemon)
         )
     edit = fixes.edit(path)
     try:
         where = open_store(config.store, connections=config.flush.connections)
     except ConfigError as error:
         unusable = of_error(error, edit)
-        yield Check(family=FAMILY, name="bucket", ask=lambda: unusable)
+        yield Check(family=FAMILY, name="bucket", judge=lambda: unusable)
         return
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(where, own, config.run.name)
@@ -112,7 +112,7 @@ def checks(
 
 
 class _Probe:
-    """The questions of the checks, and the rehearsal below ``<run>/probes/``."""
+    """The code of the checks, with the store and the rehearsal that they share."""
 
     def __init__(
         self,
@@ -131,19 +131,19 @@ class _Probe:
         self.rehearsal = Rehearsal(self._store, config.run.name, signer)
         self._honours_if_absent = False
         self._clock_fix = ""
-        """Not empty where a wrong clock explains that the store refuses."""
+        """Set if clock skew explains why the store refuses requests."""
 
     def check(
         self,
         name: str,
-        ask: Callable[[], Judgement],
+        judge: Callable[[], Judgement],
         *,
         needs: str = "",
         limit_s: float = _LIMIT_S,
     ) -> Check:
-        def look() -> Judgement:
+        def judge_or_explain() -> Judgement:
             try:
-                return ask()
+                return judge()
             except StoreError as error:
                 fix = store_fixes.of_refusal(self._config, self._path, error, self._operator_file)
                 return of_error(error, self._clock_fix or fix)
@@ -151,10 +151,10 @@ class _Probe:
         return Check(
             family=FAMILY,
             name=name,
-            ask=look,
+            judge=judge_or_explain,
             needs=needs,
             limit_s=limit_s,
-            fix=store_fixes.ask_by_hand(self._config),
+            fix=store_fixes.request_by_hand(self._config),
         )
 
     def credentials(self) -> Judgement:
@@ -163,7 +163,7 @@ class _Probe:
             self._backend.renew_credentials()
         except StoreError as error:
             return of_error(error, store_fixes.of_credentials(self._config, self._operator_file))
-        return ok("there are some; whether the store accepts them comes next")
+        return ok("found; the next check shows whether the store accepts them")
 
     def disk(self, *, trial: bool) -> Judgement:
         root = store_fixes.directory_of(self._config)
@@ -180,20 +180,20 @@ class _Probe:
             isinstance(self._backend, FileStore)
             and not (root := store_fixes.directory_of(self._config)).is_dir()
         ):
-            _expect_way(root)
+            _check_access(root)
             return failure(
-                f"the directory {root} of store.url does not exist: not made, or not mounted",
+                f"the directory {root} of store.url does not exist: not created, or not mounted",
                 store_fixes.mount(root)
                 or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self._store.check()
-        return ok(f"{self._store.url} answers, and may be listed")
+        return ok(f"{self._store.url} can be listed")
 
     # ------------------------------------------------------------ the rehearsal
 
     def rehearsal_checks(self) -> Iterator[Check]:
-        def step(name: str, ask: Callable[[], Judgement], needs: str, limit_s: float) -> Check:
-            return self.check(name, ask, needs=needs, limit_s=limit_s)
+        def step(name: str, judge: Callable[[], Judgement], needs: str, limit_s: float) -> Check:
+            return self.check(name, judge, needs=needs, limit_s=limit_s)
 
         yield step("write", self._claim, "bucket", _LIMIT_STEP_S)
         yield step("create-if-absent", self._create_again, "write", _LIMIT_STEP_S)
@@ -205,15 +205,14 @@ class _Probe:
 
     def _claim(self) -> Judgement:
         self._honours_if_absent = self.rehearsal.claim()
-        return ok(f"a generation of the rehearsal {self.rehearsal.keys.run} is claimed")
+        return ok(f"claimed a generation of the rehearsal {self.rehearsal.keys.run}")
 
     def _create_again(self) -> Judgement:
         if self._honours_if_absent:
-            return ok("a second create of the same name was refused, as it must be")
+            return ok("the store refused the second create of one key, as it must")
         return failure(
-            f"{self._store.url} ignores create-if-absent: a second create of the same name went "
-            "through, so two VMs could overwrite each other's commits. Set store.url to a store "
-            "that honours If-None-Match",
+            f"{self._store.url} ignores create-if-absent: a second create of one key succeeded, so two "
+            "VMs could overwrite each other's commits. Set store.url to a store that honours If-None-Match",
             self._edit,
         )
 
@@ -221,20 +220,20 @@ class _Probe:
         try:
             self.rehearsal.send_small()
         except StoreError as error:
-            if not self._takes_headers():
+            if not self._accepts_headers():
                 raise
             return of_error(error, self._send_headers)
-        # The store learns this from its first refusal, in each life of the daemon.
+        # The client switches after the first refusal, again after each start of the daemon.
         if self._may_send_trailers and self._has_learned_headers:
             return warning(
-                "the store refuses checksum trailers; the daemon sends them in headers",
+                "the store refuses checksum trailers; the daemon sends checksums in headers",
                 self._send_headers,
             )
-        return ok(f"a shard of {SMALL_BYTES} bytes is stored")
+        return ok(f"uploaded a shard of {SMALL_BYTES} bytes")
 
     @property
     def _may_send_trailers(self) -> bool:
-        """Whether shards are to go out with trailers, which takes TLS."""
+        """Whether uploads use checksum trailers, which requires TLS."""
         is_tls = store_fixes.address(self._config).startswith("https:")
         is_s3 = isinstance(self._backend, S3Store)
         return is_s3 and is_tls and self._config.store.checksums != "header"
@@ -247,8 +246,8 @@ class _Probe:
     def _send_headers(self) -> str:
         return set_key(self._path, "checksums", "header", table="store")
 
-    def _takes_headers(self) -> bool:
-        """Whether the store takes a shard as soon as the checksum is in a header."""
+    def _accepts_headers(self) -> bool:
+        """Whether the store accepts a shard with its checksum in a header."""
         if not self._may_send_trailers:
             return False
         with_headers = replace(self._config.store, checksums="header")  # type: ignore[type-var]
@@ -262,19 +261,19 @@ class _Probe:
     def _send_large(self) -> Judgement:
         size_bytes = self.rehearsal.large_bytes
         if self.rehearsal.send_large():
-            return ok(f"a shard of {size_bytes} bytes is stored, in two parts")
+            return ok(f"uploaded a shard of {size_bytes} bytes in two parts")
         return ok(
-            f"two parts of {size_bytes} bytes are stored and aborted: what an earlier doctor has completed "
-            "may not be deleted, and one is enough"
+            f"uploaded two parts of {size_bytes} bytes and aborted them: without the right to delete, doctor "
+            "completes this upload only once per run"
         )
 
     def _commit(self) -> Judgement:
         self.rehearsal.commit()
-        return ok("a manifest was created, is listed, and was read back")
+        return ok("created, listed and read back a manifest")
 
     def _restore(self) -> Judgement:
         size_bytes = self.rehearsal.restore()
-        return ok(f"the commit was found and restored: the same {size_bytes} bytes came back")
+        return ok(f"restored the commit: {size_bytes} bytes, identical to those sent")
 
     def _delete(self) -> Judgement:
         run = self.rehearsal.keys.run
@@ -282,10 +281,10 @@ class _Probe:
         if not done.objects:
             return skipped("nothing was stored")
         if not done.left:
-            return ok(f"{done.objects} objects below {run} deleted")
+            return ok(f"deleted {done.objects} objects below {run}")
         return ok(
-            f"no right to delete, which is fine: {done.left} objects with {done.left_bytes} bytes stay below "
-            f"{run}; only the first doctor of a run leaves a large one"
+            f"no right to delete, as recommended: {done.left} objects with {done.left_bytes} bytes stay "
+            f"below {run}; only the first doctor of a run leaves a large one"
         )
 
     # ------------------------------------------------------------ the bucket
@@ -296,19 +295,19 @@ class _Probe:
             aborts = self._backend.aborts_incomplete_uploads()
         except StoreError as error:
             return skipped(
-                f"the rules of the bucket cannot be read: {error}. Where no rule aborts incomplete multipart "
-                "uploads, those of VMs that lost their power stay"
+                f"reading the lifecycle rules failed: {error}. Without a rule that aborts incomplete "
+                "multipart uploads, those of terminated VMs remain"
             )
         if aborts:
-            return ok("incomplete multipart uploads are aborted by a rule of the bucket")
+            return ok("a lifecycle rule aborts incomplete multipart uploads")
         return warning(
-            "no rule of the bucket aborts incomplete multipart uploads: those of VMs that lost their "
-            "power cost money for ever (the command replaces the rules that there are)",
+            "no lifecycle rule aborts incomplete multipart uploads: those of terminated VMs cost money "
+            "until you delete them (the command replaces all existing rules)",
             store_fixes.of_lifecycle(self._config),
         )
 
     def clock(self) -> Judgement:
-        # Any answer will do, a refusal as well; it needs no credential and gets none.
+        # Any answer has a Date, also a refusal; so the request carries no credentials.
         wire = Wire(
             store_fixes.address(self._config),
             connections=1,
@@ -319,7 +318,7 @@ class _Probe:
         try:
             answer = wire.request("HEAD", "/", {})
         except StoreError as error:
-            return skipped(f"its Date cannot be read: {error}")
+            return skipped(f"reading the Date header failed: {error}")
         finally:
             wire.close()
         date = answer.headers.get("date", "")
@@ -334,7 +333,7 @@ class _Probe:
         upload = self._store.begin(
             f"{self.rehearsal.keys.run}/speed", size_bytes, _SPEED_PART_BYTES
         )
-        # A slow store ends it at half the limit: what was sent by then is measured just as well.
+        # At half the time limit no further part starts; the parts sent until then are enough to measure.
         begun_mono_s = time.monotonic()
         sent: list[int] = []
         lock = threading.Lock()
@@ -354,7 +353,7 @@ class _Probe:
 
 
 class _Zeros:
-    """A part of nothing but zeros."""
+    """A part that contains only zeros."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -367,42 +366,42 @@ class _Zeros:
 
 
 def judge_speed(sent_bytes: int, took_s: float, usable_s: float) -> Judgement:
-    """The planner's view: how much fits into the grace period at this bandwidth.
+    """The amount of data that fits into the grace period at this bandwidth.
 
     Args:
-        usable_s: grace period less reserve.
+        usable_s: grace period minus reserve.
     """
     bandwidth = sent_bytes / max(took_s, 1e-9)
     return ok(
         f"{sent_bytes / 1e6:.0f} MB in {took_s:.2f} s, {bandwidth / 1e6:.0f} MB/s: "
-        f"{bandwidth * usable_s / 1e9:.3g} GB fit into the {usable_s:g} s that a notice leaves"
+        f"{bandwidth * usable_s / 1e9:.3g} GB fit into the {usable_s:g} s of a notice"
     )
 
 
 def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) -> Judgement:
-    """Whether a store of files outlives the VM.
+    """Whether the directory of a ``file://`` store outlives the VM.
 
     Args:
-        reason: why it does not, empty if it does.
-        where: its file system, with its device or server.
-        trial: it need not.
-        path: of the configuration.
+        reason: why the directory is lost with the VM; empty if it is not.
+        where: file system with its device or server.
+        trial: report a store that is lost with the VM as a warning.
+        path: configuration file.
     """
     if not reason:
         return ok(f"{root} is {where}")
-    found = f"{root} dies with the VM: {reason} ({where})"
+    found = f"{root} is lost with the VM: {reason} ({where})"
     fix = set_key(path, "url", "s3://BUCKET/PREFIX")
     if trial:
         return warning(f"{found}; accepted for a trial", fix)
     return failure(
-        f"{found}. Name a bucket, a file server or a disk that outlives the VM; to try Swansong out "
-        "all the same: swansong doctor --trial",
+        f"{found}. Use a bucket, a file server or a disk that outlives the VM. To accept this store for a "
+        "trial: swansong doctor --trial",
         fix,
     )
 
 
 def _signer(config: Config, daemon: Account) -> Signer | None:
-    """As the daemon signs; None without a key, and with one of which its own check has the fault."""
+    """The daemon's signer; None without a key or with an invalid one, which another check reports."""
     key_file = config.store.signing_key_file
     try:
         return None if key_file is None else signing.load(key_file, owners={0, daemon.uid})
@@ -411,7 +410,7 @@ def _signer(config: Config, daemon: Account) -> Signer | None:
 
 
 def judge_signing_key(path: Path, account: Account) -> Judgement:
-    """Whether the daemon will accept the key: it does not start otherwise."""
+    """Whether the daemon accepts the signing key; it does not start otherwise."""
     key = fixes.quoted(path)
     own = fixes.as_root(f"chown {account.name}: {key}")
     fix = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
@@ -421,14 +420,14 @@ def judge_signing_key(path: Path, account: Account) -> Judgement:
         return failure(str(error), fix)
     if not account.may("r", path):
         return failure(f"{account.name} may not read {path}", fix)
-    return ok(f"{path} is private, and manifests and claims are signed with it")
+    return ok(f"{path} is private; the daemon signs manifests and claims with it")
 
 
-def _expect_way(root: Path) -> None:
-    """Raises Permanent where a directory above cannot be entered, so that nothing below it is seen."""
+def _check_access(root: Path) -> None:
+    """Raise Permanent if a directory above ``root`` is not accessible, so that ``root`` seems missing."""
     for place in reversed(root.parents):
         if place.is_dir() and not os.access(place, os.X_OK, effective_ids=True):
             raise Permanent(
-                f"{place} cannot be entered by the daemon's user",
-                hint=f"Open it with `chmod a+x {fixes.quoted(place)}`",
+                f"reading {root} failed: {place} is not accessible for the daemon's user",
+                hint=f"Open the directory with `chmod a+x {fixes.quoted(place)}`",
             )

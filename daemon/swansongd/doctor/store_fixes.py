@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that fix what a store refused: those of AWS and Google for their own stores, words for others."""
+"""Fixes for refusals of a store: commands for AWS and Google, instructions for other stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GCP_FILES = (
         "/etc/swansong/gcloud/application_default_credentials.json",
     ),
 )
-"""Variable of the unit and the file that it names; the first takes the operator's own."""
+"""Variables of the unit and their files; fixes write the operator's credentials to the first file."""
 _PROVIDERS = {"s3": (".amazonaws.com", ".amazonaws.com.cn"), "gs": (".googleapis.com",)}
 
 
@@ -41,7 +41,7 @@ def directory_of(config: Config) -> Path:
 
 
 def address(config: Config) -> str:
-    """Where the store answers; empty for a directory."""
+    """The URL of the store's server; empty for a directory."""
     if config.store.endpoint:
         return config.store.endpoint
     if _is_s3(config):
@@ -51,14 +51,14 @@ def address(config: Config) -> str:
 
 
 def trusted(config: Config) -> str | None:
-    """File of the certificates that the store's connections trust; None for those of the system."""
+    """The CA bundle of the store's connections; None for that of the system."""
     if config.store.ca_bundle is not None:
         return str(config.store.ca_bundle)
     return os.environ.get("AWS_CA_BUNDLE" if _is_s3(config) else "REQUESTS_CA_BUNDLE") or None
 
 
 def is_providers_own(config: Config) -> bool:
-    """Whether the bucket is AWS's or Google's, rather than that of a store with the same protocol."""
+    """Whether AWS or Google hosts the bucket, rather than a compatible store."""
     host = urlsplit(address(config)).hostname or ""
     return host.endswith(_PROVIDERS.get(config.store.url.partition("://")[0], ("-",)))
 
@@ -66,11 +66,11 @@ def is_providers_own(config: Config) -> bool:
 def of_refusal(
     config: Config, path: Path, error: StoreError, operator_file: Path | None = None
 ) -> str:
-    """The command for what the store refused, by the kind of the error.
+    """The fix for a refusal of the store, by the class of the error.
 
     Args:
-        path: of the configuration.
-        operator_file: as for :func:`of_credentials`.
+        path: configuration file.
+        operator_file: see :func:`of_credentials`.
     """
     if config.store.url.startswith("file://"):
         return _of_directory(directory_of(config), error)
@@ -84,19 +84,19 @@ def of_refusal(
         return (
             f"gcloud storage buckets create gs://{bucket}"
             if is_own
-            else f"# at {address(config)}, make the bucket {bucket}, or change store.url"
+            else f"# at {address(config)}, create the bucket {bucket}, or change store.url"
         )
     if isinstance(error, Unsupported):
         return f"# {address(config)} lacks a request that Swansong needs: set store.url to another store"
     if error.retryable:
-        return ask_by_hand(config)
+        return request_by_hand(config)
     is_unknown_to_google = is_own and not _is_s3(config) and not isinstance(error, Forbidden)
     if error.hint == CREDENTIALS_HINT or is_unknown_to_google:
         return of_credentials(config, operator_file)
     if not is_own:
         return (
-            f"# at {address(config)}, let the daemon's credentials list the bucket {bucket}, and read "
-            f"objects, create objects and abort uploads below {prefix or 'its root'}"
+            f"# at {address(config)}, allow the daemon's credentials to list the bucket {bucket}, and to "
+            f"read objects, create objects and abort uploads below {prefix or 'its root'}"
         )
     if _is_s3(config):
         return (
@@ -111,7 +111,7 @@ def of_refusal(
 
 
 def of_lifecycle(config: Config) -> str:
-    """Makes the bucket abort incomplete uploads; replaces the rules that there are."""
+    """Add a lifecycle rule that aborts incomplete uploads; replaces all existing rules."""
     bucket, prefix = bucket_and_prefix(config.store.url)
     if _is_s3(config):
         rule = {
@@ -124,7 +124,9 @@ def of_lifecycle(config: Config) -> str:
         rules = shlex.quote(json.dumps({"Rules": [rule]}))
         return f"{_aws(config, command)} --lifecycle-configuration {rules}"
     if not is_providers_own(config):
-        return f"# at {address(config)}, have the bucket {bucket} abort uploads that are older than 3 days"
+        return (
+            f"# at {address(config)}, configure the bucket {bucket} to abort uploads after 3 days"
+        )
     action = {"type": "AbortIncompleteMultipartUpload"}
     rules = json.dumps({"rule": [{"action": action, "condition": {"age": 3}}]})
     return (
@@ -133,8 +135,8 @@ def of_lifecycle(config: Config) -> str:
     )
 
 
-def ask_by_hand(config: Config) -> str:
-    """Asks the store without Swansong, with the only tool that is certainly there."""
+def request_by_hand(config: Config) -> str:
+    """Send a request to the store without Swansong, using the one tool that is always installed."""
     where = address(config) or "http://localhost"
     bundle = trusted(config) if where.startswith("https:") else None
     trust = f", context=s.create_default_context(cafile={bundle!r})" if bundle else ""
@@ -143,10 +145,10 @@ def ask_by_hand(config: Config) -> str:
 
 
 def of_credentials(config: Config, operator_file: Path | None) -> str:
-    """Hands the daemon credentials: files that it cannot read, those of the operator, or an identity.
+    """Give the daemon credentials: make files readable, install the operator's, or attach an identity.
 
     Args:
-        operator_file: credentials in a home, which the daemon does not read.
+        operator_file: credentials in an operator's home, which the daemon does not read.
     """
     files = _AWS_FILES if _is_s3(config) else _GCP_FILES
     for variable, default in files:
@@ -173,7 +175,7 @@ def of_credentials(config: Config, operator_file: Path | None) -> str:
 
 
 def mount(root: Path) -> str:
-    """The command that mounts the file system of the store; empty where no mount target is bare."""
+    """Mount the file system of the store; empty if no configured mount is missing."""
     missing = mounts.missing_mount(str(root))
     return fixes.as_root(f"mount {fixes.quoted(missing)}") if missing else ""
 
@@ -190,7 +192,7 @@ def _of_directory(root: Path, error: StoreError) -> str:
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
         point = disks.mount_of(root, mounts.mounted()).point
-        if point in ("/", str(root)):  # not of the file system, but of the sandbox
+        if point in ("/", str(root)):  # read-only in the sandbox, not on the file system
             return fixes.drop_in("store", f"ReadWritePaths={root}")
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
     if number in (errno.ENOSPC, errno.EDQUOT):
@@ -206,7 +208,7 @@ def _is_s3(config: Config) -> bool:
 
 
 def _aws(config: Config, command: str) -> str:
-    """The command with the options that lead it to the store of the configuration."""
+    """Add the options for the configured endpoint, region and CA bundle to an ``aws`` command."""
     options = {
         "--endpoint-url": config.store.endpoint,
         "--region": config.store.region,
@@ -219,7 +221,7 @@ def _aws(config: Config, command: str) -> str:
 def _is_there(path: Path) -> bool:
     try:
         path.stat()
-    except PermissionError:  # in a directory that cannot be entered: it may well be
+    except PermissionError:  # below an inaccessible directory: the file may exist
         return True
     except OSError:
         return False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves sealed sets from staging to the store, and commits them."""
+"""Sends sealed sets from staging to the object store, and commits them."""

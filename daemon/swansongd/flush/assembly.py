@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything between staging and the object store, made ready as one: the part of the composition root
-that concerns the store."""
+"""Builds everything between staging and the object store from the configuration."""
 
 from __future__ import annotations
 
@@ -9,24 +8,26 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 
 import structlog
 
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
 from swansongd.config.config import Config
 from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
-from swansongd.errors import StoreError, Transient
-from swansongd.flush.committer import Committer, expect_recorded_store
+from swansongd.flush.claim_record import expect_recorded_store
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
-from swansongd.observe.health import HealthTracker
-from swansongd.observe.report import STORE_HEALTH
 from swansongd.staging.prepare import RunDirectory
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
 from swansongd.stores.opening import open_store
@@ -35,27 +36,26 @@ from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
 
 SMALL_CONNECTIONS = 4
-"""Beside those of the flush: for the committer, a restore, and keeping warm."""
+"""Connections besides those of the flush: for the committer, a restore and the warmer."""
 _CALL_BUDGET_S = 20.0
-"""How long one call to the store is tried again in the background before it counts as failed."""
-_BLIND_AFTER_S = 60.0
+"""Time for which a request is retried in the background before it counts as failed."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Storage:
-    """The store, the flush to it, the committer's small objects in it, and who keeps it warm and clean.
+    """The store of the run, and the threads that write to it: flush, committer, warmer and sweeper.
 
     Args:
         config: of the daemon.
         staging: of the run.
-        post: takes the events of all of them.
-        state: the state of the decision loop, as it is.
+        post: receives the events of all parts.
+        state: returns the current state of the decision loop.
         boot_id: of this boot of the kernel.
-        stop: ends all threads that wait.
+        stop: ends the warmer and the sweeper, and the waits between retries.
 
     Raises:
-        ConfigError: the store's URL makes no sense, or ``store.signing_key_file`` cannot be used.
+        ConfigError: ``store.url`` or ``store.signing_key_file`` cannot be used.
     """
 
     def __init__(
@@ -68,39 +68,26 @@ class Storage:
         boot_id: str,
         stop: threading.Event,
     ) -> None:
-        self._config = config
-        self._state = state
+        def is_urgent() -> bool:
+            return limits.is_urgent(state())
+
         self._post = post
+        self._stop = stop
         self.bytes_referenced = 0
-        """Not sent since the daemon started, because an earlier commit has stored the same bytes."""
-        key_file = config.store.signing_key_file
-        owners = {0, os.geteuid()}
-        signer = None if key_file is None else signing.load(key_file, owners=owners)
-        self.keys = RunKeys(config.run.name, signer)
+        """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
+        self.keys = RunKeys(config.run.name, _signer(config.store.signing_key_file))
         self.backend = open_store(
             config.store, connections=config.flush.connections + SMALL_CONNECTIONS
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
-        self._health = StoreHealth(
-            HealthTracker(
-                STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=time.monotonic, post=post
-            )
+        self._health = StoreHealth(post)
+        data_store = self._retrying(
+            Throttled(self.backend, lambda: limits.rate_bytes_per_s(state())),
+            lambda: limits.data_give_up_mono_s(state(), time.monotonic()),
         )
-        self.warmer = Warmer(self.backend, stop=stop, report=self._warmed)
-        throttled = Throttled(self.backend, lambda: limits.rate_bytes_per_s(state()))
-        data_store, small_store = (
-            Retrying(
-                store,
-                give_up_mono_s=give_up,
-                budget_s=_CALL_BUDGET_S,
-                stop=stop,
-                attempted=self._health.attempted,
-            )
-            for store, give_up in (
-                (throttled, lambda: limits.data_give_up_mono_s(state(), time.monotonic())),
-                (self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())),
-            )
+        small_store = self._retrying(
+            self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
         journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
         self.flush = FlushEngine(
@@ -111,53 +98,58 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=self._is_urgent,
+            is_urgent=is_urgent,
+        )
+        claimant = Claimant(
+            small_store,
+            self.keys,
+            staging.own,
+            boot_id=boot_id,
+            wall=utc_now,
+            several_vms=config.run.several_vms,
+            store_id=self._store_id,
         )
         self.committer = Committer(
             small_store,
             self.keys,
-            staging.own,
             post,
+            claimant,
             journal=journal,
-            boot_id=boot_id,
             wall=utc_now,
             health=self._health,
-            several_vms=config.run.several_vms,
-            store_id=self._store_id,
         )
+        self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
         self._sweeper = Sweeper(
             small_store,
             self.keys,
             holds=journal.holds_upload,
-            is_urgent=self._is_urgent,
+            is_urgent=is_urgent,
             after_s=config.store.abort_uploads_after_s,
             stop=stop,
         )
 
     def start(self) -> None:
-        """Claim a generation, keep warm, sweep; returns at once."""
+        """Start the threads: claim a generation, keep the store warm, sweep.  Returns immediately."""
         self.committer.start()
-        self.warmer.start()
+        self._warmer.start()
         self._sweeper.start()
 
     def expedite(self) -> None:
-        """A notice has come."""
+        """A notice arrived: claim without backoff, and warm the store now."""
         self.committer.expedite()
-        self.warmer.now()
+        self._warmer.now()
+
+    def _retrying(self, store: ObjectStore, give_up_mono_s: Callable[[], float | None]) -> Retrying:
+        return Retrying(
+            store,
+            give_up_mono_s=give_up_mono_s,
+            budget_s=_CALL_BUDGET_S,
+            stop=self._stop,
+            attempted=self._health.attempted,
+        )
 
     def _store_id(self) -> str:
         return self.backend.store_id if isinstance(self.backend, FileStore) else ""
-
-    def _is_urgent(self) -> bool:
-        return limits.is_urgent(self._state())
-
-    def _warmed(self, began_mono_s: float, error: StoreError | None) -> None:
-        if isinstance(error, Transient):
-            self._health.attempted(began_mono_s, error)
-        elif error is not None:
-            self._health.failed("warm", error.line())
-        else:
-            self._health.ok("warm")
 
     def _post_flush(self, event: Event) -> None:
         if isinstance(event, FlushFailed) and not event.void:
@@ -170,6 +162,10 @@ class Storage:
         self._post(event)
 
 
+def _signer(key_file: Path | None) -> Signer | None:
+    return None if key_file is None else signing.load(key_file, owners={0, os.geteuid()})
+
+
 def utc_now() -> str:
-    """Wall clock, as text; informational."""
+    """The wall clock in UTC, as text; for people."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a flush reads: how files are cut into parts, and parts as bodies for the store."""
+"""Splits staged files into parts, and reads each part as the body of a request."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from swansongd.stores.base import WINDOW_BYTES
 T = TypeVar("T")
 
 PARTS_MAX = 10_000
-"""Of one object, at S3 and GCS alike."""
+"""Limit for one object, in S3 and in GCS."""
 LARGE_FILE_BYTES = 8 * 2**30
-"""From here on parts are twice as large: half the requests, and still hundreds of parts to share out."""
+"""Above this size parts are twice as large: half the requests, and still hundreds of parts."""
 _OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class Cancelled(Exception):
-    """Nobody wants these bytes any more.  No error of a store, so nothing tries again."""
+    """The bytes are not needed any more.  Not a StoreError, so the request is not retried."""
 
 
 def part_size_for(size_bytes: int, *, wanted_bytes: int, least_bytes: int) -> int:
-    """Into parts of how many bytes a file of ``size_bytes`` is cut.
+    """The part size of a file of ``size_bytes``.
 
     Args:
-        wanted_bytes: as configured; doubled for large files, and further while there are too many parts.
-        least_bytes: what the store demands of every part but the last.
+        wanted_bytes: as configured; doubled for large files, and until there are at most PARTS_MAX parts.
+        least_bytes: minimum that the store requires of every part but the last.
     """
     part_size_bytes = max(wanted_bytes, least_bytes)
     if size_bytes > LARGE_FILE_BYTES:
@@ -47,11 +47,11 @@ def part_size_for(size_bytes: int, *, wanted_bytes: int, least_bytes: int) -> in
 
 @contextmanager
 def opened(directory: scan.SetDirectory, file: StagedFile) -> Iterator[int]:
-    """Descriptor of a staged file, which was the same before and after whatever is done with it.
+    """A descriptor of a staged file that must not change before the context ends.
 
     Raises:
-        StagingError: it is not what the scan saw, or was not any more at the end.
-        Transient: this process or this VM has no descriptor or no memory left; the file may be good.
+        StagingError: the file differs from what the scan saw, at the beginning or at the end.
+        Transient: no file descriptor or no memory is left; the file may be good.
     """
     fd = within_means(lambda: directory.open(file))
     try:
@@ -63,7 +63,7 @@ def opened(directory: scan.SetDirectory, file: StagedFile) -> Iterator[int]:
 
 
 def within_means(opening: Callable[[], T]) -> T:
-    """What ``opening`` gives; raises Transient when it fails for want of descriptors or memory."""
+    """The result of ``opening``; raises Transient if no file descriptor or no memory is left."""
     try:
         return opening()
     except StagingError as error:
@@ -74,14 +74,14 @@ def within_means(opening: Callable[[], T]) -> T:
 
 
 class FileBody:
-    """A piece of an open file as the body of a request; knows its BLAKE3 when it has been sent.
+    """A range of an open file as the body of a request; computes its BLAKE3 while it is sent.
 
     Args:
-        fd: of the file, open for as long as the body is in use.
-        path: names the file in errors.
+        fd: of the file; open while the body is in use.
+        path: of the file, for error messages.
         offset: of the first byte.
-        is_unwanted: asked before each window; once it is true, reading raises Cancelled.
-        moved: told the length of each window that leaves, and takes back those of a pass that did not count.
+        is_unwanted: called before each window; if it returns True, reading raises Cancelled.
+        moved: called with the length of each window, and with a negative number of bytes after a rewind.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class FileBody:
         self._hash = blake3()
 
     def read_into(self, window: memoryview) -> None:
-        """The next bytes of the file.
+        """Fill the window with the next bytes of the file.
 
         Raises:
-            StagingError: they cannot be read, or the file was cut.
-            Cancelled: nobody wants them any more.
+            StagingError: the file cannot be read, or was truncated.
+            Cancelled: the bytes are not needed any more.
         """
         if self._is_unwanted():
             raise Cancelled
@@ -126,14 +126,14 @@ class FileBody:
             except OSError as error:
                 raise StagingError(f"{self._path} cannot be read: {error.strerror}") from error
             if not count:
-                raise StagingError(f"{self._path} ends early: it was cut after it was sealed")
+                raise StagingError(f"{self._path} ends early: it was truncated after it was sealed")
             done += count
         self._hash.update(window)
         self._done_bytes += done
         self._moved(done)
 
     def read_all(self) -> bytes:
-        """Read it through, for nothing but the digest."""
+        """Read all bytes, only for the digest."""
         self.rewind()
         window = memoryview(bytearray(min(WINDOW_BYTES, self.size_bytes)))
         while self._done_bytes < self.size_bytes:
@@ -142,6 +142,8 @@ class FileBody:
 
     @property
     def digest(self) -> bytes:
-        """Of the bytes of the last pass, which must have been a whole one."""
-        assert self._done_bytes == self.size_bytes, "the store acknowledged what it has not read"
+        """BLAKE3 of the body; valid once all bytes have been read since the last rewind."""
+        assert self._done_bytes == self.size_bytes, (
+            "the store acknowledged a body that it had not read"
+        )
         return self._hash.digest()

@@ -303,4 +303,5 @@ class FlushEngine:
                 is_new, self._reported = progress != self._reported, progress
             if is_new:
                 self._post(progress)
-            time.sleep(_PROGRESS_INTERVAL_S)
+            with self._lock:
+                self._has_begun.wait(_PROGRESS_INTERVAL_S)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health of the store, from two kinds of facts: each attempt at a request, and each whole operation.
+"""The health of the store, from single attempts at requests and from whole operations.
 
-An operation may be retried for 20 s before it fails, and a store that refuses an operation answers every
-request.  So neither fact alone is enough: the store is healthy while attempts succeed and no operation is
-known to have failed.
+Neither is enough alone.  An operation is retried for up to 20 s before it fails, and a store that refuses an
+operation answers every request.  The store is healthy while attempts succeed and no operation has failed.
 """
 
 from __future__ import annotations
@@ -13,25 +12,33 @@ import threading
 import time
 from collections.abc import Callable
 
+from swansongd.core.events import Event
 from swansongd.errors import StoreError, Transient
 from swansongd.observe.health import HealthTracker
+from swansongd.observe.report import STORE_HEALTH
 
 FAILING_AFTER_S = 2.0
-"""Attempts that fail for a shorter time are usual: a store that throttles, a connection that was closed."""
+"""Shorter failures are normal: the store throttles requests, or has closed an idle connection."""
+_BLIND_AFTER_S = 60.0
 
 
 class StoreHealth:
-    """Collects both facts from all threads, and reports changes to the tracker.
+    """Collects attempts and operations from all threads, and posts each change of the health.
 
     Args:
-        tracker: posts the changes; only this object uses it.
+        post: receives SourceChanged.
         monotonic: the clock.
     """
 
     def __init__(
-        self, tracker: HealthTracker, *, monotonic: Callable[[], float] = time.monotonic
+        self,
+        post: Callable[[Event], None],
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tracker = tracker
+        self._tracker = HealthTracker(
+            STORE_HEALTH, blind_after_s=_BLIND_AFTER_S, monotonic=monotonic, post=post
+        )
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._failed: dict[str, str] = {}
@@ -40,13 +47,13 @@ class StoreHealth:
         self._attempt_reason = ""
 
     def ok(self, operation: str) -> None:
-        """The operation was carried out."""
+        """The operation succeeded."""
         with self._lock:
             self._failed.pop(operation, None)
             self._has_succeeded()
 
     def failed(self, operation: str, reason: str) -> None:
-        """The operation was given up; the reason stands until the operation succeeds."""
+        """The operation failed; the reason is reported until the operation succeeds."""
         with self._lock:
             self._failed[operation] = reason
             self._report()
@@ -56,21 +63,32 @@ class StoreHealth:
 
         Args:
             began_mono_s: when the attempt began.
-            error: a Transient one if the store did not answer, another one for a refusal; None for success.
+            error: Transient if the store did not answer, another error for a refusal; None for success.
         """
         with self._lock:
             if error is None:
                 self._has_succeeded()
                 return
-            if not isinstance(error, Transient):  # the operation that it ends reports it
+            if not isinstance(
+                error, Transient
+            ):  # the store answered; the operation reports the refusal
                 self._succeeded_mono_s = self._monotonic()
                 self._failing_since_mono_s = None
                 return
             if self._failing_since_mono_s is None:
                 self._failing_since_mono_s = max(began_mono_s, self._succeeded_mono_s)
-                # Each attempt has its own key in its error; the first error stands for all of them.
+                # The errors contain different keys; only the first is reported.
                 self._attempt_reason = str(error)
             self._report()
+
+    def warmed(self, began_mono_s: float, error: StoreError | None) -> None:
+        """The warmer has called the store; arguments as of :meth:`attempted`."""
+        if isinstance(error, Transient):
+            self.attempted(began_mono_s, error)
+        elif error is not None:
+            self.failed("warm", error.line())
+        else:
+            self.ok("warm")
 
     def _has_succeeded(self) -> None:
         self._succeeded_mono_s = self._monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aborts multipart uploads that nobody will finish: their parts cost money, and no listing shows them."""
+"""Aborts abandoned multipart uploads: their parts cost money, and listings of objects do not show them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _log = structlog.get_logger(__name__)
 
 
 class Sweeper:
-    """Looks for left-over uploads of the run at the start and every few hours, in a thread of its own.
+    """Searches for abandoned uploads of the run at the start and every few hours, in its own thread.
 
-    An upload is left over when it is old and the journal does not hold it.  Another VM of the run whose
-    upload is aborted begins it anew; that is why only old ones are.
+    An upload is abandoned if it is old and the journal does not contain it.  Another VM of the run may still
+    use it, and would have to restart it.  Therefore only old uploads are aborted.
 
     Args:
-        store: wrapped so that it retries.
-        holds: whether our own journal holds an upload id.
-        is_urgent: whether an evacuation is open; nothing is swept meanwhile.
-        after_s: age from which an upload is left over.
+        store: retries failed requests.
+        holds: whether the journal contains an upload id.
+        is_urgent: whether an evacuation is open; then nothing is swept.
+        after_s: minimum age of an abandoned upload.
         stop: ends the thread.
+        interval_s: time between two sweeps.
+        retry_s: the same after a failure or an interruption.
     """
 
     def __init__(
@@ -51,24 +53,24 @@ class Sweeper:
         self._retry_s = retry_s
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread; returns immediately."""
         threading.Thread(target=self._run, name="sweeper", daemon=True).start()
 
     def _run(self) -> None:
         wait_s = 0.0
         while not self._stop.wait(wait_s):
             try:
-                is_through = self.sweep()
+                is_complete = self.sweep()
             except SwansongError as error:
-                is_through = False
+                is_complete = False
                 _log.warning("uploads_not_swept", error=error.line())
             except Exception:
-                is_through = False
+                is_complete = False
                 _log.exception("sweep_fault")
-            wait_s = self._interval_s if is_through else self._retry_s
+            wait_s = self._interval_s if is_complete else self._retry_s
 
     def sweep(self) -> bool:
-        """Look once; False when it gave way to an evacuation.
+        """Sweep once; False if an evacuation interrupted it.
 
         Raises:
             StoreError: the store failed.

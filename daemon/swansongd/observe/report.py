@@ -164,7 +164,7 @@ def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
     return {
         "step": flight.staged.id.step,
         "size_bytes": flight.staged.size_bytes,
-        "stored_bytes": state.kept.get(flight.staged.id, 0),
+        "stored_bytes": state.stored_bytes.get(flight.staged.id, 0),
         "for_s": round(now_mono_s - flight.started_mono_s, 1),
     }
 

@@ -15,7 +15,7 @@ from swansongd.config.config import Config
 from swansongd.core import machine, resume
 from swansongd.core.state import Settings, State
 from swansongd.errors import StagingError
-from swansongd.flush.committer import read_record
+from swansongd.flush.claim_record import read_record
 from swansongd.model import CommitRef, Staged
 from swansongd.staging.scan import OWN_DIRECTORY, booted_wall_ns
 from swansongd.staging.seal import Scanner

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC32C, the checksum that goes with every part on its way to a store, S3 and GCS alike.
+"""CRC32C, the checksum of every part that is sent to a store, for S3 and GCS.
 
-Values are integers below 2**32, as the algorithm is defined (reflected, initial value and final
-complement included), so that an incremental value and a final one are the same thing.
+Values are integers below 2**32, reflected, with initial value and final complement.  An intermediate value
+is therefore also the final value of the bytes so far.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ _POLYNOMIAL = 0x82F63B78
 """Castagnoli, reflected."""
 
 _ALONE_BYTES_MAX = 256 * 2**10
-"""Hashed in some microseconds: waiting for one's turn again would take longer."""
+"""Hashed in a few microseconds; acquiring the interpreter's lock again would take longer."""
 
 _Matrix = tuple[int, ...]
 """A linear map of 32 bits to 32 bits: the images of the single bits."""
 
 
 def crc32c(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """CRC32C of ``data``, of bytes; with ``value`` that of everything before it, the CRC32C of both together.
+    """CRC32C of ``data``, a buffer of bytes.
 
-    Other threads run meanwhile, unless ``data`` is so small that letting them in would cost more.
+    Releases the interpreter's lock, except for data of at most 256 KiB.
+
+    Args:
+        value: CRC32C of the bytes before ``data``; the result is then that of both together.
     """
     return _crc32c(data, value, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
 
@@ -49,29 +52,29 @@ def crc32c_of_parts(parts: Sequence[tuple[int, int]]) -> int:
 
 
 def crc32c_base64(value: int) -> str:
-    """As both stores write it in their headers: base64 of four big-endian bytes."""
+    """The value as in headers of S3 and GCS: base64 of four big-endian bytes."""
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def crc32c_from_base64(text: str) -> int:
-    """The value that a store wrote in a header.
+    """The value of a store's header.
 
     Raises:
-        ValueError: that is no CRC32C.
+        ValueError: the text is not a CRC32C.
     """
     raw = base64.b64decode(text, validate=True)
     if len(raw) != 4:
-        raise ValueError(f"{text!r:.40} is no CRC32C")
+        raise ValueError(f"{text!r:.40} is not a CRC32C")
     return int.from_bytes(raw, "big")
 
 
-# A CRC is linear over GF(2).  What n zero bytes do to it is the n-th power of what one does, put
-# together from squares.  All parts of an upload but the last have one length: the cache has it.
+# A CRC is linear over GF(2).  The map of n zero bytes is the n-th power of the map of one zero byte, computed
+# by squaring.  All parts of an upload except the last have one length, so the cache has their map.
 
 
 @lru_cache(maxsize=64)
 def _zeros(count_bytes: int) -> _Matrix:
-    """What ``count_bytes`` zero bytes do to a CRC register."""
+    """The effect of ``count_bytes`` zero bytes on a CRC register."""
     result: _Matrix = tuple(1 << bit for bit in range(32))
     square = 0
     while count_bytes >> square:
@@ -83,7 +86,7 @@ def _zeros(count_bytes: int) -> _Matrix:
 
 @lru_cache(maxsize=64)
 def _zeros_squared(times: int) -> _Matrix:
-    """What ``2**times`` zero bytes do."""
+    """The effect of ``2**times`` zero bytes."""
     if times:
         half = _zeros_squared(times - 1)
         return _product(half, half)

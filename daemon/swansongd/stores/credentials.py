@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credentials in use: fetched once for all threads, and read again when they expire or are refused.
+"""A cache of credentials: read once for all threads, and again when they expire or are refused.
 
-Keys are rotated and sessions are revoked while the daemon runs.  After a refusal that may come from that, one
-thread reads all sources of credentials again.  A refusal that stays is Permanent.  It causes one reading in
-two seconds at the most, so that it does not hammer the disk, the metadata service or the token endpoint.
+Keys are rotated and sessions are revoked while the daemon runs.  After a refusal with this possible cause,
+one thread reads all sources of credentials again.  A refusal that persists is Permanent.  The sources are
+read at most once in two seconds, which limits the load on the disk, the metadata service and the token
+endpoint.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from swansongd.errors import Permanent, StoreError, Transient
 Value = TypeVar("Value")
 
 _PAUSE_S = 2.0
-"""Between two readings, unless the store has accepted what the first one found."""
+"""Minimum time between two reads, unless the store has accepted the credentials of the first one."""
 
 _log = structlog.get_logger(__name__)
 
 
 class CredentialCache(Generic[Value]):
-    """What authorises the requests to one store.  Every method may be called from many threads at once.
+    """The credentials of one store.  Every method is safe to call from many threads at the same time.
 
-    The SDKs ask the metadata service minutes before credentials expire, during a request, and fail with
-    it.  This class uses credentials until they expire.  :meth:`renew` renews them between requests.
+    An SDK renews credentials minutes before they expire, during a request, and the request fails if the
+    metadata service does not respond.  This class uses credentials until they expire; :meth:`renew` renews
+    them between requests.
 
     Args:
-        what: names them in log lines.
-        load: reads all sources from the beginning, and returns the first one that has credentials.
-        fetch: returns what authorises requests, renewed by that source if it does not last.
-        has_expired: whether what was fetched from that source has expired.
+        what: name of the store in log lines.
+        load: reads all sources in order, and returns the first one that has credentials.
+        fetch: returns the credentials of that source, renewed if they expire soon.
+        has_expired: whether the credentials of that source have expired.
 
     The three functions raise StoreError only.
     """
@@ -58,12 +60,12 @@ class CredentialCache(Generic[Value]):
         self._value: Value | None = None
         self._read_mono_s = -math.inf
         self._failure: StoreError | None = None
-        """Of the last reading."""
+        """Error of the last read."""
         self._is_unproven = False
-        """Whether the store has accepted nothing since the last reading."""
+        """Whether the store has not yet accepted the credentials of the last read."""
 
     def get(self) -> Value:
-        """The known credentials; asks no source of them unless they have expired."""
+        """The cached credentials; reads their source only if they have expired."""
         value = self._value
         if value is None or self._has_expired(self._source):
             with self._lock:
@@ -73,18 +75,18 @@ class CredentialCache(Generic[Value]):
         return value
 
     def renew(self) -> None:
-        """Have credentials that last for a while; raises StoreError where there are none."""
+        """Renew credentials that expire soon; raises StoreError if there are none."""
         with self._lock:
             self._renewed()
 
     def replace(self, refused: Value, *, is_certain: bool) -> bool:
-        """Whether there are credentials other than ``refused``, which the store has just refused.
+        """Look for credentials other than ``refused``, which the store has refused; True if any exist.
 
         Args:
-            is_certain: the refusal was about the credentials, not perhaps about a right that they lack.
+            is_certain: the store refused the credentials.  False: they may only lack a right.
 
         Raises:
-            Transient: the refusal was certain, and a source of credentials did not answer.
+            Transient: the refusal was certain, and a source of credentials did not respond.
         """
         with self._lock:
             if self._value != refused:
@@ -103,7 +105,7 @@ class CredentialCache(Generic[Value]):
             return False
 
     def accept(self, used: Value) -> None:
-        """The store accepted ``used``: the next refusal of them is news."""
+        """Record that the store accepted ``used``: a later refusal has a new cause."""
         if self._is_unproven and self._value == used:
             self._is_unproven = False
 
@@ -122,7 +124,7 @@ class CredentialCache(Generic[Value]):
         try:
             self._value = value = self._fetch(self._source)
         except Permanent:
-            # It may have been replaced, as the file with the key of a service account is.
+            # The source may have been replaced, as a service account's key file is when keys are rotated.
             return self._read()
         return value
 

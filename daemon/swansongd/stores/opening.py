@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the store that the configuration names."""
+"""Opens the store of the configuration."""
 
 from __future__ import annotations
 
@@ -44,4 +44,6 @@ def open_store(config: StoreConfig, *, connections: int = 16) -> ObjectStore:
                 ),
             )
         case scheme:
-            raise ConfigError([f"store.url: {scheme!r:.40} is none of file://, s3://, gs://"])
+            raise ConfigError(
+                [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3:// or gs://"]
+            )

@@ -27,15 +27,15 @@ class StoreOptions:
     """
 
     endpoint: str | None = None
-    """Of a compatible store, an emulator or a private endpoint; None: the provider's own."""
+    """URL of a compatible store, an emulator or a private endpoint; None: the provider's."""
     connections: int = 16
     """Threads that call the store at the same time."""
     ca_bundle: Path | None = None
     """Certificates to trust; None: those of the provider's environment variable, or the system's."""
     connect_timeout_s: float = 3.0
-    """Limit of making a connection."""
+    """Limit for opening a connection."""
     read_timeout_s: float = 8.0
-    """Limit of one wait for a response."""
+    """Limit for one wait for a response."""
 
     def __post_init__(self) -> None:
         if self.ca_bundle is not None and not self.ca_bundle.is_file():
@@ -49,16 +49,16 @@ class S3Options(StoreOptions):
     """Options of S3 and compatible stores."""
 
     region: str | None = None
-    """Of the bucket; None: boto3's own configuration, then the store's redirect."""
+    """Region of the bucket; None: from boto3's configuration, then from the store's redirect."""
     profile: str | None = None
-    """Of the AWS configuration files; None: boto3's default chain."""
+    """Profile of the AWS configuration files; None: boto3's default credential chain."""
     addressing: Addressing = "auto"
-    """Where a request names the bucket; ``auto``: in the path with an endpoint, else as AWS does."""
+    """Position of the bucket name in a URL; ``auto``: the path with an endpoint, else as AWS does."""
     checksums: Checksums = "auto"
-    """Where a shard or part carries its checksum.
+    """Position of the checksum of a shard or part.
 
-    ``trailer``: behind the body, which is then read once.  ``header``: before the body, which is then read
-    twice.  ``auto``: trailers, until the store proves not to read them.  Without TLS always a header.
+    A ``trailer`` follows the body, so the body is read once.  A ``header`` precedes it, so the body is read
+    twice.  ``auto`` uses trailers until the store proves not to read them.  Without TLS it is a header.
     """
 
 
@@ -67,7 +67,7 @@ class GcsOptions(StoreOptions):
     """Options of Google Cloud Storage.
 
     Raises:
-        ConfigError: also when the endpoint is not ``https://host[:port]``.
+        ConfigError: ``ca_bundle`` is not a file, or the endpoint is not ``https://host[:port]``.
     """
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class GcsOptions(StoreOptions):
 
     @property
     def is_google(self) -> bool:
-        """Whether the address is Google's because no other one is given."""
+        """Whether no endpoint and no emulator is configured."""
         return not (self.endpoint or _emulator())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the answers of S3 and GCS, and demands every field that they must have.
+"""Parses the responses of S3 and GCS, and requires every field that a response must have.
 
-A proxy, a crash or a foreign server may cut an answer, empty it, or put another page in its place, under
-status 200.  Such an answer is Transient.  It never means that there is no object, no part and no upload.
+A proxy, a crash or a foreign server can truncate a response, empty it, or replace it by another page, with
+status 200.  Such a response is Transient.  It never means that there is no object, no part and no upload.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from swansongd.stores.checksums import crc32c_from_base64
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 
 PAGE_ITEMS = 1000
-"""Asked for; both stores give no more."""
+"""Requested size of a page, and the largest one of both stores."""
 _PAGE_ITEMS_MAX = 10 * PAGE_ITEMS
 _ELEMENTS_MAX = 20 * PAGE_ITEMS
 _DEPTH_MAX = 16
 _PIECE_CHARS = 16 * 2**10
 _KEY_CHARS_MAX = 4096
-"""Four times what the stores allow, for those that count differently."""
+"""Four times the limit of the stores: some count differently."""
 _TOKEN_CHARS_MAX = 4096
 _UPLOAD_ID_CHARS_MAX = 1024
 _ETAG_CHARS_MAX = 256
 _PARTS_MAX = 10_000
 _LAST = "false"
-"""rclone leaves IsTruncated out of the last page of parts and of uploads.  A part that is not listed is sent
-again, and an upload that is not listed is not swept: nothing is lost.  Listings of objects must have it."""
+"""Default of IsTruncated: rclone omits it from the last page of parts and of uploads.  A part that is not
+listed is sent again, and an upload that is not listed is not swept, so nothing is lost.  Listings of objects
+have no default."""
 _DECIMAL = re.compile(r"[0-9]{1,19}")
 
 Markers = tuple[tuple[str, str], ...]
-"""Query parameters that ask for the next page of a listing."""
+"""Query parameters that request the next page of a listing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedPart:
-    """A part as a listing names it."""
+    """An entry of a listing of parts."""
 
     number: int
     etag: str
@@ -58,53 +59,60 @@ class ListedPart:
 
 @contextmanager
 def complete(what: str) -> Iterator[None]:
-    """A field that is missing or out of bounds makes the answer to ``what`` Transient."""
+    """Turn a field that is missing or out of bounds into a Transient error of the operation ``what``."""
     try:
         yield
     except BoundsError as error:
         reason = one_line(str(error), 300)
-        raise Transient(f"{what}: the answer is cut, or not that of a store: {reason}") from error
+        raise Transient(
+            f"{what}: the response is truncated, or not from a store: {reason}"
+        ) from error
 
 
 # ---------------------------------------------------------------- XML
 
 
 def xml_text(body: bytes, tag: str) -> str:
-    """The text of the first ``tag`` in the body of a refusal; empty where there is none."""
+    """The text of the first ``tag`` in the body of an error response; empty if there is none."""
     match = re.search(rb"<%b>([^<]{0,1000})</%b>" % (tag.encode(), tag.encode()), body)
     return unescape(match[1].decode("utf-8", "replace")) if match else ""
 
 
 def one_line(found: str, max_chars: int) -> str:
-    """Text of a store, made fit for a log line."""
+    """Text from a store on one printable line, for logs and errors."""
     words = "".join(char if char.isprintable() else " " for char in found[: 2 * max_chars]).split()
     return " ".join(words)[:max_chars]
 
 
-def document(response: Response, *wanted: str) -> ET.Element:
-    """The answer's document, its tags without their namespaces.
+def document(response: Response, *tags: str) -> ET.Element:
+    """The XML document of a response; tags have no namespace.
+
+    Args:
+        tags: accepted tags of the root.
 
     Raises:
-        BoundsError: it is no such document, or has more elements than any answer that is wanted.
+        BoundsError: the body is not such a document, or has too many elements.
     """
-    parser = ET.XMLParser(target=_Builder())  # noqa: S314 - it builds no entities, see there
+    parser = ET.XMLParser(target=_Builder())  # noqa: S314 - _Builder refuses entities
     try:
         whole = response.body.decode()
-        # In pieces: the parser reads a piece to its end, whatever the builder refuses of it.
+        # In pieces: after a refusal of the builder, the parser still reads the piece to its end.
         for start in range(0, len(whole), _PIECE_CHARS):
             parser.feed(whole[start : start + _PIECE_CHARS])
         root: ET.Element = parser.close()
     except (ET.ParseError, UnicodeDecodeError) as error:
-        raise BoundsError(f"{len(response.body)} bytes that are no XML document: {error}") from None
-    if root.tag not in wanted:
-        # An error may come under status 200, when it came up late.
+        raise BoundsError(
+            f"the {len(response.body)} bytes are not an XML document: {error}"
+        ) from None
+    if root.tag not in tags:
+        # A store reports an error with status 200 if it found the error after it sent the head.
         code = xml_text(response.body, "Code")
-        raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{wanted[0]}>")
+        raise BoundsError(f"<{root.tag:.40}> {code:.80} instead of <{tags[0]}>")
     return root
 
 
 class _Builder(ET.TreeBuilder):
-    """Builds small documents only, and none with a document type, which could hold entities."""
+    """Builds small documents; refuses a document type, which could define entities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +135,7 @@ class _Builder(ET.TreeBuilder):
 
 
 def field(element: ET.Element, tag: str, max_chars: int) -> str:
-    """The text of the element of this name, which must be there and hold something."""
+    """The text of the element of this name, which must exist and not be empty."""
     found = text(element.findtext(tag), tag, max_chars)
     if not found:
         raise BoundsError(f"{tag} is empty")
@@ -138,7 +146,7 @@ def is_truncated(page: ET.Element, default: str = "") -> bool:
     """Whether the listing has more pages.
 
     Args:
-        default: stands in for a field that is missing; without it the field must be there.
+        default: value of a missing field; without a default the field is required.
     """
     found = page.findtext("IsTruncated", default).strip().lower()
     if found not in ("true", "false"):
@@ -147,18 +155,18 @@ def is_truncated(page: ET.Element, default: str = "") -> bool:
 
 
 def decimal(value: Any, name: str, low: int, high: int) -> int:
-    """A whole number that is written in decimal."""
+    """Parse an integer in decimal notation."""
     if not _DECIMAL.fullmatch(text(value, name, 20)):
         raise BoundsError(f"{name} is {value!r:.40}, not a number")
     return integer(int(value), name, low, high)
 
 
 def objects(response: Response, base: str, prefix: str) -> Page:
-    """One page of a listing of S3, version 2.
+    """Parse a page of a listing of S3, version 2.
 
     Args:
-        base: prefix of the store's URL, which the keys lose.
-        prefix: what all of them must begin with behind it.
+        base: prefix of the store's URL; removed from the keys.
+        prefix: requested prefix of the keys, after ``base``.
     """
     page = document(response, "ListBucketResult")
     decoded = _decoder(page)
@@ -177,7 +185,7 @@ def objects(response: Response, base: str, prefix: str) -> Page:
 
 
 def uploads(response: Response, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
-    """One page of the multipart uploads under way, and how to ask for the next one."""
+    """Parse a page of the multipart uploads in progress; returns the markers of the next page, too."""
     page = document(response, "ListMultipartUploadsResult")
     decoded = _decoder(page)
     now = _date_of(response)
@@ -197,8 +205,8 @@ def uploads(response: Response, base: str, prefix: str) -> tuple[list[OpenUpload
 
 
 def parts(response: Response) -> tuple[list[ListedPart], Markers | None]:
-    """One page of the parts of an upload, and how to ask for the next one."""
-    page = document(response, "ListPartsResult", "ListPartsResponse")  # the latter: moto
+    """Parse a page of the parts of an upload; returns the markers of the next page, too."""
+    page = document(response, "ListPartsResult", "ListPartsResponse")  # moto sends the second one
     found = []
     for item in page.findall("Part"):
         size = item.findtext("Size")
@@ -217,14 +225,14 @@ def parts(response: Response) -> tuple[list[ListedPart], Markers | None]:
 
 
 def begun(response: Response) -> str:
-    """The id of the multipart upload that was begun."""
-    # rclone calls it by the name of the request.
+    """The id of a new multipart upload."""
+    # rclone sends the name of the request.
     named = ("InitiateMultipartUploadResult", "InitiateMultipartUpload")
     return field(document(response, *named), "UploadId", _UPLOAD_ID_CHARS_MAX)
 
 
 def completed(response: Response) -> ET.Element:
-    """The document of a completion that took effect; an ETag says that it did."""
+    """The document of a completion; its ETag proves that the completion took effect."""
     result = document(response, "CompleteMultipartUploadResult")
     field(result, "ETag", _ETAG_CHARS_MAX)
     return result
@@ -236,12 +244,12 @@ def _decoder(page: ET.Element) -> Any:
 
 def _below(key: str, base: str, prefix: str) -> str:
     if not key.startswith(base + prefix) or len(key) > _KEY_CHARS_MAX:
-        raise BoundsError(f"the key {key!r:.80} is not one below {base + prefix!r:.80}")
+        raise BoundsError(f"the key {key!r:.80} is not below {base + prefix!r:.80}")
     return key.removeprefix(base)
 
 
 def _age_of_s(begun: str, now: datetime) -> float:
-    """Since ``begun``; nothing where that is no time, for what is young is left alone."""
+    """Seconds since ``begun``; 0 if the text is not a time: a young upload is never swept."""
     try:
         return max(0.0, (now - datetime.fromisoformat(begun)).total_seconds())
     except (ValueError, TypeError, OverflowError):
@@ -249,7 +257,7 @@ def _age_of_s(begun: str, now: datetime) -> float:
 
 
 def _date_of(response: Response) -> datetime:
-    """The store's own time."""
+    """The store's time of the response."""
     try:
         reported = parsedate_to_datetime(response.headers.get("date", ""))
     except (ValueError, OverflowError):
@@ -261,7 +269,7 @@ def _date_of(response: Response) -> datetime:
 
 
 def json_objects(response: Response, base: str, prefix: str) -> Page:
-    """One page of a listing of GCS; see :func:`objects`."""
+    """Parse a page of a listing of GCS; see :func:`objects`."""
     body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#objects")
     found = []
@@ -281,7 +289,7 @@ def _token(value: Any) -> str:
 
 
 def json_metadata(response: Response, key: str) -> tuple[int, int | None]:
-    """Size and CRC32C of an object of GCS; None where the store returns no checksum."""
+    """Size and CRC32C of an object of GCS; None if the store returns no checksum."""
     body = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#object")
     if body.get("name") != key:
@@ -299,7 +307,7 @@ def _expect_kind(body: Mapping[str, Any], kind: str) -> None:
 
 
 def etag_of(headers: Mapping[str, str]) -> str:
-    """The ETag with which a store acknowledges what it took."""
+    """The ETag by which a store acknowledges a body."""
     found = headers.get("etag", "")
     if not found or len(found) > _ETAG_CHARS_MAX or not found.isprintable():
         raise BoundsError(f"ETag is {found!r:.40}")
@@ -307,17 +315,17 @@ def etag_of(headers: Mapping[str, str]) -> str:
 
 
 def length_of(headers: Mapping[str, str]) -> int:
-    """The length that the answer to a HEAD contains."""
+    """The length in the response to a HEAD."""
     return decimal(headers.get("content-length"), "Content-Length", 0, BYTES_MAX)
 
 
 def quoted(etag: str) -> str:
-    """One form for headers and documents: ETags of both are compared, and sent back."""
+    """The ETag in quotes: headers have them, documents may not, and ETags of both are compared."""
     return '"' + etag.strip('"') + '"'
 
 
 def hashed_crc32c(hashes: str) -> int | None:
-    """The CRC32C in the header ``x-goog-hash``; None where the header has no CRC32C."""
+    """The CRC32C in a header ``x-goog-hash``; None if the header has none."""
     for item in hashes.split(","):
         kind, _, value = item.strip().partition("=")
         if kind == "crc32c":

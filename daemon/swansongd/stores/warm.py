@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a store warm, so that a flush depends on the store alone.
+"""Renews credentials and connections of a store at intervals, so that a flush depends on the store alone.
 
-On Compute Engine the metadata server, and with it the credentials, may be gone seconds after the notice.
+On Compute Engine, the metadata server that issues credentials may stop responding seconds after the notice.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _log = structlog.get_logger(__name__)
 
 
 class Warmer:
-    """Calls ``store.warm()`` at once, every minute, and whenever told to, in a thread of its own.
+    """A thread that calls ``store.warm()`` when it starts, at an interval, and on :meth:`now`.
 
-    Failures are logged, once until it works again, and tried again sooner; no other thread depends on them.
+    A failure is logged once until a call succeeds.  No other thread depends on this one.
 
     Args:
-        store: without retries of its own: this is one.
+        store: without a retry wrapper; this thread retries.
         stop: ends the thread.
-        interval_s: from one time to the next.
-        retry_s: the same after a failure.
-        report: is called after each time, with the instant of its beginning and the error, or None.
+        interval_s: time between two calls.
+        retry_s: time between two calls after a failure.
+        report: called after each call, with the instant of its start and its error, or None.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Warmer:
         self._called = threading.Event()
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread."""
         threading.Thread(target=self._run, name="warmer", daemon=True).start()
 
     def now(self) -> None:
-        """Warm the store now: a notice has come.  Returns at once."""
+        """Request a call now, because of a notice; does not wait for it."""
         self._called.set()
 
     def _run(self) -> None:

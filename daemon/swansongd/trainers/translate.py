@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates messages of the trainer channel to events of the decision loop.  Pure."""
+"""Translates messages of the trainer channel to events, and actions to messages.  Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from swansong import protocol
 from swansong.protocol import Message
 
 from swansongd.core.events import (
+    AskTrainers,
     Event,
     FinishAsked,
     JobStarted,
     PeerRequested,
+    SendTarget,
+    TellCommitted,
+    TellFenced,
+    TellFinished,
     TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
     TrainerProgress,
     TrainerSealed,
+    WithdrawRequest,
 )
 from swansongd.model import TrainerView
 
@@ -136,3 +142,30 @@ def refused(reason: str) -> bytes:
 def short(text: str) -> str:
     """``text``, cut for one log line."""
     return text if len(text) <= _TEXT_CHARS_MAX else f"{text[:_TEXT_CHARS_MAX]}..."
+
+
+ToTrainers = AskTrainers | SendTarget | WithdrawRequest | TellCommitted | TellFenced | TellFinished
+"""Actions that are messages to trainers."""
+
+
+def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] | None, Message]:
+    """The connections to send to (None: all of them), and the message."""
+    match action:
+        case AskTrainers():
+            return action.connections, protocol.Request(
+                id=action.request_id,
+                reason=action.reason,
+                seconds_left=round(action.deadline_mono_s - now_mono_s, 3),
+                urgency="emergency" if action.is_urgent else "drain",
+            )
+        case SendTarget():
+            target = protocol.Target(request_id=action.request_id, step=action.step)
+            return action.connections, target
+        case WithdrawRequest():
+            return None, protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
+        case TellCommitted(ref, connections):
+            return connections, protocol.Committed(generation=ref.generation, step=ref.step)
+        case TellFenced(generation):
+            return None, protocol.Fenced(generation=generation)
+        case TellFinished(job_start_id):
+            return None, protocol.Finished(job_start_id=job_start_id)

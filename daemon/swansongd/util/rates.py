@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on how often a peer may do something, and on how often the log reports it."""
+"""Rate limits: of the requests of a peer, and of the log lines about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class TokenBucket:
-    """Admits ``capacity`` events at once, and ``per_s`` events a second in the long run."""
+    """Admits bursts of ``capacity`` events, and ``per_s`` events per second on average."""
 
     def __init__(self, capacity: float, per_s: float) -> None:
         self._capacity = capacity
@@ -18,7 +18,7 @@ class TokenBucket:
         self._filled_mono_s: float | None = None
 
     def take(self, now_mono_s: float, cost: float = 1.0) -> bool:
-        """Count one event, or one that is as costly as several; False when it is above the rate."""
+        """Count an event that costs as much as ``cost`` events; False if it exceeds the rate."""
         if self._filled_mono_s is not None:
             earned = (now_mono_s - self._filled_mono_s) * self._per_s
             self._tokens = min(self._capacity, self._tokens + earned)
@@ -36,15 +36,15 @@ class _Kind:
 
 
 class LogLimit:
-    """Decides which of the log lines that peers can cause are written.
+    """Limits the log lines that peers can cause.
 
-    No kind of line is silenced for good: after ``interval_s`` the next line of the kind is written, with the
+    No kind of line is suppressed forever: after ``interval_s`` the next line of the kind is written, with the
     number of lines that were suppressed before it.
 
     Args:
-        burst: lines of one kind that are written at once.
+        burst: lines of one kind that are written without a limit.
         interval_s: time after which one more line of the kind is written.
-        kinds_max: kinds that are remembered; the one that was not seen for longest is forgotten.
+        kinds_max: number of kinds in memory; a further kind replaces the least recently seen one.
     """
 
     def __init__(self, *, burst: int, interval_s: float, kinds_max: int = 256) -> None:
@@ -54,7 +54,7 @@ class LogLimit:
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
     def admit(self, kind: Hashable, now_mono_s: float) -> dict[str, int] | None:
-        """Facts to add to the line: ``suppressed`` when lines were; None to suppress this line too."""
+        """Fields to add to the line: ``suppressed`` if lines were suppressed.  None to suppress this line."""
         known = self._kinds.pop(kind, None) or _Kind(
             TokenBucket(self._burst, 1.0 / self._interval_s)
         )

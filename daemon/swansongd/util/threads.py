@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of our own: one that takes tasks one after another, or a few over many tasks.
+"""Daemon threads: one that runs tasks in order, or several that share a list of tasks.
 
-Not an executor: the interpreter waits for the threads of an executor when it exits, and these are
-daemon threads.
+Not a ThreadPoolExecutor: the interpreter joins the threads of an executor at exit.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """One thread for tasks that the decision loop must not wait for, with a bounded queue.
+    """One thread with a bounded queue, for tasks that would block the decision loop.
 
     Args:
         name: of the thread.
-        tasks_max: tasks that wait at most.
+        tasks_max: largest number of queued tasks.
     """
 
     def __init__(self, name: str, *, tasks_max: int) -> None:
@@ -37,11 +36,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin with the tasks."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, task: Callable[[], object]) -> bool:
-        """Have the task done after those that wait; False when the queue is full.  Returns at once."""
+        """Queue a task; False if the queue is full.  Returns immediately."""
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
@@ -53,7 +52,7 @@ class Worker:
             task = self._tasks.get()
             try:
                 task()
-            except Exception:  # the next task may be sound
+            except Exception:  # the next task may succeed
                 _log.exception("worker_fault", worker=self._name)
 
 
@@ -66,13 +65,13 @@ def parallel(
 ) -> None:
     """Call ``function`` once for each task, in up to ``threads`` threads at a time.
 
-    Returns when all calls have returned.  The first error ends it: tasks not begun are dropped, calls
-    under way are waited for (each is bounded by the timeouts of what it does), so that no thread of
-    this call is left to touch what the caller cleans up next.
+    Returns when all calls have returned.  After the first error no further task begins.  Calls in progress
+    are waited for, so that no thread still uses what the caller cleans up next; each call must have its own
+    timeouts.
 
     Raises:
         Stopped: ``stop`` was set before all tasks were done.
-        BaseException: the first one that ``function`` raised.
+        BaseException: the first error that ``function`` raised.
     """
     left = iter(list(tasks))
     lock = threading.Lock()
@@ -92,7 +91,7 @@ def parallel(
                     return
             try:
                 function(task)
-            except BaseException as error:  # handed to the caller below
+            except BaseException as error:  # raised below, in the thread of the caller
                 with lock:
                     errors.append(error)
                 halt.set()
@@ -106,7 +105,7 @@ def parallel(
             worker.start()
         for worker in workers:
             while worker.is_alive():
-                worker.join(_POLL_S)  # in short waits, so that Ctrl-C is seen
+                worker.join(_POLL_S)  # in short waits, so that Ctrl-C is handled
     except BaseException:
         halt.set()
         for worker in workers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers that run what an image holds, and the cloud around them.
+"""Containers that boot the contents of an image, and the cloud around them.
 
-The thread that runs a test moves to a network of its own.  The emulators listen there, and the cable of the
-container ends there: the cloud's metadata service has the address of the real one.
+The thread that runs a test moves to a new network namespace.  The emulators listen there, and the network
+link of the container ends there: the metadata service has its real address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testkit.nspawn.build import Layer
 from testkit.nspawn.container import Container, Entry
 
 RELEASE = os.environ.get("SWANSONG_TEST_RELEASE", build.STANDARD)
-"""Of Debian: bullseye has systemd 247, bookworm 252, trixie 257."""
+"""Release of Debian: bullseye has systemd 247, bookworm 252, trixie 257."""
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
@@ -44,7 +44,7 @@ def debian() -> Layer:
 
 @pytest.fixture(scope="session")
 def image(debian: Layer) -> Layer:
-    """Debian as provision.sh left it, and a trainer beside the daemon."""
+    """Debian after provision.sh, with a trainer."""
     if RELEASE == "bullseye":
         pytest.skip("does not apply: its Python is too old for the daemon")
     return build.provisioned(debian)
@@ -52,7 +52,7 @@ def image(debian: Layer) -> Layer:
 
 @pytest.fixture
 def network() -> Iterator[None]:
-    """A network of its own for the thread, and for every process that it starts."""
+    """A network namespace for the thread, and for every process that it starts."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         assert _libc.unshare(CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
@@ -74,7 +74,7 @@ def aws(network: None) -> Iterator[Aws]:
 
 @pytest.fixture
 def gcp(network: None) -> Iterator[Gcp]:
-    """Compute Engine's metadata server, likewise."""
+    """Compute Engine's metadata server, at its real address as seen from the container."""
     with EmulatorProcess("testkit.emulators.gcp_metadata", "--host", "0.0.0.0", "--port", "80"):
         yield Gcp("http://127.0.0.1")
 
@@ -89,9 +89,9 @@ def bucket(network: None) -> Iterator[Bucket]:
 
 @pytest.fixture
 def new_vm(image: Layer, network: None, tmp_path: Path) -> Iterator[Any]:
-    """``new_vm(bucket)``: a container that is configured and off.  It ends with the test.
+    """``new_vm(bucket)``: a container that is configured and off.  It is killed after the test.
 
-    ``store`` takes the place of the bucket.
+    ``store`` replaces the bucket.
     """
     made: list[Container] = []
     with ExitStack() as containers:
@@ -129,18 +129,18 @@ def new_vm(image: Layer, network: None, tmp_path: Path) -> Iterator[Any]:
 
         yield make
         for vm in made:
-            print(vm.journal.story())  # for whoever has to find out why a test failed
+            print(vm.journal.story())  # pytest shows it if the test has failed
 
 
 class Phases:
-    """When what happened in a scenario, by the container's own journal."""
+    """Times of events in a scenario, from the container's own journal."""
 
     def __init__(self, record: Callable[[str, object], None]) -> None:
         self._record = record
         self._begun_mono_s: float | None = None
 
     def begin(self, entry: Entry) -> None:
-        """The moment that all others are counted from; else it is the first that is added."""
+        """Set the time origin; by default the first added entry is the origin."""
         self._begun_mono_s = entry.mono_s
 
     def add(self, phase: str, entry: Entry) -> None:
@@ -156,7 +156,7 @@ def phases(record_property: Callable[[str, object], None]) -> Phases:
 
 @pytest.hookimpl
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table of the scenarios: what happened when, by the containers' own journals."""
+    """Print the table of the scenarios: times of events, from the containers' own journals."""
     rows = [
         (str(report.nodeid).rpartition("::")[2], *row)
         for report in terminalreporter.getreports("passed")
@@ -165,6 +165,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if key == "phase"
     ]
     if rows:
-        terminalreporter.section("phases, in seconds since the first of each scenario")
+        terminalreporter.section("phases, in seconds since the first phase of each scenario")
     for scenario, phase, seconds in rows:
         terminalreporter.write_line(f"{scenario:44} {phase:44} {seconds:8.2f}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A provisioned image boots, and the cloud's notice is answered."""
+"""A provisioned image boots, and the daemon acts on a notice of the cloud."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.timeout(150, func_only=True)
 
 
 @pytest.mark.fault("S27")
-def test_units_are_understood(debian: Layer, tmp_path: Path) -> None:
-    """The systemd of this release knows every key, and complains of nothing."""
+def test_systemd_accepts_the_units(debian: Layer, tmp_path: Path) -> None:
+    """The systemd of this release recognises every key and prints no warning."""
     assert run_script(debian, tmp_path, "units.sh") == ""
 
 
 def test_boots_to_ready(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """No unit has failed, every source answers, the delay lock is held, the trainer has joined."""
+    """No unit has failed, every source is healthy, the delay lock is held, the trainer is connected."""
     vm = new_vm(bucket)
     vm.power_on()
     assert vm.wait_booted() == "running", vm.run("systemctl", "--failed")
@@ -41,7 +41,7 @@ def test_boots_to_ready(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> N
 
 @pytest.mark.fault("S27")
 def test_daemon_is_confined(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """Another user than root, one capability, no way to gain more, nothing writable but its own places."""
+    """A user other than root, one capability, no new privileges, and writable directories only of its own."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
@@ -58,7 +58,7 @@ def test_daemon_is_confined(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
 
 
 def test_notice_to_safe(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """The cloud takes the VM in 30 s: the newest state is committed in time, and training goes on."""
+    """The notice gives 30 s: the newest state is committed in time, and training continues."""
     vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --pad-mb 20")
     vm.power_on()
     vm.wait_step(20)

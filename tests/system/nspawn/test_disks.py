@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that are missing, or cannot be written."""
+"""Disks that are missing or cannot be written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ_WRITE = f"[Service]\nReadWritePaths=-{NVME}\n"
 
 @pytest.mark.fault("D08")
 def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """The daemon says what is missing, writes nothing to the root disk, and works once it is mounted."""
+    """The daemon reports the missing path, writes nothing to the root disk, and starts after the mount."""
     vm = new_vm(bucket, staging=NVME)
     vm.drop_in(DAEMON, READ_WRITE)
     vm.power_on()
@@ -31,7 +31,7 @@ def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     assert hint.mono_s >= refused.mono_s
     assert vm.run("ls", "-d", "/mnt/nvme", may_fail=True) == ""
 
-    # What the operator does, in a unit of its own kind; the daemon needs no telling.
+    # The operator mounts the path; systemd restarts the daemon without a command.
     vm.run("mkdir", "/mnt/nvme")
     vm.run("mount", "-t", "tmpfs", "tmpfs", "/mnt/nvme")
     vm.run("install", "-d", "-o", "swansong", "-g", "swansong-trainers", "-m", "2750", NVME)
@@ -40,7 +40,7 @@ def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
 
 
 def test_memory_in_place_of_an_nvme_disk(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """swansong-nvme.service and the drop-in that its comment names: staging is there before the daemon."""
+    """swansong-nvme.service with the drop-in from its comment: staging exists before the daemon starts."""
     vm = new_vm(bucket, staging="/mnt/swansong/staging")
     comment = vm.image_file(f"/etc/systemd/system/{NVME_UNIT}").partition("[Unit]\n")[2]
     drop_in = [line.removeprefix("#").strip() for line in comment.splitlines()[:3]]
@@ -50,7 +50,7 @@ def test_memory_in_place_of_an_nvme_disk(new_vm: Any, bucket: Bucket, aws: Aws) 
     vm.power_on()
     vm.wait_active()
     vm.wait_step(20)
-    until(lambda: vm.status()["trainers"], what="the trainer's hello")
+    until(lambda: vm.status()["trainers"], what="the trainer's Hello")
     assert vm.run("findmnt", "-no", "FSTYPE", "/mnt/swansong") == "tmpfs"
     assert vm.run("stat", "-c", "%a %U %G", "/mnt/swansong/staging") == (
         "2750 swansong swansong-trainers"
@@ -58,7 +58,7 @@ def test_memory_in_place_of_an_nvme_disk(new_vm: Any, bucket: Bucket, aws: Aws) 
 
 
 def test_root_is_read_only(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """With /var in memory, and nothing else to write to, all works from the boot to the verdict."""
+    """With /var in memory and no other writable file system, boot, notice and verdict work."""
     vm = new_vm(bucket, options=("--volatile=state",))
     vm.power_on()
     vm.wait_step(20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong doctor`` on a real installation: what it finds is true, and its fixes work as printed."""
+"""``swansong doctor`` on a real installation: its findings are true, and its fixes work as printed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setup:
     breaks: str
     """Shell commands, run as root."""
     cause: str
-    """Name of the finding that comes first."""
+    """Name of the finding that is expected first."""
 
 
 def doctor(vm: Container, *arguments: str) -> Findings:
@@ -48,11 +48,11 @@ def failures(findings: Findings) -> Findings:
 
 
 def fixed(vm: Container, setup: Setup, *arguments: str) -> list[str]:
-    """Break it, run the printed fixes verbatim; what was wrong with doctor, for people."""
+    """Break the setup, run the printed fixes verbatim; returns descriptions of wrong findings."""
     vm.run("bash", "-c", setup.breaks)
     found = failures(doctor(vm, *arguments))
     if not found or found[0]["name"] != setup.cause:
-        return [f"{setup.name}: {setup.cause} should come first of {found}"]
+        return [f"{setup.name}: expected {setup.cause} first, got {found}"]
     tried = []
     for _ in range(ROUNDS):
         for finding in found:
@@ -61,11 +61,11 @@ def fixed(vm: Container, setup: Setup, *arguments: str) -> list[str]:
         found = failures(doctor(vm, *arguments))
         if not found:
             return []
-    return [f"{setup.name}: after {tried} there is still {found}"]
+    return [f"{setup.name}: after {tried} doctor still reports {found}"]
 
 
 def all_fixed(vm: Container, setups: list[Setup], *arguments: str) -> None:
-    """Each setup is broken and fixed by itself; all that doctor got wrong is named together."""
+    """Break and fix each setup by itself; all wrong findings are reported together."""
     assert failures(doctor(vm, *arguments)) == []
     assert [wrong for setup in setups for wrong in fixed(vm, setup, *arguments)] == []
 
@@ -86,7 +86,7 @@ THE_UNIT = [
         "daemon",
     ),
     Setup(
-        "too short a time to stop",
+        "stop timeout too short",
         f"mkdir -p {DROP_IN}; printf '[Service]\\nTimeoutStopSec=10s\\n' >{DROP_IN}/op.conf; "
         "systemctl daemon-reload; systemctl restart swansongd",
         "unit",
@@ -167,7 +167,7 @@ STORES_OF_FILES = [
 
 
 def test_there_are_enough_broken_setups() -> None:
-    """At least 21, each under a name of its own."""
+    """At least 21, each with a unique name."""
     setups = [setup.name for setup in (*THE_UNIT, *USERS_AND_DIRECTORIES, *STORES_OF_FILES)]
     assert len(set(setups)) == len(setups) >= 21
 
@@ -178,7 +178,7 @@ def no_role(aws: Aws) -> None:
 
 
 def test_fixes_of_the_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """What systemd, logind and the network need: each printed fix works verbatim, the cause comes first."""
+    """Faults of systemd, logind and the network: the cause comes first, and each fix works verbatim."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
@@ -186,7 +186,7 @@ def test_fixes_of_the_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
 
 
 def test_fixes_of_users_and_directories(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """Users, groups, owners, modes and credentials: the same."""
+    """Faults of users, groups, owners, modes and credentials: the same."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
@@ -199,7 +199,7 @@ def test_fixes_of_users_and_directories(new_vm: Any, bucket: Bucket, aws: Aws) -
 
 
 def test_fixes_of_stores_of_files(new_vm: Any, aws: Aws) -> None:
-    """Directories as a store, which the sandbox and the modes must let the daemon write: the same."""
+    """A directory as a store, which the sandbox and the modes must make writable: the same."""
     vm = new_vm(store={"url": f"file://{STATE}/store"})
     vm.power_on()
     vm.wait_active()
@@ -210,7 +210,7 @@ def test_fixes_of_stores_of_files(new_vm: Any, aws: Aws) -> None:
 # ---------------------------------------------------------------- true findings
 
 
-def test_root_makes_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) -> None:
+def test_root_creates_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) -> None:
     """Before the daemon's first start doctor creates nothing as root; a store on the boot disk fails."""
     vm = new_vm(store={"url": f"file://{STATE}/store"})
     vm.power_on()
@@ -223,7 +223,7 @@ def test_root_makes_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) 
 
     assert vm.run("find", STATE, "-user", "root") == STATE
     assert found["store disk"]["level"] == "failure"
-    assert "dies with the VM" in found["store disk"]["found"]
+    assert "is lost with the VM" in found["store disk"]["found"]
     assert found["bucket"]["level"] == "failure"
     vm.run("bash", "-c", found["bucket"]["fix"])
     left = failures(doctor(vm))
@@ -232,7 +232,7 @@ def test_root_makes_nothing_that_the_daemon_cannot_write(new_vm: Any, aws: Aws) 
 
 
 def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) -> None:
-    """The store is in order by now, but the daemon was started before that: its own word counts."""
+    """The store was repaired after the daemon started: the daemon's own error counts."""
     vm = new_vm(store={"url": f"file://{STATE}/store"})
     vm.power_on()
     vm.wait_active()
@@ -240,8 +240,8 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
     away = f"mv {STATE}/store {STATE}/away"
     vm.run("bash", "-c", f"systemctl stop {DAEMON}; {away}; systemctl start {DAEMON}")
     vm.run("mv", f"{STATE}/away", f"{STATE}/store")
-    # Until then the directory was missing, which is another error.
-    until(lambda: "Read-only" in str(vm.status()["store"]), timeout_s=60, what="another try")
+    # Before that the directory is missing, which is another error.
+    until(lambda: "Read-only" in str(vm.status()["store"]), timeout_s=60, what="a retry")
 
     (finding,) = failures(doctor(vm, "--trial"))
 
@@ -252,7 +252,7 @@ def test_running_daemon_that_cannot_write_is_a_failure(new_vm: Any, aws: Aws) ->
 
 
 def test_credentials_of_the_unit_are_found(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """In the unit's environment, in a systemd credential, in a home that the unit names: no false failure."""
+    """In the unit's environment, in a systemd credential, in the unit's HOME: no false failure."""
     no_role(aws)
     vm = new_vm(bucket)
     for path in ("/etc/keys", "/srv/home/.aws/credentials"):
@@ -277,7 +277,7 @@ def test_credentials_of_the_unit_are_found(new_vm: Any, bucket: Bucket, aws: Aws
 def test_trainer_with_supplementary_groups_is_no_failure(
     new_vm: Any, bucket: Bucket, aws: Aws
 ) -> None:
-    """The unit of the trainer gives it the group, whether it runs or not; its user is not in it."""
+    """The trainer's unit adds the group, although its user is not a member, running or stopped."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
@@ -288,8 +288,8 @@ def test_trainer_with_supplementary_groups_is_no_failure(
     assert TRAINER in next(f for f in found if f["name"] == "socket")["found"]
 
 
-def test_only_root_can_look_as_the_daemon(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """Another user's doctor is never green: it cannot know what the daemon's sandbox lets it reach."""
+def test_only_root_can_check_as_the_daemon(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """Doctor of another user always fails: it cannot test what the daemon's sandbox permits."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()

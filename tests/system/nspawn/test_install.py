@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upgrade and uninstallation, on a VM that runs."""
+"""Upgrade and uninstallation on a running VM."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STAGING = "d /mnt/nvme/staging 2750 swansong swansong-trainers -"
 
 
 def uninstall_commands() -> str:
-    """As docs/operations/install.md has them, for root."""
+    """The commands of docs/operations/install.md, for root."""
     return PAGE.read_text().partition("## Uninstall\n")[2].split("```")[1].replace("sudo ", "")
 
 
-def judged_version(vm: Container) -> dict[str, str]:
-    """What ``swansong doctor`` finds out about the versions."""
+def version_finding(vm: Container) -> dict[str, str]:
+    """The finding of ``swansong doctor`` about the versions."""
     findings = json.loads(vm.run("swansong", "doctor", "--json", may_fail=True, timeout_s=60))
     found: dict[str, str] = next(one for one in findings if one["name"] == "version")
     return found
@@ -35,32 +35,32 @@ def judged_version(vm: Container) -> dict[str, str]:
 def test_an_upgrade_asks_for_a_restart(
     new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path
 ) -> None:
-    """provision.sh says so while the daemon runs, and doctor until the daemon runs what is installed."""
+    """provision.sh prints the command while the daemon runs; doctor warns until the restart."""
     wheels = build.given(tmp_path / "given", "3.11")
     options = (f"--bind-ro={build.REPOSITORY}:/srv/swansong", f"--bind-ro={wheels}:/srv/given")
     vm = new_vm(bucket, options=options)
     vm.power_on()
     vm.wait_active()
-    assert judged_version(vm)["level"] == "ok"
+    assert version_finding(vm)["level"] == "ok"
 
     again = "/srv/swansong/packer/provision.sh --no-packages --wheelhouse /srv/given/wheels"
-    said = vm.run("sh", "-c", again, timeout_s=100)
-    assert "systemctl restart swansongd" in said
-    assert "systemctl start swansongd" not in said
-    assert said.splitlines()[:-1] == ["provision: kept /etc/swansong/swansong.toml"]
+    output = vm.run("sh", "-c", again, timeout_s=100)
+    assert "systemctl restart swansongd" in output
+    assert "systemctl start swansongd" not in output
+    assert output.splitlines()[:-1] == ["provision: kept /etc/swansong/swansong.toml"]
 
     init = vm.run("sh", "-c", "ls /opt/swansong/lib/python3*/site-packages/swansongd/__init__.py")
     vm.run("sed", "-i", 's/^__version__ = "[^"]*/&.1/', init)
-    judged = judged_version(vm)
-    assert judged["level"] == "warning"
-    assert judged["found"].startswith("the daemon runs version ")
-    vm.run("sh", "-c", judged["fix"].removeprefix("sudo "))
-    until(lambda: vm.status()["version"] in judged["found"], what="the new daemon")
-    assert judged_version(vm)["level"] == "ok"
+    finding = version_finding(vm)
+    assert finding["level"] == "warning"
+    assert finding["found"].startswith("the daemon runs version ")
+    vm.run("sh", "-c", finding["fix"].removeprefix("sudo "))
+    until(lambda: vm.status()["version"] in finding["found"], what="the new daemon")
+    assert version_finding(vm)["level"] == "ok"
 
 
 def test_uninstalling_a_running_vm_leaves_nothing(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """No link, no line of tmpfiles and no delay of logind is left, whatever the operations page led to."""
+    """No link, no line of tmpfiles and no delay of logind remains after the steps of the operations page."""
     vm = new_vm(bucket)
     vm.write("/etc/tmpfiles.d/swansong-staging.conf", f"{STAGING}\n")
     vm.drop_in(DAEMON, "[Unit]\nAfter=network.target\n")
@@ -76,8 +76,8 @@ def test_uninstalling_a_running_vm_leaves_nothing(new_vm: Any, bucket: Bucket, a
     left = vm.run(*search, may_fail=True).splitlines()
     assert [path for path in left if not path.startswith(("/etc/trainer", "/opt/train/"))] == []
     assert vm.run("find", "/etc/systemd", "-xtype", "l", "!", "-lname", "/dev/null") == ""
-    said = vm.run("sh", "-c", "systemd-tmpfiles --create 2>&1 || echo failed")
-    assert "swansong" not in said
+    output = vm.run("sh", "-c", "systemd-tmpfiles --create 2>&1 || echo failed")
+    assert "swansong" not in output
     delay = ("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1")
     delay += ("org.freedesktop.login1.Manager", "InhibitDelayMaxUSec")
     assert vm.run(*delay) == "t 5000000"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operating system goes down, and the cloud has said nothing."""
+"""The operating system shuts down without a notice from the cloud."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from testkit.waiting import until
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
 SLOW = 4_000_000
-"""Bytes a second on the wire: the flush of PADDED lasts some seconds."""
+"""Bytes a second on the network: the flush of PADDED takes some seconds."""
 SLOWER = 200_000
-"""The flush of PADDED does not end within logind's delay."""
+"""The flush of PADDED takes longer than logind's delay."""
 TOO_SHORT_S = 2
-"""For that flush."""
+"""A stop timeout that is too short for that flush."""
 PADDED = "--steps 100000 --step-delay-s 0.02 --pad-mb 20"
 POLKIT = "/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
 
 
 def training(vm: Container, bytes_per_s: int = SLOW) -> None:
-    """Boot, and let it train; from now on its wire is slow."""
+    """Boot and wait until the trainer trains; from then on the network is slow."""
     vm.power_on()
     vm.wait_step(20)
     vm.journal.wait(source="logind", event="health")
@@ -32,8 +32,8 @@ def training(vm: Container, bytes_per_s: int = SLOW) -> None:
     vm.slow_wire(bytes_per_s)
 
 
-def assert_flushed_while_all_was_up(vm: Container, bucket: Bucket, phases: Any) -> None:
-    """The verdict came before the trainer and the network were stopped, and the bucket has the state."""
+def assert_flushed_before_the_shutdown(vm: Container, bucket: Bucket, phases: Any) -> None:
+    """The verdict came before the trainer and the network stopped, and the state is in the bucket."""
     verdict = vm.journal.wait(event="verdict")
     assert verdict.facts["verdict"] == "SAFE"
     stopping = vm.journal.wait("Stopping trainer.service")
@@ -42,35 +42,35 @@ def assert_flushed_while_all_was_up(vm: Container, bucket: Bucket, phases: Any) 
     for phase in ("sealed", "flushed", "committed"):
         phases.add(phase, vm.journal.wait(event="evacuation", phase=phase))
     phases.add("verdict", verdict)
-    phases.add("trainer told to stop", stopping)
+    phases.add("trainer stopping", stopping)
     phases.add("network down", no_network)
-    phases.add("last word of the journal", vm.journal.all()[-1])
+    phases.add("last entry of the journal", vm.journal.all()[-1])
     assert verdict.mono_s < min(stopping.mono_s, no_network.mono_s)
     (manifest,) = bucket.manifests()
     assert (manifest["kind"], manifest["step"]) == ("emergency", verdict.facts["step"])
-    # It lived to train on while its checkpoint was on its way.
+    # The trainer continued during the upload of its checkpoint.
     steps = [e.facts["step"] for e in vm.journal.all(unit=TRAINER) if "step" in e.facts]
     assert max(steps) > manifest["step"]
 
 
 @pytest.mark.fault("H03", "O16")
 def test_poweroff_waits_for_the_flush(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """logind holds the shutdown up until the checkpoint is committed, and not a moment longer."""
+    """logind delays the shutdown exactly until the checkpoint is committed."""
     vm = new_vm(bucket, arguments=PADDED)
     training(vm)
 
     vm.run("systemctl", "poweroff")
 
     assert vm.wait_off() == 0
-    assert_flushed_while_all_was_up(vm, bucket, phases)
+    assert_flushed_before_the_shutdown(vm, bucket, phases)
     notice = vm.journal.wait(event="evacuation", phase="notice")
     assert notice.facts["source"] == "logind"
 
 
 @pytest.mark.fault("H03")
 def test_poweroff_without_polkit(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """No lock is to be had, which is said; SIGTERM is the notice, the daemon asks for time for as long as
-    it flushes, and the order of stopping does the rest."""
+    """No delay lock is available, and the source reports it.  SIGTERM is the notice, the daemon extends its
+    stop timeout during the flush, and the stop order of the units keeps the network up."""
     vm = new_vm(bucket, arguments=PADDED)
     vm.drop_in(DAEMON, f"[Service]\nTimeoutStopSec={TOO_SHORT_S}s\n")
     vm.remove(POLKIT)
@@ -83,15 +83,15 @@ def test_poweroff_without_polkit(new_vm: Any, bucket: Bucket, aws: Aws, phases: 
     vm.run("systemctl", "poweroff")
 
     assert vm.wait_off() == 0
-    assert_flushed_while_all_was_up(vm, bucket, phases)
-    told = vm.journal.wait("Stopping swansongd.service")
-    assert vm.journal.wait(event="verdict").mono_s - told.mono_s > TOO_SHORT_S
+    assert_flushed_before_the_shutdown(vm, bucket, phases)
+    stopping = vm.journal.wait("Stopping swansongd.service")
+    assert vm.journal.wait(event="verdict").mono_s - stopping.mono_s > TOO_SHORT_S
 
 
-def test_crash_in_mid_flush_keeps_the_lock(
+def test_crash_during_a_flush_keeps_the_lock(
     new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
 ) -> None:
-    """Killed while a shutdown waits for it, the daemon comes back, goes on, and the shutdown has waited."""
+    """Killed during a delayed shutdown, the daemon restarts and continues; the shutdown is still delayed."""
     vm = new_vm(bucket, arguments=PADDED)
     training(vm)
     vm.run("systemctl", "poweroff")
@@ -104,9 +104,9 @@ def test_crash_in_mid_flush_keeps_the_lock(
     phases.add("flush begins", flushing)
     phases.add("daemon killed", vm.journal.wait("Main process exited", unit=DAEMON))
     again = vm.journal.wait(event="started", since=flushing.mono_s)
-    phases.add("daemon started anew", again)
+    phases.add("daemon started again", again)
     assert again.pid != killed
-    assert_flushed_while_all_was_up(vm, bucket, phases)
+    assert_flushed_before_the_shutdown(vm, bucket, phases)
     first, second = (
         entry for entry in vm.journal.all(event="evacuation", phase="notice", unit=DAEMON)
     )
@@ -116,9 +116,9 @@ def test_crash_in_mid_flush_keeps_the_lock(
 
 
 CLOSED_STAGING = "chown root:root /var/lib/swansong/staging && chmod 0700 /var/lib/swansong/staging"
-"""Then the program starts and ends with an error."""
+"""After this command the program starts and exits with an error."""
 NO_PROGRAM = "mv /opt/swansong/bin/swansongd /opt/swansong/bin/swansongd.gone"
-"""Then systemd has nothing to start."""
+"""After this command systemd has no program to start."""
 DELAY_OVER = "inhibitor timeout is reached"
 
 
@@ -126,7 +126,7 @@ DELAY_OVER = "inhibitor timeout is reached"
 def test_crash_loop_does_not_delay_the_shutdown(
     new_vm: Any, bucket: Bucket, aws: Aws, phases: Any, fault: str
 ) -> None:
-    """logind waits only for a running daemon, not for one that systemd starts again and again."""
+    """logind waits only for a running daemon, not for one that systemd restarts repeatedly."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.journal.wait(source="logind", event="health", health="ok")
@@ -179,7 +179,7 @@ def test_second_crash_during_a_shutdown_releases_the_lock(
     assert vm.journal.all(DELAY_OVER) == []
 
 
-# As a debugger does: systemd sends SIGCONT to what it stops, which would wake up what SIGSTOP holds.
+# Like a debugger: systemd sends SIGCONT to a process that it stops, which would resume it after SIGSTOP.
 HOLD = """
 import contextlib, ctypes, os, sys
 PTRACE_ATTACH, WALL = 16, 0x40000000
@@ -192,7 +192,7 @@ with contextlib.suppress(ChildProcessError):
 
 
 def test_stop_takes_too_long(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """A daemon that does not answer is killed when its time is over; the VM goes off, commits stand."""
+    """An unresponsive daemon is killed after its stop timeout; the VM shuts down, and commits remain."""
     vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 20")
     vm.drop_in(DAEMON, "[Service]\nTimeoutStopSec=3s\n")
     vm.write("/etc/systemd/logind.conf.d/zzz-test.conf", "[Login]\nInhibitDelayMaxSec=1s\n")
@@ -206,10 +206,10 @@ def test_stop_takes_too_long(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any)
     vm.run("systemctl", "poweroff")
 
     assert vm.wait_off() == 0
-    asked = vm.journal.wait("inhibitor timeout is reached")
+    delay_over = vm.journal.wait("inhibitor timeout is reached")
     killed = vm.journal.wait("timed out. Killing", unit=DAEMON)
-    phases.add("delay over, daemon told to stop", asked)
+    phases.add("delay over, daemon stopping", delay_over)
     phases.add("killed by systemd", killed)
-    phases.add("last word of the journal", vm.journal.all()[-1])
-    assert killed.mono_s - asked.mono_s < 10
+    phases.add("last entry of the journal", vm.journal.all()[-1])
+    assert killed.mono_s - delay_over.mono_s < 10
     assert bucket.manifests()

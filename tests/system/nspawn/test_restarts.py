@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon starts anew, or the whole VM does, while the training goes on."""
+"""The daemon or the whole VM restarts during training."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ pytestmark = pytest.mark.timeout(150, func_only=True)
 
 
 def joined(vm: Container) -> list[dict[str, Any]]:
-    """The trainers that the daemon knows of."""
+    """The trainers that are connected to the daemon."""
     trainers: list[dict[str, Any]] = vm.status()["trainers"]
     return trainers
 
 
 @pytest.mark.fault("H02")
-def test_restart_by_the_operator_disturbs_nobody(
+def test_restart_by_the_operator_disturbs_no_training(
     new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
 ) -> None:
-    """No checkpoint is taken, nobody's connection is refused, generation and trainer stay."""
+    """No checkpoint is taken, no connection is refused; generation and trainer process stay the same."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
-    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: joined(vm), what="the trainer's Hello")
     until(lambda: vm.status()["generation"], what="the generation")
     before, trainer = vm.status(), vm.main_pid(TRAINER)
 
     vm.run("systemctl", "restart", DAEMON)
 
-    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: joined(vm), what="the trainer's Hello")
     until(lambda: vm.status()["generation"], what="the generation")
     after = vm.status()
     assert after["pid"] != before["pid"]
@@ -45,21 +45,23 @@ def test_restart_by_the_operator_disturbs_nobody(
     assert bucket.manifests() == []
     stopping = vm.journal.wait(event="stopping")
     first, second = vm.journal.all(event="started")
-    phases.add("told to stop", stopping)
-    phases.add("started anew", second)
+    phases.add("stopping", stopping)
+    phases.add("started again", second)
     assert second.mono_s > stopping.mono_s > first.mono_s
-    # The socket: a connection made during the restart waits in it.  Not the delay lock.
+    # It is the socket, in which connections wait during the restart.  The delay lock is not stored.
     assert int(vm.show(DAEMON, "NFileDescriptorStore")) == 1
 
 
 @pytest.mark.fault("H04")
-def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """systemd kills it and starts another, which goes on in the same generation and still commits."""
+def test_watchdog_restarts_a_hung_daemon(
+    new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
+) -> None:
+    """systemd kills it and starts another, which keeps the generation and still commits."""
     vm = new_vm(bucket)
     vm.drop_in(DAEMON, "[Service]\nWatchdogSec=2s\n")
     vm.power_on()
     vm.wait_active()
-    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: joined(vm), what="the trainer's Hello")
     until(lambda: vm.status()["generation"], what="the generation")
     before, trainer = vm.status(), vm.main_pid(TRAINER)
 
@@ -67,7 +69,7 @@ def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phas
 
     timeout = vm.journal.wait("Watchdog timeout", unit=DAEMON)
     again = vm.journal.wait(event="started", since=timeout.mono_s)
-    until(lambda: joined(vm), what="the trainer's hello")
+    until(lambda: joined(vm), what="the trainer's Hello")
     until(lambda: vm.status()["generation"], what="the generation")
     assert vm.status()["generation"] == before["generation"]
     assert vm.main_pid(TRAINER) == trainer
@@ -76,12 +78,12 @@ def test_watchdog_ends_a_hung_daemon(new_vm: Any, bucket: Bucket, aws: Aws, phas
     verdict = vm.journal.wait(event="verdict")
     assert verdict.facts["verdict"] == "SAFE"
     phases.add("watchdog timeout", timeout)
-    phases.add("started anew", again)
+    phases.add("started again", again)
     phases.add("verdict of a later notice", verdict)
 
 
 def sealed_steps(vm: Container) -> list[int]:
-    """Steps of the sealed sets on the disk of the VM, seen from outside."""
+    """Steps of the sealed sets on the disk of the VM, read from outside."""
     names = vm.names("/var/lib/swansong/staging/run")
     sealed = (protocol.parse_sealed_name(name) for name in names)
     return sorted(each[0] for each in sealed if each is not None)
@@ -94,9 +96,7 @@ def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) 
     vm.power_on()
     until(lambda: len(bucket.manifests()) >= 2, timeout_s=60, what="two commits")
     bucket.order("outage", seconds=600)
-    until(
-        lambda: len(sealed_steps(vm)) >= 4, timeout_s=60, what="sets that the store does not take"
-    )
+    until(lambda: len(sealed_steps(vm)) >= 4, timeout_s=60, what="sets that are not committed")
 
     vm.power_cut()
     bucket.order("clear")
@@ -110,9 +110,9 @@ def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) 
     until(
         lambda: survived in [manifest["step"] for manifest in bucket.manifests()],
         timeout_s=60,
-        what="its commit",
+        what="the commit of the surviving set",
     )
-    phases.add("last word before the power cut", before.all()[-1])
+    phases.add("last entry before the power cut", before.all()[-1])
     phases.add("restore begins", vm.journal.wait("Starting swansong-restore@run.service"))
     phases.add("restore done", vm.journal.wait("Finished swansong-restore@run.service"))
     phases.add("first step", first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the daemon's unit lets it write, and trainers that try to make use of it."""
+"""The directories that the daemon's unit may write to, and trainers that try to misuse them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORE = f"{STATE}/store"
 SOCKET = "/run/swansong/trainer.sock"
 ATTACK = TRAINERS / "hostile_trainer.py"
 
-# As root, whom no mode keeps out: what the mounts of the namespace alone let be written.
+# Run as root, which ignores modes: finds the directories that the mounts of the namespace make writable.
 PROBE = """
 import json, os
 writable = []
@@ -50,18 +50,18 @@ def in_sandbox_of(vm: Container, unit: str, *command: str) -> str:
 
 @pytest.mark.fault("S27")
 def test_nothing_else_can_be_written(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """In the daemon's mount namespace even root writes to staging, store and runtime directory alone."""
+    """In the daemon's mount namespace even root can write only to staging, store and runtime directory."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
-    # The private /tmp as well, /dev/shm and what others have in /run.
+    # Not to the private /tmp, /dev/shm, or directories of other services in /run.
     writable = json.loads(in_sandbox_of(vm, DAEMON, "python3", "-c", PROBE))
     assert sorted(writable) == ["/run/swansong", f"{STATE}/staging", STORE]
 
 
 @pytest.mark.fault("S16", "S27")
 def test_daemon_has_no_home(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """systemd takes the unit's HOME, and the SDKs look for files where only root can write."""
+    """systemd sets the unit's HOME, and the SDKs look for files only where only root can write."""
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
@@ -79,7 +79,7 @@ def test_daemon_has_no_home(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
 
 @pytest.fixture
 def attacked(new_vm: Any, aws: Aws) -> Container:
-    """A VM with a commit in a store of files that the daemon may write; neither trainer nor daemon runs."""
+    """A VM with a commit in a directory store that the daemon may write; neither trainer nor daemon runs."""
     vm: Container = new_vm(
         store={"url": f"file://{STORE}"},
         arguments="--steps 100000 --step-delay-s 0.02 --every-steps 20",
@@ -93,13 +93,13 @@ def attacked(new_vm: Any, aws: Aws) -> Container:
 
 
 def treasure(vm: Container, *places: str) -> str:
-    """Every file below these places, with owner, mode and content."""
+    """Every file below these paths, with owner, mode and content."""
     script = 'find "$@" -type f -printf "%p %u %m " -exec sha256sum {} \\; | sort'
     return vm.run("sh", "-c", script, "sh", *places, may_fail=True)
 
 
 def attack(vm: Container, mode: str, target: str) -> dict[str, Any]:
-    """What the hostile trainer reports."""
+    """Run the hostile trainer; returns its report."""
     group = vm.run("getent", "group", "swansong-trainers").split(":")[2]
     as_trainer = ("setpriv", "--reuid=trainer", "--regid=trainer", f"--groups={group}")
     script = ("/opt/train/bin/python", "/usr/local/lib/hostile_trainer.py")
@@ -110,19 +110,19 @@ def attack(vm: Container, mode: str, target: str) -> dict[str, Any]:
 
 
 def without_local_sets(vm: Container) -> None:
-    """A restore has to download: a sealed set in staging that is as new would be taken."""
+    """Force restores to download: a sealed set in staging that is as new would be used instead."""
     vm.run("bash", "-c", f"rm -rf {RUN}/step-*")
 
 
 @pytest.mark.fault("S1", "S2", "S24")
 @pytest.mark.parametrize("target", [STORE, f"{RUN}/.swansongd", f"{STATE}/restored"])
-def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: str) -> None:
-    """Links, forged partial restores and exchanged directories: no commit is harmed, nothing is planted."""
+def test_hostile_trainer_redirects_no_write(attacked: Container, target: str) -> None:
+    """Links, forged partial restores and exchanged directories damage no commit and plant nothing."""
     vm = attacked
     own = f"{RUN}/.swansongd"
     places = (STORE, f"{STATE}/restored", f"{own}/claim.json", "/run/swansong-restore", "/etc")
     without_local_sets(vm)
-    # As an older version left it: the name is free for the trainer, before the daemon starts.
+    # As an older version left it: the trainer can take the name before the daemon starts.
     vm.run("rm", "-rf", f"{RUN}/restored")
     vm.run("ln", "-s", target, f"{RUN}/restored")
     vm.run("chown", "--no-dereference", "trainer:", f"{RUN}/restored")
@@ -130,27 +130,27 @@ def test_hostile_trainer_leads_the_daemon_nowhere(attacked: Container, target: s
 
     vm.run("systemctl", "start", DAEMON)
     reports = [attack(vm, "link", target)]
-    for mode in ("partials", "exchange"):  # a restarted daemon has no answer ready
+    for mode in ("partials", "exchange"):  # a restarted daemon has no reply cached
         vm.run("systemctl", "restart", DAEMON)
         reports.append(attack(vm, mode, target))
     vm.run("systemctl", "stop", DAEMON)
 
     assert treasure(vm, *places).splitlines() == before.splitlines()
     assert vm.run("ls", "-A", STATE).split() == ["restored", "staging", "store"]
-    # The daemon's own directory holds plain files of the daemon's, and nothing that was restored.
+    # The daemon's own directory holds only plain files of the daemon, and nothing restored.
     odd = ("!", "(", "-type", "f", "-user", "swansong", "-perm", "600", ")")
     assert vm.run("find", own, "-mindepth", "1", *odd) == ""
     assert vm.run("ls", "-A", STORE).split() == [".swansong-store.json", ".swansong-tmp", "run"]
     for report in reports:
         assert report["answer"].get("error") == "", report
         assert Path(report["answer"]["path"]).parent == Path(RUN, "restored")
-    # Once it is the daemon's, the directory stays.
+    # Once the daemon owns the directory, it stays.
     for report in reports[1:]:
         assert not {"link for restored", "partial in restored"} & set(report["planted"])
 
 
 @pytest.mark.fault("S24")
-def test_restore_unit_hands_the_trainer_one_fixed_line(attacked: Container) -> None:
+def test_restore_unit_gives_the_trainer_one_fixed_line(attacked: Container) -> None:
     """Root writes the environment file; odd instance names restore nothing and remove nothing."""
     vm = attacked
     unit = "swansong-restore@run.service"

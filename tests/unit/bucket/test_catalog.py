@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog: what a listing says, and what it does not."""
+"""The catalog: commits and generations from listings, and errors for objects that no writer made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIGNED = RunKeys("r", SIGNER)
 
 
 class Listing:
-    """A store of which only the listing is asked; it lists in the order given."""
+    """A store with listings only; objects are listed in the given order."""
 
     url = "list://store"
 
@@ -54,7 +54,7 @@ class Listing:
     )
 )
 def test_commits_are_grouped_ordered_and_complete(named: set[tuple[int, int, int, int]]) -> None:
-    """Newest first by (generation, step); complete exactly when each node's manifest is listed."""
+    """Newest first by (generation, step); complete if the manifest of each node is listed."""
     listing = Listing(
         [
             KEYS.commit(CommitRef(generation, step), node, nodes)
@@ -82,7 +82,7 @@ def store(tmp_path: Path) -> FileStore:
 
 
 def test_the_newest_generation(store: FileStore) -> None:
-    """The highest claim counts, of any writer and with any content; without claims the result is 0."""
+    """The highest claim counts, with any writer and any content; without claims the result is 0."""
     assert catalog.newest_generation(store, KEYS) == 0
     for generation in (9, 10):
         store.put(KEYS.generation(generation), b"{}")
@@ -96,7 +96,7 @@ FOREIGN = ["x", "99.json", "100000000.json", "00000001.json/", "00000001.json.ba
 @pytest.mark.fault("G16", "S25")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_an_object_that_no_swansong_writes_is_an_error_and_not_an_empty_run(name: str) -> None:
-    """Neither "no commit" nor "no generation": the error names the object and the way out."""
+    """The error names the object and the fix; it never means "no commit" or "no generation"."""
     for prefix, read in (
         (KEYS.generations, lambda store: catalog.newest_generation(store, KEYS)),
         (KEYS.commits, lambda store: catalog.list_commits(store, KEYS)),
@@ -121,14 +121,14 @@ def test_an_object_that_no_swansong_writes_is_an_error_and_not_an_empty_run(name
     ],
 )
 def test_a_manifest_key_that_no_writer_formats_is_an_error(name: str) -> None:
-    """Beside commits that can be read, as well: it may be the newest one."""
+    """Also beside valid commits: the object may be the newest one."""
     good = KEYS.commit(CommitRef(1, 1), 0, 1)
     with pytest.raises(CorruptError, match="has a key that no swansong"):
         catalog.list_commits(Listing([good, f"{KEYS.commits}{name}"]), KEYS)  # type: ignore[arg-type]
 
 
-def test_folder_markers_of_consoles_are_no_objects() -> None:
-    """Empty objects whose key ends in a slash are passed over; such a key with content is not."""
+def test_folder_markers_of_consoles_are_left_out() -> None:
+    """Empty objects whose key ends in a slash are left out; such a key with content is an error."""
     markers = ["r/generations/", "r/commits/", "r/commits/00000001/", "r/commits/a folder/"]
     good = KEYS.commit(CommitRef(1, 1), 0, 1)
     empty = Listing([*markers, good], size_bytes=0)
@@ -138,8 +138,8 @@ def test_folder_markers_of_consoles_are_no_objects() -> None:
         catalog.list_commits(Listing(markers), KEYS)  # type: ignore[arg-type]
 
 
-def test_hostile_commits_for_many_nodes_cost_no_time() -> None:
-    """20,000 manifests, each the only one of 99,999 nodes: whether they are complete is no question."""
+def test_hostile_commits_for_many_nodes_cost_little_time() -> None:
+    """20,000 manifests, each of another commit with 99,999 nodes."""
     listing = Listing([KEYS.commit(CommitRef(1, step), 0, 99_999) for step in range(20_000)])
     began_s = time.thread_time()
     assert not any(found.is_complete for found in catalog.list_commits(listing, KEYS))  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_hostile_commits_for_many_nodes_cost_no_time() -> None:
 def test_a_reader_holds_the_newest_commits_only(
     monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    """A flooded listing costs time, and no memory without limit; in any order the newest are kept."""
+    """Of a flooded listing in any order, only the newest commits are in memory."""
     monkeypatch.setattr(catalog, "LISTED_MAX", 10)
     steps = list(range(50))
     if order != "of bytes":
@@ -183,7 +183,7 @@ def test_load_returns_the_manifests_by_node(store: FileStore) -> None:
 def test_a_manifest_under_another_name_is_refused(
     store: FileStore, tmp_path: Path, key: str
 ) -> None:
-    """A copied or renamed manifest is not taken for what its key says."""
+    """A copied or renamed manifest does not match its key."""
     commit(store, {"a": b"x"})
     right = KEYS.commit(CommitRef(1, 100), 0, 1)
     store.put(key, store.get(right))
@@ -195,11 +195,11 @@ def test_a_manifest_under_another_name_is_refused(
 
 
 def test_a_manifest_that_vanished_is_refused(store: FileStore) -> None:
-    """Retention may delete a commit between the listing and the reading."""
+    """Retention may delete a commit between the listing and the read."""
     commit(store, {"a": b"x"})
     (found,) = catalog.list_commits(store, KEYS)
     store.delete(found.manifest_keys[0])
-    with pytest.raises(CorruptError, match="gone"):
+    with pytest.raises(CorruptError, match="missing"):
         catalog.load(store, KEYS, found)
 
 
@@ -207,7 +207,7 @@ def test_a_manifest_that_vanished_is_refused(store: FileStore) -> None:
 def test_manifests_that_are_too_large_are_not_fetched(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over all nodes together: the size comes from the listing, before any of them is read."""
+    """The limit is for all nodes together; the listing has the sizes before any read."""
     for node in range(3):
         commit(store, {f"n{node}": b"x"}, node=node, nodes=3)
     (found,) = catalog.list_commits(store, KEYS)
@@ -228,7 +228,7 @@ def test_manifests_that_are_too_large_are_not_fetched(
 def test_an_object_that_get_refuses_is_a_damaged_manifest_and_not_a_failing_store(
     store: FileStore, tmp_path: Path
 ) -> None:
-    """One manifest of 65 MiB must not keep a restore from the older commits."""
+    """One manifest of 65 MiB does not prevent a restore of an older commit."""
     commit(store, {"a": b"x"})
     key = KEYS.commit(CommitRef(1, 100), 0, 1)
     (found,) = catalog.list_commits(store, KEYS)
@@ -242,7 +242,7 @@ def test_an_object_that_get_refuses_is_a_damaged_manifest_and_not_a_failing_stor
 def test_a_commit_that_costs_too_much_processor_time_is_refused(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget counts the work of this thread; a store that takes its time is not punished."""
+    """The budget counts the work of this thread, not the time of requests."""
     for node in range(2):
         commit(store, {f"n{node}": b"x"}, node=node, nodes=2)
     (found,) = catalog.list_commits(store, KEYS)
@@ -271,7 +271,7 @@ def test_a_commit_that_costs_too_much_processor_time_is_refused(
 
 
 def sign(store: FileStore, key: str) -> None:
-    """Put the signed form of a manifest in the place of an unsigned one."""
+    """Replace an unsigned manifest by its signed form."""
     made = manifest.decode(store.get(key))
     store.delete(key)
     store.put(key, manifest.encode(made, SIGNER))
@@ -290,7 +290,7 @@ def test_with_a_key_an_unsigned_manifest_is_a_damaged_one(store: FileStore) -> N
 
 @pytest.mark.fault("S25")
 def test_with_a_key_only_signed_claims_count(store: FileStore) -> None:
-    """An unsigned claim above ours is logged, and is no newer generation; a signed one is."""
+    """An unsigned claim above ours is logged and does not count; a signed one does."""
     store.put(KEYS.generation(3), claim.encode(a_claim(3), SIGNER))
     store.put(KEYS.generation(7), claim.encode(a_claim(7)))
     store.put(KEYS.generation(8), claim.encode(a_claim(9), SIGNER))  # that of another number
@@ -313,7 +313,7 @@ def a_claim(generation: int) -> ClaimObject:
 
 @pytest.mark.fault("S25")
 def test_with_a_key_a_foreign_object_does_not_hide_a_commit(store: FileStore) -> None:
-    """It is logged and passed over, as long as there is a commit beside it."""
+    """The object is logged and skipped if there is a commit beside it."""
     commit(store, {"a": b"x"})
     store.put(f"{KEYS.commits}junk", b"")
     with capture_logs() as logs:
@@ -323,7 +323,7 @@ def test_with_a_key_a_foreign_object_does_not_hide_a_commit(store: FileStore) ->
         catalog.list_commits(store, KEYS)
 
 
-def test_a_store_that_is_not_there_is_not_an_empty_one(store: FileStore, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_not_an_empty_run(store: FileStore, tmp_path: Path) -> None:
     """A missing bucket is an error, and never "no commits"."""
     shutil.rmtree(tmp_path / "store")
     with pytest.raises(Permanent):
@@ -345,8 +345,8 @@ def farewell(store: FileStore, generation: int, verdict: str, written: str) -> N
     store.put(KEYS.farewell(generation, written.replace(":", "")), json.dumps(body).encode())
 
 
-def test_vms_that_went_without_a_safe_farewell_are_counted(store: FileStore) -> None:
-    """One that said nothing counts, one that was SAFE does not; each lived until its last sign."""
+def test_vms_without_a_safe_farewell_are_counted(store: FileStore) -> None:
+    """A VM without a farewell counts, one with SAFE does not; each lived until its last object."""
     put_claim(store, 1, "2029-12-31T23:00:00Z")
     commit(store, {"a": b"1"}, generation=1, step=5)  # created at 2030-01-01T00:00:00Z
     put_claim(store, 2, "2030-01-01T10:00:00Z")
@@ -359,8 +359,8 @@ def test_vms_that_went_without_a_safe_farewell_are_counted(store: FileStore) -> 
     assert catalog.history(store, KEYS, 1) == History()
 
 
-def test_a_rollback_and_an_end_are_no_interruptions(store: FileStore) -> None:
-    """Two generations of one boot are one VM, and who made a final commit has ended by itself."""
+def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -> None:
+    """Two generations of one boot are one VM; a VM with a final commit ended by itself."""
     put_claim(store, 1, "2030-01-01T00:00:00Z", "same")
     put_claim(store, 2, "2030-01-01T01:00:00Z", "same")
     commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
@@ -368,8 +368,8 @@ def test_a_rollback_and_an_end_are_no_interruptions(store: FileStore) -> None:
     assert catalog.history(store, KEYS, 3) == History(0.0, 0)
 
 
-def test_a_history_that_makes_no_sense_stops_nobody(store: FileStore, tmp_path: Path) -> None:
-    """Clocks that ran backwards, claims and farewells that are no JSON or say nothing, many generations."""
+def test_a_malformed_history_raises_nothing(store: FileStore, tmp_path: Path) -> None:
+    """Clocks that ran backwards, malformed claims and farewells, and many generations."""
     for generation in range(1, 28):
         store.put(KEYS.generation(generation), [b"{", b"[]", b'{"identity": 7}'][generation % 3])
     put_claim(store, 29, "0001-01-01T00:00:00")
@@ -382,8 +382,8 @@ def test_a_history_that_makes_no_sense_stops_nobody(store: FileStore, tmp_path: 
     assert catalog.history(store, KEYS, 30) == History(0.0, catalog.HISTORY_MAX)
 
 
-def test_a_clock_that_lies_makes_no_vm_live_for_ever(store: FileStore) -> None:
-    """One planted claim of the year 1 must not stretch the interval of periodic checkpoints to years."""
+def test_a_wrong_clock_does_not_stretch_the_history(store: FileStore) -> None:
+    """A planted claim of the year 1 must not make periodic checkpoints years apart."""
     put_claim(store, 1, "1000-01-01T00:00:00Z")
     farewell(store, 1, "PARTIAL", "9000-01-01T00:00:00Z")
     put_claim(store, 2, "2030-01-01T00:00:00Z")
@@ -392,7 +392,7 @@ def test_a_clock_that_lies_makes_no_vm_live_for_ever(store: FileStore) -> None:
 
 @pytest.mark.fault("S25")
 def test_with_a_key_the_history_is_that_of_signed_claims(store: FileStore) -> None:
-    """Twenty planted claims do not make the run look as if twenty VMs were lost."""
+    """Twenty planted claims do not count as twenty lost VMs."""
     for generation in range(1, 21):
         put_claim(store, generation, "2030-01-01T00:00:00Z")
     assert catalog.history(store, SIGNED, 21) == History()
@@ -409,8 +409,8 @@ class Counting(FileStore):
 
 
 @pytest.mark.fault("S25")
-def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: Path) -> None:
-    """One thread reads the history and creates manifests: reads are limited, and end with a notice."""
+def test_planted_claims_and_farewells_do_not_delay_the_first_commit(tmp_path: Path) -> None:
+    """One thread reads the history and creates manifests: reads are limited, and end at a notice."""
     store = file_store(tmp_path / "store", Counting)
     put_claim(store, 1, "2030-01-01T00:00:00Z")
     for generation in range(2, 302):
@@ -420,5 +420,5 @@ def test_planted_claims_and_farewells_do_not_hold_up_the_first_commit(tmp_path: 
     for number in range(50):
         store.put(KEYS.farewell(301, f"x{number}"), b"{}")
     store.gets = 0
-    assert catalog.history(store, KEYS, 302, gives_up=lambda: store.gets > 20) == History()
+    assert catalog.history(store, KEYS, 302, is_cancelled=lambda: store.gets > 20) == History()
     assert store.gets <= 25

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claim: what is encoded comes back, and every field of anything else is checked."""
+"""Claims: encoding and decoding are inverse, and every field is checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ fields = st.sampled_from(
 
 
 def test_round_trip() -> None:
-    """With and without a name of a job start, signed and not."""
+    """With and without a job start, signed and not."""
     for claim in (CLAIM, replace(CLAIM, job_start_id="", identity={})):
         assert decode(encode(claim)) == claim
         assert decode(encode(claim, SIGNER), SIGNER) == decode(encode(claim, SIGNER)) == claim
@@ -45,7 +45,7 @@ def test_round_trip() -> None:
 @pytest.mark.fault("S13")
 @given(changes=st.dictionaries(fields, anything))
 def test_no_body_raises_anything_else(changes: dict[str, Any]) -> None:
-    """Whatever the fields hold: a claim within the bounds, or the declared error."""
+    """Any fields give a claim within the bounds, or the declared error."""
     body = json.loads(encode(CLAIM, SIGNER)) | changes
     for signer in (None, SIGNER):
         try:
@@ -75,7 +75,7 @@ def test_no_claim_costs_much(data: bytes) -> None:
 
 @pytest.mark.fault("S25")
 def test_a_changed_claim_loses_its_signature() -> None:
-    """Every field counts, unknown ones as well; so does the kind of the object."""
+    """The signature covers every field, also unknown ones, and the kind of the object."""
     body = json.loads(encode(CLAIM, SIGNER))
     of_a_manifest = SIGNER.signed("swansong-manifest", json.loads(encode(CLAIM)))["signature"]
     for forged in (

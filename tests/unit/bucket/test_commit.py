@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claiming and committing: races, lost replies, conflicts, fences, and stores that lie."""
+"""Claims and commits: races, lost replies, conflicts, fences, and stores that break the contract."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def create(
 
 
 class Lossy(FileStore):
-    """Carries out a put, and loses the reply of the first ones."""
+    """Executes every put, and loses the replies of the first ones."""
 
     lose = 0
 
@@ -98,8 +98,8 @@ def claim(store: FileStore | Retrying, nonce: str) -> commit.Claim:
 
 
 @pytest.mark.fault("G04")
-def test_of_eight_claimers_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
-    """However they race: distinct generations, without a gap, each claim object of its winner."""
+def test_eight_racing_claimers_get_eight_numbers(tmp_path: Path) -> None:
+    """Distinct generations, without a gap; each claim object is that of its winner."""
     store = file_store(tmp_path / "store")
     start = threading.Barrier(8)
     won: dict[str, int] = {}
@@ -120,14 +120,14 @@ def test_of_eight_claimers_each_gets_a_number_of_its_own(tmp_path: Path) -> None
 
 @pytest.mark.fault("G05")
 def test_a_claim_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
-    """The retry is refused, the nonce read back: number 1, not a second one."""
+    """The retry is refused, and the nonce is read back: there is no second claim."""
     made = claim(lossy(tmp_path, lose=1), "me")
     assert (made.generation, made.content.nonce, made.honours_if_absent) == (1, "me", True)
 
 
 @pytest.mark.fault("G02", "O08")
 def test_a_commit_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
-    """Refused on the retry, and still a success: the nonce is ours; a second time as well."""
+    """The retry is refused; the nonce is ours, so the commit succeeds, also a second time."""
     store = lossy(tmp_path, lose=1)
     create(store, KEYS, a_manifest())
     create(store, KEYS, a_manifest())
@@ -135,8 +135,8 @@ def test_a_commit_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("O09")
-def test_another_set_under_our_name_is_a_conflict(tmp_path: Path) -> None:
-    """What stands is never replaced."""
+def test_another_set_under_our_key_is_a_conflict(tmp_path: Path) -> None:
+    """An existing manifest is never replaced."""
     store = file_store(tmp_path / "store")
     create(store, KEYS, a_manifest(nonce="first"))
     with pytest.raises(Exists):
@@ -146,8 +146,8 @@ def test_another_set_under_our_name_is_a_conflict(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("G08", "O09")
-def test_a_damaged_manifest_under_our_name_is_a_conflict(tmp_path: Path) -> None:
-    """It is not taken for ours, and not written over."""
+def test_a_damaged_manifest_under_our_key_is_a_conflict(tmp_path: Path) -> None:
+    """A damaged manifest does not count as ours, and is not replaced."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.commit(CommitRef(1, 10), 0, 1), b"{")
     with pytest.raises(Exists):
@@ -156,7 +156,7 @@ def test_a_damaged_manifest_under_our_name_is_a_conflict(tmp_path: Path) -> None
 
 @pytest.mark.fault("G03")
 def test_a_newer_generation_fences(tmp_path: Path) -> None:
-    """The zombie learns who took over, and writes no manifest."""
+    """A fenced VM gets the number of the newer generation, and writes no manifest."""
     store = file_store(tmp_path / "store")
     old, new = claim(store, "old").generation, claim(store, "new").generation
     with pytest.raises(FencedError) as caught:
@@ -175,8 +175,8 @@ def wipe(store: FileStore) -> None:
 
 
 @pytest.mark.fault("G18")
-def test_a_claim_that_was_deleted_is_made_again(tmp_path: Path) -> None:
-    """The prefix is emptied while a VM trains: its next commit stands, under a claim with the same bytes."""
+def test_a_deleted_claim_is_created_again(tmp_path: Path) -> None:
+    """The prefix is emptied while a VM trains: its next commit creates the same claim again."""
     store = file_store(tmp_path / "store")
     ours = claim(store, "us").content
     before = store.get(KEYS.generation(1))
@@ -193,10 +193,7 @@ def test_a_claim_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.fault("G18", "G04")
 @pytest.mark.parametrize("when", ["before", "at once"])
 def test_a_number_that_another_vm_has_claimed_again_is_lost(tmp_path: Path, when: str) -> None:
-    """Emptied, then claimed by another VM: the first is fenced, and writes no manifest under the number.
-
-    Also when both claim at once: only one create-if-absent succeeds.
-    """
+    """The prefix is emptied, and another VM claims the number: the first VM is fenced, also in a race."""
 
     class Racing(FileStore):
         is_racing = False
@@ -226,8 +223,8 @@ def test_a_number_that_another_vm_has_claimed_again_is_lost(tmp_path: Path, when
     create(store, KEYS, a_manifest(), by="them")
 
 
-def test_the_vms_of_one_start_share_what_one_of_them_claims_again(tmp_path: Path) -> None:
-    """The nonce is that of another VM, the job start is theirs."""
+def test_the_vms_of_one_start_share_a_claim_that_one_creates_again(tmp_path: Path) -> None:
+    """The nonce is that of another VM; the job start is the same."""
     store = file_store(tmp_path / "store")
     commit.ensure_not_fenced(store, KEYS, held(1, "one", "start"))
     commit.ensure_not_fenced(store, KEYS, held(1, "two", "start"))
@@ -238,7 +235,7 @@ def test_the_vms_of_one_start_share_what_one_of_them_claims_again(tmp_path: Path
 
 @pytest.mark.fault("S25")
 def test_a_claim_that_was_overwritten_fences_no_vm(tmp_path: Path) -> None:
-    """Without a key it is an error that names the object; with a key an unsigned claim does not count."""
+    """Without a key the error names the object; with a key an unsigned claim does not count."""
     store = file_store(tmp_path / "store")
     claim(store, "us")
     store.put(KEYS.generation(1), b"{")
@@ -251,8 +248,8 @@ def test_a_claim_that_was_overwritten_fences_no_vm(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("O14")
-def test_a_store_that_ignores_preconditions_is_recognised(tmp_path: Path) -> None:
-    """The claim says whether its second creation was refused, as it must be."""
+def test_a_store_that_ignores_preconditions_is_detected(tmp_path: Path) -> None:
+    """The claim reports whether its second creation was refused."""
     careless = file_store(tmp_path / "store", Careless)
     assert not claim(careless, "me").honours_if_absent
     assert claim(file_store(tmp_path / "good"), "me").honours_if_absent
@@ -260,7 +257,7 @@ def test_a_store_that_ignores_preconditions_is_recognised(tmp_path: Path) -> Non
 
 @pytest.mark.fault("O15", "G07")
 def test_generations_only_grow(tmp_path: Path) -> None:
-    """Gaps and foreign names in the listing do not make a number come twice."""
+    """Gaps and foreign names in the listing never cause a second claim of a number."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.generation(41), b"{}")
     store.put(KEYS.generation(7), b"{}")
@@ -268,8 +265,8 @@ def test_generations_only_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("S25")
-def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> None:
-    """One planted claim must not lead to a generation whose commits no reader finds: nothing is claimed."""
+def test_no_number_after_the_last_one_is_claimed(tmp_path: Path) -> None:
+    """A planted claim must not lead to a generation whose commits no reader finds."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
     before = committed.tree(tmp_path)
@@ -285,7 +282,7 @@ def test_the_last_number_of_the_format_ends_the_claims_aloud(tmp_path: Path) -> 
 def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committed(
     tmp_path: Path,
 ) -> None:
-    """It may be a newer generation: the error names it, and once it is gone a commit succeeds."""
+    """The object may be a newer generation: the error names it; a commit succeeds after its deletion."""
     store = file_store(tmp_path / "store")
     create(store, KEYS, a_manifest())
     foreign = f"{KEYS.generations}100000000.json"
@@ -301,8 +298,8 @@ def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committe
     create(store, KEYS, a_manifest(step=11))
 
 
-def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None:
-    """The name of a job start comes from the trainer."""
+def test_a_claim_that_no_other_vm_could_read_is_not_created(tmp_path: Path) -> None:
+    """The id of a job start comes from the trainer."""
     store = file_store(tmp_path / "store")
     with pytest.raises(CorruptError, match="job_start_id"):
         commit.claim_generation(store, KEYS, identity={}, nonce="n", job_start_id="x" * 10_000)
@@ -313,7 +310,7 @@ def test_a_claim_that_no_other_vm_could_read_is_not_made(tmp_path: Path) -> None
 
 
 class Blind(FileStore):
-    """Takes manifests, and hides some of its objects."""
+    """Accepts manifests, and omits some objects from its listing."""
 
     hidden_from_list = hidden_from_get = False
 
@@ -331,7 +328,7 @@ class Blind(FileStore):
 
 @pytest.mark.fault("G08")
 def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path) -> None:
-    """Readers go by the listing.  Trying again is safe, and works once it shows the manifest."""
+    """Readers use the listing.  A retry is safe, and succeeds once the listing contains the manifest."""
     store = file_store(tmp_path / "store", Blind)
     store.hidden_from_list = True
     for _ in range(2):
@@ -342,12 +339,12 @@ def test_a_commit_that_the_listing_does_not_show_is_not_reported(tmp_path: Path)
 
 
 def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
-    """A store that answers 404 to each GET, or returns something else, has no commit."""
+    """A store that returns 404 or other bytes for each GET has no commit."""
     store = file_store(tmp_path / "store", Blind)
     store.hidden_from_get = True
-    with pytest.raises(CorruptError, match="gone"):
+    with pytest.raises(CorruptError, match="missing"):
         create(store, KEYS, a_manifest(), reads_back=True)
-    with pytest.raises(NotFound):  # refused now, and what is there cannot be compared
+    with pytest.raises(NotFound):  # refused, and the existing object cannot be compared
         create(store, KEYS, a_manifest(), reads_back=True)
     store.hidden_from_get = False
     create(store, KEYS, a_manifest(), reads_back=True)
@@ -365,7 +362,7 @@ def test_a_commit_is_read_back_as_a_reader_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_commit_costs_four_small_requests(tmp_path: Path) -> None:
-    """The claims, its own claim, the manifest, and the prefix of that commit alone, whatever the run has."""
+    """The claims, its own claim, the manifest, and the listing of that commit, for any size of the run."""
     requests = []
 
     class Counting(FileStore):
@@ -405,10 +402,10 @@ def test_a_commit_costs_four_small_requests(tmp_path: Path) -> None:
         {"framework": "\ud800"},
     ],
 )
-def test_what_no_reader_would_accept_is_not_written(
+def test_a_manifest_that_no_reader_would_accept_is_not_written(
     tmp_path: Path, unusable: dict[str, Any]
 ) -> None:
-    """A declared error, and neither a request nor an object."""
+    """The declared error, and no request."""
     store = file_store(tmp_path / "store")
     with pytest.raises(BoundsError):
         create(store, KEYS, replace(a_manifest(), **unusable))
@@ -421,9 +418,8 @@ SIGNED = RunKeys("r", Signer(b"k" * 32))
 
 
 @pytest.mark.fault("S25")
-def test_what_a_bucket_writer_plants_neither_fences_nor_counts(tmp_path: Path) -> None:
-    """A higher claim and a commit under it: with the key both are passed over, and their number stays free
-    of us."""
+def test_a_planted_claim_and_commit_do_not_count_with_a_key(tmp_path: Path) -> None:
+    """A higher claim and a commit under it are skipped, and no VM claims their number."""
     store = file_store(tmp_path / "store")
     ours = commit.claim_generation(store, SIGNED, identity={}, nonce="us").generation
     create(store, SIGNED, a_manifest(generation=ours), reads_back=True)
@@ -442,7 +438,7 @@ def test_what_a_bucket_writer_plants_neither_fences_nor_counts(tmp_path: Path) -
 
 @pytest.mark.fault("S25")
 def test_a_flood_of_planted_claims_does_not_keep_a_vm_from_its_generation(tmp_path: Path) -> None:
-    """More of them than a claim has attempts: all their numbers are known from the listing."""
+    """There are more claims than attempts: all their numbers are known from the listing."""
     store = file_store(tmp_path / "store")
     assert commit.claim_generation(store, SIGNED, identity={}, nonce="a").generation == 1
     for generation in range(2, 302):
@@ -452,7 +448,7 @@ def test_a_flood_of_planted_claims_does_not_keep_a_vm_from_its_generation(tmp_pa
 
 @pytest.mark.fault("S25")
 def test_a_planted_manifest_with_our_nonce_is_not_taken_for_ours(tmp_path: Path) -> None:
-    """The nonce of a set can be read in the keys of its shards; the signature cannot be made."""
+    """The nonce of a set is readable in the keys of its shards; the signature cannot be forged."""
     store = file_store(tmp_path / "store")
     store.put(KEYS.commit(CommitRef(1, 10), 0, 1), manifest.encode(a_manifest()))
     with pytest.raises(Exists):
@@ -471,8 +467,8 @@ def test_a_signed_manifest_of_another_generation_is_not_taken_for_ours(tmp_path:
 
 
 @pytest.mark.fault("S25")
-def test_an_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
-    """All VMs of a start share the signed claim of it."""
+def test_a_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
+    """All VMs of a start share its signed claim."""
     store = file_store(tmp_path / "store")
 
     def join(keys: RunKeys, nonce: str) -> int:
@@ -484,8 +480,8 @@ def test_an_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> N
     assert [join(SIGNED, nonce) for nonce in "abc"] == [2, 2, 2]
 
 
-def test_a_store_that_fails_is_no_answer(tmp_path: Path) -> None:
-    """Neither fenced nor claimed: the error comes through."""
+def test_an_error_of_the_store_is_raised(tmp_path: Path) -> None:
+    """The result is neither fenced nor claimed."""
 
     class Down(FileStore):
         def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:

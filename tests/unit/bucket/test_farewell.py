@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The farewell records the verdict and the timeline, and readers accept what is of use to them."""
+"""A farewell contains the verdict and the timeline, and readers need only three of its fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swansongd.bucket.farewell import (
 )
 from swansongd.core.events import Conclude
 from swansongd.errors import CorruptError
-from swansongd.model import CommitRef, Part, Verdict
+from swansongd.model import CommitRef, Verdict, VmPart
 
 WRITTEN = "2030-01-01T00:00:00Z"
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(2, 7), 101.5)
@@ -48,7 +48,7 @@ def test_a_farewell_has_the_verdict_and_the_timeline() -> None:
 
 def test_a_farewell_names_the_part_of_a_checkpoint_that_is_not_whole() -> None:
     """Over several VMs: the part that this VM has committed, and the number of VMs that have."""
-    part = Part(CommitRef(2, 9), 3, 2)
+    part = VmPart(CommitRef(2, 9), 3, 2)
     body = json.loads(written(Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, part)))
     assert (body["commit"]["step"], body["complete"]) == (7, False)
     assert body["part"] == {"generation": 2, "step": 9, "nodes": 3, "nodes_committed": 2}

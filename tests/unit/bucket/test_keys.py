@@ -19,10 +19,10 @@ NODES = st.integers(1, 10**5 - 1)
 
 
 @given(generation=GENERATIONS, step=STEPS, nodes=NODES, data=st.data())
-def test_keys_are_parsed_back_to_what_they_were_made_from(
+def test_formatting_and_parsing_are_inverse(
     generation: int, step: int, nodes: int, data: st.DataObject
 ) -> None:
-    """Formatting and parsing are inverse, for commits and for generations."""
+    """For commits and for generations."""
     node = data.draw(st.integers(0, nodes - 1))
     ref = CommitRef(generation, step)
     parsed = KEYS.parse_commit(KEYS.commit(ref, node, nodes))
@@ -32,7 +32,7 @@ def test_keys_are_parsed_back_to_what_they_were_made_from(
 
 @given(refs=st.lists(st.builds(CommitRef, GENERATIONS, STEPS), max_size=20))
 def test_a_listing_is_in_numeric_order(refs: list[CommitRef]) -> None:
-    """Keys sort as their numbers do."""
+    """Keys sort as their numbers."""
     by_number = [KEYS.commit(ref, 0, 1) for ref in sorted(refs)]
     assert by_number == sorted(by_number)
 
@@ -51,8 +51,8 @@ def test_a_listing_is_in_numeric_order(refs: list[CommitRef]) -> None:
         "00000001/000000000100/00000-of-00001.json",
     ],
 )
-def test_what_is_no_commit_is_not_taken_for_one(key: str) -> None:
-    """A key parses only when it is exactly one that we would write."""
+def test_only_exact_keys_parse_as_commits(key: str) -> None:
+    """A key parses only if it is exactly one that a writer formats."""
     assert KEYS.parse_commit(key) is None
 
 
@@ -64,8 +64,8 @@ def test_what_is_no_commit_is_not_taken_for_one(key: str) -> None:
         "x/generations/00000001.json",
     ],
 )
-def test_what_is_no_claim_is_not_taken_for_one(key: str) -> None:
-    """The same for generations."""
+def test_only_exact_keys_parse_as_generations(key: str) -> None:
+    """A key parses only if it is exactly one that a writer formats."""
     assert KEYS.parse_generation(key) is None
 
 
@@ -88,14 +88,14 @@ def test_what_is_no_claim_is_not_taken_for_one(key: str) -> None:
 def test_a_number_beyond_the_format_never_gets_into_a_key(
     make: Callable[[], str], field: str
 ) -> None:
-    """No reader would parse such a key: formatting it is an error that names the field."""
+    """No reader would parse such a key: formatting raises an error that names the field."""
     with pytest.raises(BoundsError, match=field):
         make()
 
 
 @given(generation=GENERATIONS, step=STEPS, path=st.sampled_from(["a", "a/b", "0/00000/x"]))
 def test_a_shard_is_recognised_by_its_key_and_path(generation: int, step: int, path: str) -> None:
-    """What is formatted is recognised; under another path, run or directory it is not."""
+    """A formatted key is recognised; with another path, run or directory it is not."""
     key = KEYS.shard(generation, CheckpointId(step, "n1"), "a1", 3, path)
     assert KEYS.is_shard(key, path)
     assert not RunKeys("other").is_shard(key, path)
@@ -105,8 +105,8 @@ def test_a_shard_is_recognised_by_its_key_and_path(generation: int, step: int, p
     assert not KEYS.is_shard(key.replace("/00003/", "/00003/../"), path)
 
 
-def test_each_attempt_at_a_shard_has_a_key_of_its_own_below_the_data_of_the_run() -> None:
-    """No key is ever written twice: generation, checkpoint, attempt and node are all in it."""
+def test_each_upload_of_a_shard_has_another_key() -> None:
+    """The key contains generation, checkpoint, upload nonce and node."""
     made = {
         KEYS.shard(generation, CheckpointId(step, nonce), attempt, node, "a/b")
         for generation in (1, 2)

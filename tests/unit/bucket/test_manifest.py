@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what is encoded comes back, and nothing else is believed."""
+"""Manifests: encoding and decoding are inverse, and any other bytes are refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ manifests = st.builds(
 
 
 def signed(**changes: Any) -> bytes:
-    """A manifest with fields changed and a digest that is right all the same: a forgery."""
+    """A forged manifest: changed fields with a matching digest."""
     body = json.loads(encode(MANIFEST)) | changes
     del body["digest"]
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
@@ -118,7 +118,7 @@ def signed(**changes: Any) -> bytes:
 
 
 def with_shard(**changes: Any) -> bytes:
-    """A forgery with one shard, whose key is that of its path."""
+    """A forged manifest with one shard, whose key matches its path."""
     shard = json.loads(encode(MANIFEST))["shards"][0]
     if "path" in changes:
         shard["key"] = shard["key"].replace(shard["path"], changes["path"])
@@ -127,7 +127,7 @@ def with_shard(**changes: Any) -> bytes:
 
 @given(manifest=manifests)
 def test_round_trip(manifest: Manifest) -> None:
-    """What was encoded is decoded to the same value, and encodes to the same bytes."""
+    """A decoded manifest equals the encoded one, and encodes to the same bytes."""
     data = encode(manifest)
     assert decode(data) == manifest
     assert encode(decode(data)) == data
@@ -135,7 +135,7 @@ def test_round_trip(manifest: Manifest) -> None:
 
 @pytest.mark.fault("G08")
 def test_every_flipped_bit_is_refused() -> None:
-    """No single flipped bit goes unseen, wherever it is."""
+    """Every bit of a manifest, one at a time."""
     data = encode(MANIFEST)
     assert decode(data) == MANIFEST
     for bit in range(8 * len(data)):
@@ -148,7 +148,7 @@ def test_every_flipped_bit_is_refused() -> None:
 @pytest.mark.fault("G08")
 @given(manifest=manifests, data=st.data())
 def test_a_flipped_bit_is_refused_in_any_manifest(manifest: Manifest, data: st.DataObject) -> None:
-    """The same for arbitrary manifests, whatever their strings hold."""
+    """The same for arbitrary manifests with arbitrary strings."""
     flipped = bytearray(encode(manifest))
     bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
     flipped[bit // 8] ^= 1 << bit % 8
@@ -157,8 +157,8 @@ def test_a_flipped_bit_is_refused_in_any_manifest(manifest: Manifest, data: st.D
 
 
 @pytest.mark.fault("G08")
-def test_a_manifest_that_was_cut_short_is_refused() -> None:
-    """Every true prefix is refused, the empty one included; and so is anything appended."""
+def test_a_truncated_manifest_is_refused() -> None:
+    """Every prefix is refused, also the empty one, and every extension."""
     data = encode(MANIFEST)
     for cut in range(len(data)):
         with pytest.raises(CorruptError):
@@ -182,8 +182,8 @@ def test_a_manifest_that_was_cut_short_is_refused() -> None:
         b'{"format":"other","version":1}',
     ],
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
-    """Other JSON, other formats and no JSON at all are corrupt, not a crash."""
+def test_other_objects_are_refused(data: bytes) -> None:
+    """Other JSON, other formats and other bytes are corrupt, without a crash."""
     with pytest.raises(CorruptError):
         decode(data)
 
@@ -196,15 +196,15 @@ def test_noise_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.fault("G09")
-def test_a_newer_format_is_refused_with_a_way_out() -> None:
-    """A manifest of a later version is not guessed at; the hint says to upgrade."""
+def test_a_newer_format_is_refused_with_a_hint() -> None:
+    """The hint is to upgrade."""
     with pytest.raises(CorruptError, match="version 2") as caught:
         decode(signed(version=2))
     assert "upgrade" in caught.value.hint
 
 
-def test_unknown_fields_are_passed_over() -> None:
-    """A field added within the version does not keep older readers out."""
+def test_unknown_fields_are_ignored() -> None:
+    """An additional field within the version does not break older readers."""
     assert decode(signed(added_later={"x": 1})) == MANIFEST
 
 
@@ -230,15 +230,15 @@ HOSTILE = [
 @pytest.mark.fault("S6", "S24", "G16")
 @pytest.mark.parametrize("path", HOSTILE)
 def test_a_path_that_leads_out_is_refused(path: str) -> None:
-    """However well the manifest is signed, no unsafe path is taken from it."""
+    """No unsafe path is accepted, also from a manifest with a valid digest."""
     with pytest.raises(CorruptError, match="path"):
         decode(with_shard(path=path))
 
 
 @pytest.mark.fault("S6", "G16")
 @given(path=st.text())
-def test_only_plain_relative_paths_are_taken(path: str) -> None:
-    """Whatever is accepted stays below the directory, in plain characters."""
+def test_only_plain_relative_paths_are_accepted(path: str) -> None:
+    """An accepted path is below the directory and has plain characters."""
     try:
         decode(with_shard(path=path))
     except CorruptError:
@@ -314,15 +314,15 @@ def test_a_key_that_is_not_among_the_data_of_the_run_is_refused(key: str) -> Non
         (lambda: signed(run=None), "run"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused(make: Callable[[], bytes], about: str) -> None:
-    """Wrong types, negative sizes and impossible numbers are named, and refused."""
+def test_a_value_out_of_bounds_is_refused(make: Callable[[], bytes], about: str) -> None:
+    """Wrong types, negative sizes and numbers out of range are refused; the error names the field."""
     with pytest.raises(CorruptError, match=about):
         decode(make())
 
 
 @pytest.mark.parametrize("missing", sorted(json.loads(encode(MANIFEST)).keys() - {"parent"}))
 def test_a_missing_field_is_refused(missing: str) -> None:
-    """No field has a silent default."""
+    """No field has an implicit default."""
     body = json.loads(signed())
     del body[missing]
     if missing not in ("digest", "format", "version"):
@@ -337,7 +337,7 @@ def test_a_missing_field_is_refused(missing: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [("a/b", "a/b"), ("a", "a/b"), ("a/b/c", "a/b"), ("a", "a/b/c")]
 )
-def test_paths_that_cannot_lie_in_one_directory_are_refused(first: str, second: str) -> None:
+def test_paths_that_cannot_exist_together_are_refused(first: str, second: str) -> None:
     """The same path twice, or a file that is also a directory."""
     shard = json.loads(encode(MANIFEST))["shards"][0]
     with pytest.raises(CorruptError):
@@ -346,7 +346,7 @@ def test_paths_that_cannot_lie_in_one_directory_are_refused(first: str, second: 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_number_that_json_does_not_have_is_not_encoded(number: float) -> None:
-    """Encoding refuses what decoding would."""
+    """The encoder refuses values that the decoder would refuse."""
     with pytest.raises(ValueError, match="JSON"):
         encode(replace(MANIFEST, health={"loss": number}))
 
@@ -355,7 +355,7 @@ def test_a_number_that_json_does_not_have_is_not_encoded(number: float) -> None:
 
 
 def hostile_parts() -> bytes:
-    """3.5 KB that name 16 million parts of one byte."""
+    """3.5 KB that claim 16 million parts of one byte."""
     shard = json.loads(encode(MANIFEST))["shards"][0]
     shard |= {"part_size_bytes": 1, "size_bytes": 10**6}
     paths = [f"f{number}" for number in range(16)]
@@ -364,7 +364,7 @@ def hostile_parts() -> bytes:
 
 @pytest.mark.fault("G08")
 def test_a_few_bytes_cannot_name_millions_of_parts() -> None:
-    """The manifest is refused by arithmetic: nothing is made for each part."""
+    """The manifest is refused by arithmetic, without an allocation for each part."""
     data = hostile_parts()
     assert len(data) < 5000
     began_s = time.thread_time()
@@ -374,8 +374,8 @@ def test_a_few_bytes_cannot_name_millions_of_parts() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 5 * 2**20, 8 * 2**30, 2**40, 4 * 2**40])
-def test_what_a_flush_makes_is_within_the_bounds_on_parts(size_bytes: int) -> None:
-    """With the smallest part size of the configuration a checkpoint of 4 TiB on one VM is accepted."""
+def test_a_flush_stays_within_the_limit_on_parts(size_bytes: int) -> None:
+    """A checkpoint of 4 TiB on one VM with the smallest part size is accepted."""
     part_size_bytes = part_size_for(size_bytes, wanted_bytes=5 * 2**20, least_bytes=1)
     shard = replace(SHARD, size_bytes=size_bytes, part_size_bytes=part_size_bytes)
     made = replace(MANIFEST, shards=(shard,))
@@ -383,7 +383,7 @@ def test_what_a_flush_makes_is_within_the_bounds_on_parts(size_bytes: int) -> No
 
 
 def test_as_many_files_as_a_scan_accepts_fit_into_a_manifest() -> None:
-    """bounds.FILES_MAX files with long paths; one file more is refused."""
+    """bounds.FILES_MAX files with long paths fit; one more file is refused."""
     paths = [f"{'d' * 180}/file-{number:06d}" for number in range(bounds.FILES_MAX + 1)]
     shards = [replace(SHARD, path=path, key=key_of(path), size_bytes=9) for path in paths]
     made = replace(MANIFEST, shards=tuple(shards[:-1]))
@@ -429,7 +429,7 @@ print(time.process_time() - began_s)
 @pytest.mark.fault("S13", "G08")
 @pytest.mark.parametrize("name", COSTLY)
 def test_no_manifest_costs_more_than_is_stated(tmp_path: Path, name: str) -> None:
-    """Memory and processor time of decoding stay below the documented bounds, in a process of its own."""
+    """Memory and processor time of decoding are below the documented limits, measured in a subprocess."""
     path = tmp_path / "manifest"
     path.write_bytes(COSTLY[name]())
     done = subprocess.run(
@@ -454,8 +454,8 @@ def test_a_signed_manifest_is_read_with_its_key_and_without_any() -> None:
 
 
 @pytest.mark.fault("S25")
-def test_a_reader_with_a_key_refuses_what_that_key_has_not_signed() -> None:
-    """No signature, another key's, that of another object, one of the wrong type: all are refused."""
+def test_a_reader_with_a_key_refuses_other_signatures() -> None:
+    """No signature, that of another key or object, and one of a wrong type."""
     other = Signer(b"K" * 32)
     body = json.loads(encode(MANIFEST, SIGNER))
     of_a_claim = SIGNER.signed("swansong-claim", json.loads(encode(MANIFEST)))["signature"]
@@ -472,12 +472,12 @@ def test_a_reader_with_a_key_refuses_what_that_key_has_not_signed() -> None:
         signed(signature=""),
     ):
         decode(forged)
-        with pytest.raises(CorruptError, match="not of this key"):
+        with pytest.raises(CorruptError, match="signature of another key"):
             decode(forged, SIGNER)
 
 
 def test_the_signed_bytes_are_those_that_the_format_documents() -> None:
-    """docs/format-objects.md, in ten lines of standard library."""
+    """The signature of docs/format-objects.md, with the standard library alone."""
     import hmac
 
     body = json.loads(encode(MANIFEST, SIGNER))

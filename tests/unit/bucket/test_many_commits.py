@@ -30,7 +30,7 @@ FILES = {f"d{number}/f": b"%d" % number for number in range(10)}
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Five commits of the same ten shards, the newest with one more of its own."""
+    """Five commits of the same ten shards; the newest has one more shard."""
     made = MemoryStore()
     first = commit(made, FILES, step=1)
     own = commit(made, {"own": b"own"}, step=5, upload_nonce="a5")
@@ -43,7 +43,7 @@ def store() -> MemoryStore:
 
 
 def test_verify_reads_each_stored_object_once(store: MemoryStore) -> None:
-    """However many commits name it; each manifest is read once, and how much is shared is reported."""
+    """Each manifest and each shared object is read once, and the shared size is reported."""
     told: list[tuple[int, int]] = []
     assert verify(store, KEYS, sharing=lambda *counts: told.append(counts)) == []
     assert told == [(11, 10)]
@@ -54,7 +54,7 @@ def test_verify_reads_each_stored_object_once(store: MemoryStore) -> None:
 
 
 def test_damage_in_a_shared_object_is_reported_for_each_commit(store: MemoryStore) -> None:
-    """The object is read once all the same."""
+    """Although the object is read only once."""
     (key,) = (key for key in store.objects if key.endswith("d3/f"))
     store.objects[key] = b"4"
     assert [finding.ref.step for finding in verify(store, KEYS)] == [5, 4, 3, 2, 1]
@@ -62,7 +62,7 @@ def test_damage_in_a_shared_object_is_reported_for_each_commit(store: MemoryStor
 
 
 class Held:
-    """Holds the reads of manifests until as many as wanted are under way, or the end."""
+    """Blocks reads of manifests until a number of them are in flight, or until the end."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.changed = threading.Condition()
@@ -103,7 +103,7 @@ def many(store: MemoryStore, count: int) -> list[Commit]:
 
 
 def test_manifests_are_read_in_parallel_up_to_a_limit() -> None:
-    """As many reads are under way at once as the limit permits, and no more."""
+    """The number of reads in flight reaches the limit, and does not exceed it."""
     store = MemoryStore()
     commits = many(store, 3 * catalog.READS)
     held = Held(store)
@@ -118,7 +118,7 @@ def test_manifests_are_read_in_parallel_up_to_a_limit() -> None:
 def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The newest come first, whatever order the answers come in; a few of thousands cost a few requests."""
+    """The newest come first, in any order of the replies; a few of thousands cost a few requests."""
     store = MemoryStore()
     commits = many(store, 2 * catalog.READS)
     config: Any = None
@@ -139,7 +139,7 @@ def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
 
 
 def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large commits are read a few at a time; one that is larger than the bound is read alone."""
+    """Few large commits are read at the same time; one above the limit is read alone."""
     store = MemoryStore()
     commits = many(store, 12)
     size_bytes = max(found.size_bytes for found in commits)
@@ -160,8 +160,8 @@ def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.M
     assert len(taken) == 12
 
 
-def test_a_store_that_fails_ends_the_reading_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for memory end as well."""
+def test_an_error_of_the_store_ends_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for memory end as well."""
     store = MemoryStore()
     commits = many(store, 12)
     monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
@@ -174,10 +174,10 @@ def test_a_store_that_fails_ends_the_reading_of_all(monkeypatch: pytest.MonkeyPa
         catalog.load_each(store, KEYS, commits, lambda _commit, _loaded: None)
 
 
-def test_a_count_is_shown_on_a_terminal_and_of_long_work_only(
+def test_a_count_is_shown_on_a_terminal_and_for_long_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scripts see lines on standard error once a few seconds have passed, and none with --json."""
+    """Scripts get lines on standard error after a few seconds, and none with --json."""
 
     def shown(*, is_quiet: bool) -> list[str]:
         with ShownCount("reading manifests", is_quiet=is_quiet) as progress:

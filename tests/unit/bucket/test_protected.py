@@ -19,7 +19,7 @@ from swansongd.model import CommitRef, is_healthy
 def test_the_newest_healthy_and_the_best_commit_are_protected(
     made: dict[tuple[int, int], tuple[float, bool]],
 ) -> None:
-    """Of the healthy commits none is newer and none is better; each reason occurs once."""
+    """No healthy commit is newer, and none is better; each reason occurs once."""
     commits = [
         (CommitRef(*ref), {"loss": loss, "loss_is_finite": float(good)})
         for ref, (loss, good) in made.items()

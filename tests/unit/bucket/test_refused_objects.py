@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object that the store refuses to return, while it returns others: it costs its own commit only."""
+"""An object that the store refuses, while it returns others, affects only its own commit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def listing_of_new(what: str, key: str) -> bool:
 def test_one_refused_object_is_a_damaged_commit(
     store: MemoryStore, tmp_path: Path, refuses: Refuses, error: type[Exception]
 ) -> None:
-    """Restore takes the next older commit and gives the reason; verify reports that commit alone."""
+    """Restore takes the next older commit and reports the reason; verify reports that commit alone."""
     refuse(store, refuses, error)
     got = restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     assert got.ref == OLD
@@ -75,10 +75,10 @@ def test_one_refused_object_is_a_damaged_commit(
     assert all("403" in finding.problem for finding in findings)
 
 
-def test_a_refused_manifest_of_a_generation_without_a_claim_is_passed_over(
+def test_a_refused_manifest_of_a_generation_without_a_claim_is_skipped(
     store: MemoryStore, tmp_path: Path
 ) -> None:
-    """Another bucket user can plant it; the claims of the run decide whether the store works."""
+    """Another bucket user can plant it; the claims of the run show whether the store works."""
     planted = KEYS.commit(CommitRef(7, 1), 0, 1)
     store.put(planted, b"{}")
     refuse(store, lambda what, key: what == "get" and key == planted)
@@ -90,7 +90,7 @@ def test_a_refused_manifest_of_a_generation_without_a_claim_is_passed_over(
 def test_a_store_that_refuses_everything_is_an_error_of_the_store(
     store: MemoryStore, tmp_path: Path, what: str
 ) -> None:
-    """Lost rights are no damage: nothing is called corrupt, and nothing is called absent."""
+    """Missing rights are not damage: nothing is reported as corrupt or missing."""
     refuse(store, lambda each, _: each == what)
     with pytest.raises(Permanent, match="403"):
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))
@@ -103,14 +103,14 @@ def test_a_store_that_refuses_everything_is_an_error_of_the_store(
 def test_a_network_that_fails_for_one_object_ends_a_restore(
     store: MemoryStore, tmp_path: Path
 ) -> None:
-    """What may work when tried again must not bring back an older commit."""
+    """A Transient error must not lead to an older commit."""
     refuse(store, manifest_of_new, Transient)
     with pytest.raises(Transient):
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))
 
 
 def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_path: Path) -> None:
-    """With a key, a refused manifest may be signed or not: an older one counts, none is an error."""
+    """With a key, a refused manifest may be signed: an older commit counts, and no commit is an error."""
     refuse(store, manifest_of_new)
     assert newest_whole_commit(store, SIGNED) == OLD
     refuse(store, lambda what, key: what == "get" and key.startswith(KEYS.commits))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signing key: where it may lie, and that nothing else passes for one."""
+"""The signing key: its location, its permissions and its size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_bytes_of_the_file_are_the_key(key_file: Path) -> None:
 
 @pytest.mark.fault("S25")
 @pytest.mark.parametrize("mode", [0o440, 0o404, 0o620, 0o602, 0o401])
-def test_a_key_that_others_may_touch_is_refused(key_file: Path, mode: int) -> None:
+def test_a_key_with_rights_for_others_is_refused(key_file: Path, mode: int) -> None:
     """Readable, writable or executable for group or others."""
     key_file.chmod(mode)
     assert f"has mode {mode:04o}; keep it private: chmod 0400" in problem(key_file)
@@ -61,8 +61,8 @@ def test_a_key_of_the_wrong_size_is_refused(tmp_path: Path, size_bytes: int) -> 
 
 
 @pytest.mark.fault("S1", "S4")
-def test_what_is_no_plain_file_is_refused(key_file: Path, tmp_path: Path) -> None:
-    """A link, a FIFO, a directory, nothing at all: none is followed or waited for."""
+def test_only_a_regular_file_is_accepted(key_file: Path, tmp_path: Path) -> None:
+    """A link, a FIFO, a directory or a missing file is refused without waiting."""
     link, fifo, directory = tmp_path / "link", tmp_path / "fifo", tmp_path / "directory"
     link.symlink_to(key_file)
     os.mkfifo(fifo, 0o600)

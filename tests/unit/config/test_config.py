@@ -112,7 +112,7 @@ def test_five_mistakes_are_five_problems() -> None:
         assert re.fullmatch(r"[a-z]+\.[a-z_]+: .+ \(got .+\); .+", problem)
     text = "\n".join(problems)
     assert "sources.poll_intervall_s: unknown key (got 1); did you mean poll_interval_s?" in text
-    assert "run.name: has the wrong form (got '-r')" in text
+    assert "run.name: has an invalid format (got '-r')" in text
     assert "(got 'SIGKILL')" in text
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a periodic checkpoint pays."""
+"""The interval between periodic checkpoints."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from swansongd.core.cadence import (
 
 
 def run_time_s(interval: float, save_cost_s: float, mtbf_s: float) -> float:
-    """Expected time for an hour of training, when interruptions come at random with this mean."""
+    """Expected time for an hour of training, with random interruptions at this mean interval."""
     return mtbf_s * (math.exp((interval + save_cost_s) / mtbf_s) - 1) * 3600 / interval
 
 
 @given(st.floats(0.001, 1000), st.floats(0.00001, 0.5))
 def test_no_other_interval_is_better(save_cost_s: float, ratio: float) -> None:
-    """None that is longer or shorter shortens the expected time of a run by more than a thousandth."""
+    """No longer or shorter interval reduces the expected time of a run by more than a thousandth."""
     mtbf_s = save_cost_s / ratio
     best_s = run_time_s(optimum_interval_s(save_cost_s, mtbf_s), save_cost_s, mtbf_s)
     for factor in (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 2, 5):
@@ -34,12 +34,12 @@ def test_no_other_interval_is_better(save_cost_s: float, ratio: float) -> None:
 
 
 def test_a_cheap_save_follows_young() -> None:
-    """Half a second each and four hours between interruptions: nearly the root of twice their product."""
+    """Saves of half a second, four hours between interruptions: nearly the root of twice their product."""
     assert optimum_interval_s(0.5, 14_400) == pytest.approx(math.sqrt(2 * 0.5 * 14_400), rel=0.01)
     assert optimum_interval_s(100.0, 40.0) == 40.0
 
 
-def test_interruptions_that_were_seen_correct_the_first_guess() -> None:
+def test_observed_interruptions_correct_the_prior() -> None:
     """None in a day: longer than assumed; ten in ten hours: about an hour each."""
     assert expected_mtbf_s(14_400, History()) == 14_400
     assert expected_mtbf_s(14_400, History(86_400, 0)) == 14_400 + 86_400
@@ -47,7 +47,7 @@ def test_interruptions_that_were_seen_correct_the_first_guess() -> None:
 
 
 def test_never_more_often_than_the_store_can_follow() -> None:
-    """A checkpoint does not begin before the last one is stored; the first comes early, to be measured."""
+    """A checkpoint begins after the last one is stored; the first comes early, to be measured."""
     assert interval_s(save_cost_s=None, store_s=0.0, mtbf_s=14_400) == INTERVAL_MIN_S
     assert interval_s(save_cost_s=0.001, store_s=0.0, mtbf_s=14_400) == INTERVAL_MIN_S
     assert interval_s(save_cost_s=0.001, store_s=400.0, mtbf_s=14_400) == 400.0
@@ -67,7 +67,7 @@ def test_never_more_often_than_the_store_can_follow() -> None:
 def test_no_measurement_makes_the_interval_fail(
     save_cost_s: float | None, store_s: float, prior_s: float, observed_s: float, uncovered: int
 ) -> None:
-    """A negative or huge cost, from a clock that jumps or a trainer that lies, still gives an interval."""
+    """A negative or huge cost, from a clock that jumps or a hostile trainer, still gives an interval."""
     mtbf_s = expected_mtbf_s(prior_s, History(observed_s, uncovered))
     assert 0 < mtbf_s < math.inf
     found_s = interval_s(save_cost_s=save_cost_s, store_s=store_s, mtbf_s=mtbf_s)

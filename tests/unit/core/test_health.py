@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is healthy, what is pinned, and how a run goes back."""
+"""Healthy, pinned and protected checkpoints, and the rollback of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pruned(story: Story) -> set[str]:
 
 
 def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
-    """Values are averaged over those that have them; health is that of the worst."""
+    """Values are averaged over the ranks that report them; health is that of the worst rank."""
     other = {"loss": 3.0, "loss_is_finite": 1.0, "accuracy": 0.5}
     assert merged_health([GOOD, other]) == {"loss": 2.0, "loss_is_finite": 1.0, "accuracy": 0.5}
     assert is_healthy(merged_health([GOOD, other]))
@@ -52,8 +52,8 @@ def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
 # ---------------------------------------------------------------- the pinned set in staging
 
 
-def test_the_newest_healthy_set_is_kept_while_newer_ones_are_not() -> None:
-    """Unhealthy commits prune what is older, but for the newest healthy set; a healthy one frees it."""
+def test_the_newest_healthy_set_stays_while_newer_ones_are_unhealthy() -> None:
+    """Unhealthy commits prune older sets except the newest healthy one; a healthy commit frees it."""
     story = Story()
     story.join(step=1)
     for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (40, BAD)):
@@ -67,7 +67,7 @@ def test_the_newest_healthy_set_is_kept_while_newer_ones_are_not() -> None:
 
 
 def test_a_healthy_set_is_committed_although_a_newer_unhealthy_one_is() -> None:
-    """The newest goes first, and the healthy one after it; then there is nothing left to do."""
+    """The newest is sent first, and the healthy one after it; then no work is left."""
     story = Story()
     story.join(step=1)
     story.staging = [replace(a_set(20), health=GOOD), replace(a_set(30), health=BAD)]
@@ -79,7 +79,7 @@ def test_a_healthy_set_is_committed_although_a_newer_unhealthy_one_is() -> None:
     assert not pruned(story)
 
 
-def test_it_is_tried_again_although_the_newer_one_is_committed() -> None:
+def test_a_healthy_set_is_retried_although_the_newer_one_is_committed() -> None:
     """A failure of the store in between does not make the healthy set dispensable."""
     story = Story()
     story.join(step=1)
@@ -109,7 +109,7 @@ def test_a_bad_loss_is_logged_once_for_each_time_that_it_turns_bad() -> None:
 
 @pytest.fixture
 def gone_back() -> Story:
-    """Steps 20 (healthy) and 30 are committed, 40 is in flight; the trainer has gone back to 20."""
+    """Steps 20 (healthy) and 30 are committed, 40 is in flight; the trainer has rolled back to 20."""
     story = Story(generation=2)
     story.join(step=41)
     for step, health in ((20, GOOD), (30, BAD)):
@@ -121,8 +121,8 @@ def gone_back() -> Story:
     return story
 
 
-def test_what_came_after_is_dropped_and_a_generation_claimed(gone_back: Story) -> None:
-    """The flush is called off, later sets are deleted, and nothing is stored until there is a new number."""
+def test_a_rollback_drops_later_sets_and_claims_a_generation(gone_back: Story) -> None:
+    """The flush is cancelled, later sets are deleted, and nothing is stored before the new generation."""
     assert gone_back.last(ClaimGeneration).after == 2
     assert gone_back.all(CancelFlush)
     later = {s.directory for s in gone_back.staging if s.id.step > 20}
@@ -134,7 +134,7 @@ def test_what_came_after_is_dropped_and_a_generation_claimed(gone_back: Story) -
 
 
 def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: Story) -> None:
-    """Steps before those that were taken back count all the same, and nothing old comes back."""
+    """Steps before the discarded ones count again, and no discarded state returns."""
     seal(gone_back, 21, GOOD)
     gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
     gone_back.store_all()
@@ -148,8 +148,8 @@ def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: 
     assert generations == {20: 2, 30: 3, 21: 3}
 
 
-def test_where_it_goes_on_from_is_committed_again(gone_back: Story) -> None:
-    """So that a VM that dies now does not resume from what was taken back; older sets are not."""
+def test_the_target_of_a_rollback_is_committed_again(gone_back: Story) -> None:
+    """A VM that dies now must not resume from a discarded state; older sets are not committed."""
     gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
     gone_back.store_all()
     assert gone_back.state.last_commit == CommitRef(3, 20)
@@ -162,8 +162,8 @@ def test_where_it_goes_on_from_is_committed_again(gone_back: Story) -> None:
     assert len(story.all(CommitManifest)) == 1
 
 
-def test_a_notice_in_the_middle_waits_for_the_claim(gone_back: Story) -> None:
-    """The evacuation asks at once, commits under the new generation, and only then there is a verdict."""
+def test_a_notice_during_a_rollback_waits_for_the_claim(gone_back: Story) -> None:
+    """The request is made immediately; the commit and the verdict follow the new generation."""
     gone_back.notice(in_s=100)
     gone_back.accept(22)
     gone_back.answer(23)
@@ -174,8 +174,8 @@ def test_a_notice_in_the_middle_waits_for_the_claim(gone_back: Story) -> None:
     assert gone_back.verdicts == ["SAFE generation 3 step 23"]
 
 
-def test_our_own_new_generation_is_no_fence(gone_back: Story) -> None:
-    """Only a newer one than ours is."""
+def test_our_own_new_generation_does_not_fence_us(gone_back: Story) -> None:
+    """Only a newer one does."""
     gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
     gone_back.tell(FenceFound(3))
     assert gone_back.state.fenced_by is None

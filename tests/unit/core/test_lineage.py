@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of states: which starts leave it, and what becomes of the sets of a line that was left."""
+"""One line of states: the starts that leave it, and the sets of a line that was left."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def story() -> Story:
 
 
 @pytest.mark.parametrize(("step", "leaves"), [(60, True), (119, True), (120, False), (200, False)])
-def test_a_start_behind_the_newest_state_begins_a_generation(
+def test_a_start_before_the_newest_state_begins_a_generation(
     story: Story, step: int, leaves: bool
 ) -> None:
-    """Its sets are recorded with the claim, and moved aside; nothing of them is committed after that."""
+    """The abandoned sets are recorded with the claim and set aside; none is committed after that."""
     starts(story, step)
     assert left(story) is leaves
     if leaves:
@@ -86,7 +86,7 @@ def test_a_start_behind_the_newest_state_begins_a_generation(
         assert not story.all(ClaimGeneration)
 
 
-def test_the_first_checkpoint_of_a_new_line_is_requested_at_once(story: Story) -> None:
+def test_the_first_checkpoint_of_a_new_line_is_requested_immediately(story: Story) -> None:
     """Until it is committed, the next VM would resume from a discarded state: no verdict is SAFE."""
     starts(story, 60)
     story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
@@ -99,7 +99,7 @@ def test_the_first_checkpoint_of_a_new_line_is_requested_at_once(story: Story) -
 
 
 def test_a_trainer_is_not_judged_by_its_own_checkpoints() -> None:
-    """Its first report is read late, after a scan has found what it sealed meanwhile."""
+    """Its first report is read late, after a scan found the sets that it sealed meanwhile."""
     story = Story()
     view = TrainerView(
         connection=1, pid=1, rank=0, world_size=1, local_world_size=1, greeted_mono_s=story.now
@@ -112,8 +112,8 @@ def test_a_trainer_is_not_judged_by_its_own_checkpoints() -> None:
     assert not left(story)
 
 
-def test_a_hello_that_waited_judges_nothing(story: Story) -> None:
-    """A trainer that lives over a restart of the daemon said hello at step 110, and sealed step 120 since."""
+def test_a_delayed_hello_does_not_count(story: Story) -> None:
+    """The daemon restarts: its trainer sent a hello at step 110, and sealed step 120 since."""
     view = TrainerView(
         connection=1, pid=1, rank=0, world_size=1, local_world_size=1, step=110,
         start_id="first", greeted_mono_s=story.now + 1,
@@ -141,8 +141,8 @@ def test_a_set_that_an_ended_start_has_sealed_late_is_abandoned(
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [100]
 
 
-def test_the_next_commit_deletes_what_was_moved_aside(story: Story) -> None:
-    """The first commit of the new line does, although nothing in staging is older."""
+def test_the_next_commit_deletes_sets_that_were_set_aside(story: Story) -> None:
+    """The first commit of the new line does, although no set in staging is older."""
     starts(story, 60)
     story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
     story.staging.clear()
@@ -155,8 +155,8 @@ def test_the_next_commit_deletes_what_was_moved_aside(story: Story) -> None:
     assert not story.state.has_aside
 
 
-def test_a_name_that_was_abandoned_may_come_again(story: Story) -> None:
-    """The ranks of a job that was started again give the set of a step the same name."""
+def test_an_abandoned_name_may_be_used_again(story: Story) -> None:
+    """The ranks of a restarted job give the set of a step the same name."""
     starts(story, 60)
     story.tell(GenerationClaimed(3, CommitRef(2, 100), is_rollback=True))
     story.staging.clear()
@@ -167,9 +167,7 @@ def test_a_name_that_was_abandoned_may_come_again(story: Story) -> None:
 
 
 @pytest.mark.parametrize(("written_ns", "leaves"), [(2, True), (0, False)])
-def test_sets_of_a_trainer_without_hooks_tell_where_it_trains(
-    written_ns: int, leaves: bool
-) -> None:
+def test_sets_of_a_trainer_without_hooks_show_its_step(written_ns: int, leaves: bool) -> None:
     """A lower step in newer files is another line; an older set that has settled late is not."""
     story = Story()
     story.staging.append(a_set(200, framework="transformers"))
@@ -203,8 +201,8 @@ def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None
 
 
 @pytest.mark.parametrize("newest", [CommitRef(2, 100), None])
-def test_a_start_before_the_claim_makes_it_claim_again(newest: CommitRef | None) -> None:
-    """The generation that a restarted daemon continues under is that of the line that was left."""
+def test_a_start_before_the_claim_causes_a_second_claim(newest: CommitRef | None) -> None:
+    """The generation that a restarted daemon continues belongs to the line that was left."""
     story = Story(claimed=False, staged=[a_set(120)])
     story.scan()
     starts(story, 60)
@@ -218,8 +216,8 @@ def test_a_start_before_the_claim_makes_it_claim_again(newest: CommitRef | None)
     assert not story.all(CommitManifest)
 
 
-def test_what_the_trainer_has_sealed_before_the_claim_is_of_the_new_line() -> None:
-    """The store was away for long: the start is judged late, and its own checkpoints count."""
+def test_sets_of_a_trainer_from_before_the_claim_belong_to_the_new_line() -> None:
+    """After a long outage of the store the start is judged late, and its own checkpoints count."""
     story = Story(claimed=False)
     story.scan()
     starts(story, 60)

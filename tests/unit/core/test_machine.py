@@ -60,8 +60,8 @@ def test_notice_to_safe() -> None:
 
 
 @pytest.mark.fault("N09")
-def test_the_same_notice_again_asks_nothing_twice() -> None:
-    """However often a notice is seen, there is one request and one verdict."""
+def test_the_same_notice_again_makes_no_second_request() -> None:
+    """However often a source shows a notice, there is one request and one verdict."""
     story = Story()
     story.join(step=40)
     raised = story.notice()
@@ -77,8 +77,8 @@ def test_the_same_notice_again_asks_nothing_twice() -> None:
 
 
 @pytest.mark.fault("N14")
-def test_advisory_takes_one_checkpoint_more_and_stops_nobody() -> None:
-    """Word that may not come true: a checkpoint without urgency, no verdict, and then just watching."""
+def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
+    """The daemon requests a checkpoint without urgency, concludes no verdict, and watches again."""
     story = Story()
     story.join(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
@@ -99,7 +99,7 @@ def test_advisory_takes_one_checkpoint_more_and_stops_nobody() -> None:
 
 @pytest.mark.fault("N14")
 def test_a_storm_of_advisories_costs_one_checkpoint() -> None:
-    """However many different advisories come, trainers are asked once in ten minutes at most."""
+    """However many different advisories come, the daemon makes one request in ten minutes at most."""
     story = Story()
     story.join()
     for number in range(20):
@@ -115,8 +115,8 @@ def test_a_storm_of_advisories_costs_one_checkpoint() -> None:
 
 
 @pytest.mark.fault("N14")
-def test_a_real_notice_overtakes_a_precaution() -> None:
-    """The request of the precaution is withdrawn, and the urgent one takes its place."""
+def test_an_imminent_notice_replaces_a_precaution() -> None:
+    """The request of the precaution is withdrawn, and the urgent one replaces it."""
     story = Story()
     story.join(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
@@ -130,8 +130,8 @@ def test_a_real_notice_overtakes_a_precaution() -> None:
 
 
 @pytest.mark.fault("N18")
-def test_a_scheduled_end_is_evacuated_when_it_comes_near() -> None:
-    """An hour ahead a precaution, two minutes ahead the real thing."""
+def test_a_scheduled_end_is_evacuated_when_it_is_near() -> None:
+    """An hour ahead it causes a precaution, two minutes ahead an evacuation."""
     story = Story()
     story.join(step=9)
     story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
@@ -147,8 +147,8 @@ def test_a_scheduled_end_is_evacuated_when_it_comes_near() -> None:
 
 
 @pytest.mark.fault("N18")
-def test_a_slow_save_is_begun_earlier() -> None:
-    """A scheduled end leaves as much time as twice the save takes, if that is more."""
+def test_a_slow_save_begins_earlier() -> None:
+    """The lead of a scheduled end is twice the time of a save, if that is more."""
     story = Story()
     story.join(step=9, save_s=200.0)
     story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
@@ -162,8 +162,8 @@ def test_a_slow_save_is_begun_earlier() -> None:
     assert story.last(AskTrainers).is_urgent
 
 
-def test_what_a_source_had_to_assume_it_may_learn() -> None:
-    """A later deadline is believed once: learned instead of assumed, while logind would have spoken."""
+def test_a_derived_deadline_replaces_an_assumed_one_once() -> None:
+    """It may be later, while logind would have reported an earlier end."""
     for logind, expected_s in ((Health.OK, 115), (Health.BLIND, 25)):
         story = Story()
         story.tell(
@@ -188,8 +188,8 @@ def test_what_a_source_had_to_assume_it_may_learn() -> None:
         assert story.state.evacuation.deadline_mono_s == began + expected_s
 
 
-def test_what_is_learned_of_a_notice_that_was_outlived_moves_nothing_else() -> None:
-    """The deadline of another evacuation stands, and so does the decision loop."""
+def test_a_derived_deadline_of_an_outlived_notice_moves_no_other_deadline() -> None:
+    """The deadline of another evacuation stays, and the decision loop raises nothing."""
     story = Story()
     story.tell(
         SourceChanged(
@@ -215,8 +215,8 @@ def test_what_is_learned_of_a_notice_that_was_outlived_moves_nothing_else() -> N
     assert story.state.evacuation.deadline_mono_s == deadline_mono_s
 
 
-def test_a_scheduled_evacuation_is_not_taken_back_by_a_faster_save() -> None:
-    """It was begun early because saving was slow; that the next save was quick withdraws nothing."""
+def test_a_faster_save_does_not_withdraw_a_scheduled_evacuation() -> None:
+    """It opened early because the last save was slow; a fast one shortens the lead afterwards."""
     story = Story()
     story.join(step=9, save_s=200)
     story.notice(source="deadline", severity=Severity.SCHEDULED, in_s=3600)
@@ -235,8 +235,8 @@ def test_a_scheduled_evacuation_is_not_taken_back_by_a_faster_save() -> None:
     assert not story.all(WithdrawRequest)
 
 
-def test_who_joins_during_a_precaution_is_not_hurried() -> None:
-    """A rank that comes back while a precaution is under way is asked as the others were: no urgency."""
+def test_a_rank_that_joins_during_a_precaution_gets_no_urgent_request() -> None:
+    """It reconnects while the precaution is in progress, and gets the same request as the others."""
     story = Story()
     story.join(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
@@ -246,8 +246,8 @@ def test_who_joins_during_a_precaution_is_not_hurried() -> None:
 
 
 @pytest.mark.fault("H05", "N17")
-def test_a_vm_that_slept_looks_whether_it_was_overtaken() -> None:
-    """The monotonic clock stood still meanwhile, and another VM may have taken the run."""
+def test_a_vm_that_was_suspended_checks_the_fence() -> None:
+    """The monotonic clock stood still meanwhile, and another VM may have claimed the run."""
     story = Story()
     story.tell(WokeUp(3600.0))
     assert story.last(CheckFence)
@@ -256,8 +256,8 @@ def test_a_vm_that_slept_looks_whether_it_was_overtaken() -> None:
 
 
 @pytest.mark.fault("N17")
-def test_a_deadline_that_was_too_early_takes_nothing_back() -> None:
-    """SAFE stays SAFE when the VM outlives its deadline, and what is sealed then is still stored."""
+def test_a_vm_that_outlives_its_deadline_keeps_its_verdict() -> None:
+    """SAFE stays SAFE, and sets that are sealed afterwards are still stored."""
     story = Story(reserve_s=5)
     story.join(step=9)
     story.notice(in_s=25)
@@ -268,13 +268,13 @@ def test_a_deadline_that_was_too_early_takes_nothing_back() -> None:
     story.seal(20)
     assert story.flushes == [10], "the reserve is not for data"
     story.wait(6)
-    assert story.flushes == [10, 20], "and what comes after the deadline is won"
+    assert story.flushes == [10, 20], "whatever arrives after the deadline counts"
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 10", "SAFE generation 2 step 20"]
 
 
-def test_another_notice_after_the_verdict_is_acted_on() -> None:
-    """A drill that ended SAFE does not make a reclaim that comes after it go unheard."""
+def test_another_notice_after_the_verdict_is_evacuated() -> None:
+    """A drill that ended SAFE does not hide a reclaim that comes after it."""
     story = Story()
     story.join(step=9)
     story.notice(source="manual", in_s=300)
@@ -293,7 +293,7 @@ def test_another_notice_after_the_verdict_is_acted_on() -> None:
 
 
 def test_a_signalled_save_is_measured() -> None:
-    """The next plan knows how long a trainer without hooks takes from signal to settled."""
+    """The next plan uses the time from the signal to the settled set of a trainer without hooks."""
     story = Story(signals_trainer=True)
     story.notice(in_s=120)
     story.wait(7)
@@ -301,8 +301,8 @@ def test_a_signalled_save_is_measured() -> None:
     assert story.state.measured.save_s == 7
 
 
-def test_withdrawn_notice_lets_training_go_on() -> None:
-    """When the last notice is withdrawn, the request is too, and what is in flight goes on."""
+def test_a_withdrawn_notice_withdraws_the_request() -> None:
+    """After the last notice the request is withdrawn too, and the flush in flight continues."""
     story = Story()
     story.join()
     story.seal(10)
@@ -316,7 +316,7 @@ def test_withdrawn_notice_lets_training_go_on() -> None:
 
 
 def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
-    """The word of another source that all is well changes nothing."""
+    """A withdrawal by another source has no effect."""
     story = Story()
     story.join()
     story.notice(source="aws.spot")
@@ -327,7 +327,7 @@ def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
 
 @pytest.mark.fault("N15")
 def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
-    """The earliest deadline holds, whoever named it, and the trainer is asked once."""
+    """The earliest deadline of all sources counts, and the trainer gets one request."""
     story = Story()
     story.join()
     story.notice(in_s=120, source="aws.spot")
@@ -336,12 +336,12 @@ def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
     assert story.state.evacuation.deadline_mono_s == story.now + 30
     assert len(story.all(AskTrainers)) == 1
     story.withdraw("logind")
-    assert story.state.evacuation is not None, "the other notice still stands"
+    assert story.state.evacuation is not None, "the other notice is still in force"
     assert story.state.evacuation.deadline_mono_s == story.now + 30
 
 
-def test_a_deadline_never_recedes() -> None:
-    """Another sighting may bring the deadline nearer, and never moves it away."""
+def test_a_deadline_never_moves_later() -> None:
+    """Another sighting may bring the deadline nearer only."""
     story = Story()
     raised = story.notice(in_s=100, identity="one")
     first = raised.deadline_mono_s
@@ -353,7 +353,7 @@ def test_a_deadline_never_recedes() -> None:
 
 
 def test_a_notice_may_become_more_severe() -> None:
-    """What began as advisory and is now imminent is acted on, although it keeps its name."""
+    """A notice that was advisory and is imminent now opens an evacuation, with the same identity."""
     story = Story()
     story.join()
     story.notice(in_s=60, identity="m", severity=Severity.ADVISORY)
@@ -363,7 +363,7 @@ def test_a_notice_may_become_more_severe() -> None:
 
 
 def test_the_most_severe_notice_names_the_evacuation() -> None:
-    """Of several live notices the most severe is the reason given to the trainer."""
+    """Of several notices the most severe one is the reason in the request."""
     story = Story()
     story.notice(source="deadline", in_s=500, severity=Severity.SCHEDULED)
     story.notice(source="gcp.preempted", in_s=90, severity=Severity.IMMINENT)
@@ -376,18 +376,18 @@ def test_the_most_severe_notice_names_the_evacuation() -> None:
 
 @pytest.mark.fault("T05", "N18")
 @pytest.mark.parametrize(("left_s", "asked"), [(14.9, False), (15.1, True), (3600.0, True)])
-def test_a_checkpoint_is_asked_for_only_if_it_fits(left_s: float, asked: bool) -> None:
-    """10 s of saving, nothing known of the network, 5 s of reserve: 15 s are needed, not less."""
+def test_a_checkpoint_is_requested_only_if_it_fits(left_s: float, asked: bool) -> None:
+    """10 s for the save, an unknown bandwidth and 5 s of reserve need 15 s."""
     story = Story(reserve_s=5)
     story.join(step=9, save_s=10.0, save_bytes=100 * MIB)
     story.seal(8)
     story.notice(in_s=left_s)
     assert bool(story.all(AskTrainers)) is asked
-    assert story.flushes == [8], "what is sealed already is stored either way"
+    assert story.flushes == [8], "sealed sets are stored in either case"
 
 
-def test_what_fits_later_is_asked_for_later() -> None:
-    """A better measured bandwidth is a reason to plan again."""
+def test_a_checkpoint_that_fits_later_is_requested_later() -> None:
+    """A better measured bandwidth changes the plan."""
     story = Story(reserve_s=5)
     story.join(step=9, save_s=30.0, save_bytes=100 * MIB)
     story.seal(7)
@@ -401,8 +401,8 @@ def test_what_fits_later_is_asked_for_later() -> None:
 
 
 @pytest.mark.fault("T01")
-def test_without_a_trainer_what_is_sealed_is_finished() -> None:
-    """Nobody is asked, the newest set is stored and committed, and that is SAFE."""
+def test_without_a_trainer_the_sealed_sets_are_committed() -> None:
+    """No request is made; the newest set is stored and committed, and the verdict is SAFE."""
     story = Story(staged=[a_set(10)])
     story.notice()
     story.scan()
@@ -411,8 +411,8 @@ def test_without_a_trainer_what_is_sealed_is_finished() -> None:
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
 
-def test_stored_but_not_committed_is_only_published() -> None:
-    """With everything stored, no byte of data is sent after the notice."""
+def test_a_stored_set_is_only_committed() -> None:
+    """With everything stored, no data is sent after the notice."""
     story = Story()
     story.seal(10)
     story.flushed()
@@ -421,13 +421,13 @@ def test_stored_but_not_committed_is_only_published() -> None:
     assert story.state.evacuation.plan.kind.value == "COMMIT"
     story.committed()
     assert story.flushes == [10]
-    assert story.verdicts == []  # until staging was looked at after the notice
+    assert story.verdicts == []  # until a scan after the notice
     story.scan()
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
 
-def test_nothing_ever_saved_is_lost() -> None:
-    """With no trainer, no set and no commit the verdict is LOST, once a scan has looked."""
+def test_a_run_without_any_set_is_lost() -> None:
+    """With no trainer, no set and no commit the verdict is LOST, after one scan."""
     story = Story()
     story.notice()
     assert not story.verdicts
@@ -436,7 +436,7 @@ def test_nothing_ever_saved_is_lost() -> None:
 
 
 def test_training_ahead_of_the_commit_is_partial() -> None:
-    """If no new checkpoint came, the steps since the commit are lost, and the verdict says so."""
+    """Without a new checkpoint the steps since the commit are lost, and the verdict reports it."""
     story = Story()
     story.join(save_s=60.0)
     story.seal(10)
@@ -452,8 +452,8 @@ def test_training_ahead_of_the_commit_is_partial() -> None:
 # ---------------------------------------------------------------------------- flush
 
 
-def test_in_an_emergency_the_newest_set_goes_first() -> None:
-    """A flush of an older set gives way to the newer one that fits."""
+def test_during_an_evacuation_the_newest_set_is_sent_first() -> None:
+    """The flush of an older set is replaced by that of a newer one that fits."""
     story = Story()
     story.seal(10)
     story.join()
@@ -465,8 +465,8 @@ def test_in_an_emergency_the_newest_set_goes_first() -> None:
     assert story.verdicts[0] == "SAFE generation 2 step 11"
 
 
-def test_in_the_background_what_is_begun_is_finished() -> None:
-    """Otherwise a fast trainer could keep every flush from its end."""
+def test_without_a_notice_a_flush_is_finished() -> None:
+    """Otherwise a fast trainer could prevent every flush from ending."""
     story = Story()
     story.seal(10)
     story.seal(11)
@@ -475,8 +475,8 @@ def test_in_the_background_what_is_begun_is_finished() -> None:
     assert story.flushes == [10, 11]
 
 
-def test_an_older_set_is_not_sent_while_the_commit_of_a_newer_one_is_out() -> None:
-    """Its bytes are not worth the bandwidth, unless that commit comes to nothing."""
+def test_an_older_set_is_not_sent_during_the_commit_of_a_newer_one() -> None:
+    """Its bytes are not worth the bandwidth, unless that commit fails."""
     story = Story(claimed=False, staged=[a_set(9), a_set(10)])
     story.scan()
     story.tell(GenerationClaimed(2, None))
@@ -487,8 +487,8 @@ def test_an_older_set_is_not_sent_while_the_commit_of_a_newer_one_is_out() -> No
 
 
 @pytest.mark.fault("O03", "D10")
-def test_bandwidth_drops_in_mid_flush() -> None:
-    """The set that no longer fits is dropped for one that does, and that choice is not taken back."""
+def test_the_bandwidth_drops_during_a_flush() -> None:
+    """A set that no longer fits is replaced by one that does, once."""
     story = Story(reserve_s=5)
     story.seal(5, size_bytes=400 * MIB)
     story.flushed(after_s=4)  # 100 MiB/s
@@ -516,7 +516,7 @@ def test_bandwidth_drops_in_mid_flush() -> None:
 
 
 def test_the_reserve_is_never_spent_on_data() -> None:
-    """No flush begins when only the reserve is left; a manifest still does."""
+    """Within the reserve no flush begins; a manifest is still written."""
     story = Story(reserve_s=5)
     story.notice(in_s=10)
     story.wait(5.1)
@@ -532,7 +532,7 @@ def test_the_reserve_is_never_spent_on_data() -> None:
 
 @pytest.mark.fault("D09", "D03")
 def test_a_void_set_is_not_tried_again() -> None:
-    """A set that changed under the flush is left alone; an older one takes its place."""
+    """A set that changed during its flush is not flushed again; an older one replaces it."""
     story = Story(claimed=False, staged=[a_set(9), a_set(10)])
     story.scan()
     story.tell(GenerationClaimed(2, None))
@@ -547,8 +547,8 @@ def test_a_void_set_is_not_tried_again() -> None:
     assert story.verdicts == ["PARTIAL generation 2 step 9"]
 
 
-def test_a_set_that_vanishes_after_the_notice_is_not_called_safe() -> None:
-    """SAFE is said of the newest sealed set, even of one that somebody has deleted since."""
+def test_a_set_that_disappears_after_the_notice_is_not_safe() -> None:
+    """SAFE is about the newest sealed set, even if the set was deleted since."""
     story = Story(staged=[a_set(10)])
     story.store_all()
     story.join(step=11)
@@ -562,8 +562,8 @@ def test_a_set_that_vanishes_after_the_notice_is_not_called_safe() -> None:
 
 
 @pytest.mark.fault("O04")
-def test_a_failing_store_is_asked_again_later_and_sooner_in_an_emergency() -> None:
-    """Waits double up to ten seconds; a notice starts at once and then every half second."""
+def test_retries_back_off_and_are_frequent_during_an_evacuation() -> None:
+    """Pauses double up to ten seconds; a notice causes a retry immediately and then every half second."""
     story = Story()
     story.seal(10)
     waits = []
@@ -580,14 +580,14 @@ def test_a_failing_store_is_asked_again_later_and_sooner_in_an_emergency() -> No
     assert flight is not None
     story.tell(FlushFailed(flight.flush_id, "503", void=False))
     story.notice()
-    assert story.state.flight is not None, "what failed a minute ago is tried at once"
+    assert story.state.flight is not None, "the backoff of earlier failures ends"
     story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
     story.wait(RETRY_URGENT_S)
     assert story.state.flight is not None
 
 
-def test_late_words_of_an_abandoned_flush_are_ignored() -> None:
-    """Only the flush that is under way may say that a set is stored."""
+def test_late_events_of_a_replaced_flush_are_ignored() -> None:
+    """Only events of the flush in flight count."""
     story = Story()
     story.seal(10)
     old = story.state.flight
@@ -599,7 +599,7 @@ def test_late_words_of_an_abandoned_flush_are_ignored() -> None:
     story.tell(Flushed(old.flush_id, ()))
     assert not story.state.stored
     assert story.state.flight is not None
-    assert not story.state.kept
+    assert not story.state.stored_bytes
     assert not story.state.unusable
 
 
@@ -607,7 +607,7 @@ def test_late_words_of_an_abandoned_flush_are_ignored() -> None:
 
 
 def test_commit_follows_the_flush_and_names_its_parent() -> None:
-    """The manifest is ordered only for stored shards, under our generation, after the newest commit."""
+    """With all shards stored, the manifest has our generation and the newest commit as parent."""
     story = Story(generation=3, newest=CommitRef(2, 5))
     story.seal(10)
     assert not story.all(CommitManifest)
@@ -619,7 +619,7 @@ def test_commit_follows_the_flush_and_names_its_parent() -> None:
 
 @pytest.mark.fault("O09", "T07")
 def test_a_conflict_ends_that_set_only() -> None:
-    """What lost against another commit of the same step is not tried again; later ones are."""
+    """A set that lost against another commit of its step is not retried; later sets are committed."""
     story = Story()
     story.seal(10)
     story.flushed()
@@ -632,8 +632,8 @@ def test_a_conflict_ends_that_set_only() -> None:
 
 
 @pytest.mark.fault("G05")
-def test_a_commit_without_an_answer_is_asked_for_again_without_data() -> None:
-    """The shards are stored: only the manifest is tried again."""
+def test_a_commit_without_a_reply_is_retried_without_data() -> None:
+    """The shards are stored: only the manifest is retried."""
     story = Story()
     story.seal(10)
     story.flushed()
@@ -645,7 +645,7 @@ def test_a_commit_without_an_answer_is_asked_for_again_without_data() -> None:
     assert story.flushes == [10]
 
 
-def test_prune_takes_only_what_our_hooks_wrote_and_a_newer_commit_replaced() -> None:
+def test_prune_deletes_only_older_sets_of_our_hooks() -> None:
     """Adopted sets belong to their framework; the committed set stays for a quick restore."""
     story = Story()
     for step in (8, 9, 11):
@@ -660,8 +660,8 @@ def test_prune_takes_only_what_our_hooks_wrote_and_a_newer_commit_replaced() -> 
 
 
 @pytest.mark.fault("G03")
-def test_fenced_means_out() -> None:
-    """Once a newer generation shows, nothing more is written, the trainer is told, and we leave."""
+def test_a_fenced_daemon_ends() -> None:
+    """When a newer generation exists, the daemon writes nothing more, informs the trainer and ends."""
     story = Story()
     story.join()
     story.seal(10)
@@ -677,7 +677,7 @@ def test_fenced_means_out() -> None:
 
 @pytest.mark.fault("G18")
 def test_another_vm_with_our_number_fences_as_a_newer_one_does() -> None:
-    """The number alone says nothing: the same event about a number of before is old news."""
+    """An event about an earlier generation has no effect."""
     story = Story()
     own = story.state.generation
     assert own is not None
@@ -689,7 +689,7 @@ def test_another_vm_with_our_number_fences_as_a_newer_one_does() -> None:
 
 
 def test_nothing_is_written_before_a_generation_is_claimed() -> None:
-    """Sealed sets wait for the claim; afterwards the newest goes first."""
+    """Sealed sets wait for the claim; after it the newest is sent first."""
     story = Story(claimed=False, staged=[a_set(9), a_set(10)])
     story.scan()
     story.wait(100)
@@ -703,8 +703,7 @@ def test_nothing_is_written_before_a_generation_is_claimed() -> None:
 def test_old_sets_never_outrank_newer_commits(claim_first: bool) -> None:
     """A set from before the start, older than the newest commit of another VM, is not committed.
 
-    Under our generation it would outrank that commit.  Whether the claim or the first scan is faster
-    must not matter.
+    Under our generation it would outrank that commit.  The order of claim and first scan must not matter.
     """
     story = Story(claimed=False, staged=[a_set(500)])
     events = [lambda: story.tell(GenerationClaimed(6, CommitRef(5, 1000))), story.scan]
@@ -713,15 +712,15 @@ def test_old_sets_never_outrank_newer_commits(claim_first: bool) -> None:
     story.wait(60)
     assert story.flushes == []
     story.seal(501)
-    assert story.flushes == [501], "what is sealed from now on is ours, and newer than their commit"
+    assert story.flushes == [501], "sets from now on are ours, and newer than their commit"
 
 
 # ---------------------------------------------------------------------------- the ends
 
 
 @pytest.mark.fault("N17")
-def test_a_vm_that_outlives_its_deadline_goes_back_to_watching() -> None:
-    """The request is withdrawn, the same notice starts nothing again, another one does."""
+def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
+    """The request is withdrawn; the same notice has no further effect, another one has."""
     story = Story()
     story.join(step=5)
     raised = story.notice(in_s=30, identity="a")
@@ -738,8 +737,8 @@ def test_a_vm_that_outlives_its_deadline_goes_back_to_watching() -> None:
 
 
 @pytest.mark.fault("N17")
-def test_outliving_one_notice_does_not_silence_the_next() -> None:
-    """After a drill's deadline the reclaim that is due later still gets its own evacuation."""
+def test_a_notice_after_an_outlived_one_is_evacuated() -> None:
+    """After the deadline of a drill, a reclaim that is due later still gets its own evacuation."""
     story = Story()
     story.join(step=5)
     story.notice(in_s=30, source="drill")
@@ -751,8 +750,8 @@ def test_outliving_one_notice_does_not_silence_the_next() -> None:
     assert len({order.request_id for order in story.all(AskTrainers)}) == 2
 
 
-def test_a_withdrawn_notice_that_comes_back_counts_again() -> None:
-    """Having been outlived once does not make a source deaf for ever."""
+def test_a_withdrawn_notice_that_returns_counts_again() -> None:
+    """A source whose notice was outlived can raise it again."""
     story = Story()
     story.notice(in_s=30, source="gcp.preempted")
     story.wait(41)
@@ -763,8 +762,8 @@ def test_a_withdrawn_notice_that_comes_back_counts_again() -> None:
 
 
 @pytest.mark.fault("H03")
-def test_sigterm_of_a_dying_host_ends_with_the_verdict() -> None:
-    """The daemon leaves as soon as the verdict is known, and not before."""
+def test_sigterm_of_a_host_shutdown_ends_with_the_verdict() -> None:
+    """The daemon exits as soon as the verdict is known, and not before."""
     story = Story()
     story.join(step=4)
     story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
@@ -778,8 +777,8 @@ def test_sigterm_of_a_dying_host_ends_with_the_verdict() -> None:
 
 
 @pytest.mark.fault("H03")
-def test_sigterm_after_the_verdict_ends_at_once() -> None:
-    """The usual order on a reclaimed VM: notice, SAFE, and then the host shuts down."""
+def test_sigterm_after_the_verdict_ends_immediately() -> None:
+    """The usual order on a reclaimed VM: notice, SAFE, host shutdown."""
     story = Story()
     story.join(step=4)
     story.notice(in_s=120)
@@ -792,8 +791,8 @@ def test_sigterm_after_the_verdict_ends_at_once() -> None:
     assert len(story.verdicts) == 1
 
 
-def test_no_verdict_before_staging_was_looked_at() -> None:
-    """A daemon restarted into a shutdown does not leave before it has seen what lies there."""
+def test_no_verdict_before_the_first_scan() -> None:
+    """A daemon that is restarted during a shutdown scans staging before it ends."""
     story = Story(claimed=False, staged=[a_set(20)])
     story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.tell(GenerationClaimed(2, CommitRef(2, 10)))
@@ -807,7 +806,7 @@ def test_no_verdict_before_staging_was_looked_at() -> None:
 
 
 def test_the_time_runs_out() -> None:
-    """At the deadline there is a verdict, and a better one if the commit comes after all."""
+    """At the deadline there is a verdict, and a better one if the commit succeeds later."""
     story = Story()
     story.seal(10)
     story.store_all()
@@ -822,8 +821,8 @@ def test_the_time_runs_out() -> None:
 
 
 @pytest.mark.fault("H02")
-def test_an_operator_stop_disturbs_nobody() -> None:
-    """No request, no verdict: the process ends, and a restart goes on."""
+def test_an_operator_stop_does_not_reach_the_trainer() -> None:
+    """No request, no verdict: the process ends, and continues after a restart."""
     story = Story()
     story.join()
     story.seal(10)
@@ -834,8 +833,8 @@ def test_an_operator_stop_disturbs_nobody() -> None:
 
 @pytest.mark.fault("N10")
 @pytest.mark.fault("N01", "N02")
-def test_the_health_of_a_source_is_kept_and_said_and_decides_nothing() -> None:
-    """A blind source is logged as a warning; no evacuation comes of it."""
+def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
+    """A blind source is logged as a warning."""
     story = Story()
     story.join()
     status = SourceStatus(source="aws.spot", health=Health.BLIND, reason="x", since_mono_s=1.0)
@@ -847,8 +846,8 @@ def test_the_health_of_a_source_is_kept_and_said_and_decides_nothing() -> None:
 
 
 @pytest.mark.fault("T15", "T16")
-def test_what_the_trainer_does_after_sealing_changes_nothing() -> None:
-    """It may go on, seal more, or end: the flush goes on, and what it sealed is committed."""
+def test_a_trainer_may_continue_or_end_after_sealing() -> None:
+    """It may continue, seal more sets or end: the flush continues, and its set is committed."""
     story = Story()
     story.join(step=4)
     story.notice(in_s=60)
@@ -860,8 +859,8 @@ def test_what_the_trainer_does_after_sealing_changes_nothing() -> None:
     assert story.verdicts == ["SAFE generation 2 step 5"]
 
 
-def test_a_sealed_that_the_scan_does_not_confirm_is_not_believed() -> None:
-    """The trainer's word alone neither ends the waiting nor starts a flush."""
+def test_a_report_of_sealing_counts_after_the_scan() -> None:
+    """A report alone neither ends the wait nor starts a flush."""
     story = Story()
     story.join(step=4)
     story.notice()
@@ -873,7 +872,7 @@ def test_a_sealed_that_the_scan_does_not_confirm_is_not_believed() -> None:
 
 @pytest.mark.fault("T16")
 def test_newer_sets_wait_until_the_answer_is_safe() -> None:
-    """A trainer that trains on neither takes the wire from its emergency checkpoint nor the verdict."""
+    """A trainer that continues does not delay its emergency checkpoint, nor change the verdict."""
     story = Story()
     story.join(step=4)
     story.notice(in_s=60)
@@ -887,11 +886,11 @@ def test_newer_sets_wait_until_the_answer_is_safe() -> None:
     story.wait(1)
     assert story.flushes == [5, 6], "afterwards there may be time for more"
     story.wait(60)
-    assert story.verdicts == ["SAFE generation 2 step 5"], "what is safe stays safe"
+    assert story.verdicts == ["SAFE generation 2 step 5"], "SAFE stays SAFE"
 
 
-def test_a_notice_acted_on_again_is_a_new_request() -> None:
-    """Otherwise the set that answered it the first time would do for the second, long stale."""
+def test_a_second_evacuation_for_a_notice_makes_a_new_request() -> None:
+    """Otherwise the old set that answered the first request would answer the second."""
     story = Story()
     story.join(step=4)
     story.notice(source="gcp.preempted")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire in an evacuation: early shards, the measured bandwidth, and what is planned anew with it."""
+"""The flush during an evacuation: early shards, the measured bandwidth, and the plans that follow from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flight_of(story: Story) -> Flight:
 
 
 def sends(story: Story, rate_bytes_per_s: float, seconds: float, *, every_s: float = 0.25) -> None:
-    """The flush under way moves so many bytes a second for so long, and says so."""
+    """The flush in flight sends at this rate for this time, and reports progress."""
     for _ in range(round(seconds / every_s)):
         story.now += every_s
         flight = flight_of(story)
@@ -37,7 +37,7 @@ def sends(story: Story, rate_bytes_per_s: float, seconds: float, *, every_s: flo
 
 
 def growing(story: Story, *sizes_bytes: int, step: int = 9, nonce: str = "emg") -> Staged:
-    """The set that answers the request, with so many final files."""
+    """The set that answers the request, with this number of final files."""
     whole = a_set(step, nonce, request_id=story.request_id)
     files = tuple(
         StagedFile(path=f"rank-00000/{n}.bin", size_bytes=size, mtime_ns=1, inode=n)
@@ -47,7 +47,7 @@ def growing(story: Story, *sizes_bytes: int, step: int = 9, nonce: str = "emg") 
 
 
 def asked(**facts: float) -> Story:
-    """A trainer that saves what it was asked for, of which nothing is final yet."""
+    """A trainer that saves for a request, without a final file so far."""
     story = Story(reserve_s=5)
     story.join(step=8, save_s=20.0, save_bytes=400 * MIB)
     story.notice(in_s=facts.get("in_s", 120.0))
@@ -58,8 +58,8 @@ def asked(**facts: float) -> Story:
 # ---------------------------------------------------------------------------- early shards
 
 
-def test_what_is_final_goes_out_before_the_set_is_sealed() -> None:
-    """The first file starts a flush, more files go on with it, and the sealed set finishes it."""
+def test_final_files_are_sent_before_the_set_is_sealed() -> None:
+    """The first file starts a flush, more files continue it, and the sealed set finishes it."""
     story = asked()
     one = growing(story, 100 * MIB)
     story.scan(growing=(one,))
@@ -78,21 +78,21 @@ def test_what_is_final_goes_out_before_the_set_is_sealed() -> None:
     sealed = story.answer(9)
     last = story.last(StartFlush)
     assert (last.staged, last.is_sealed) == (sealed, True)
-    assert not story.all(CancelFlush), "that would cut short what is on its way"
+    assert not story.all(CancelFlush), "that would cut short the parts in flight"
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
 def test_an_unsealed_flush_never_leads_to_a_commit() -> None:
-    """Even if the engine said that everything is stored: only a sealed set counts."""
+    """Even if the engine reported that everything is stored: only a sealed set counts."""
     story = asked()
     story.scan(growing=(growing(story, MIB),))
     story.tell(Flushed(flight_of(story).flush_id, ()))
     assert not story.state.stored
 
 
-def test_sealed_sets_that_fit_go_first() -> None:
-    """Early shards take the wire only when nothing whole could be made whole with it."""
+def test_sealed_sets_that_fit_are_sent_first() -> None:
+    """Early shards get the link only if no sealed set can be completed."""
     story = asked()
     story.seal(5)
     story.scan(growing=(growing(story, MIB),))
@@ -101,8 +101,8 @@ def test_sealed_sets_that_fit_go_first() -> None:
     assert story.flushes == [5, 9]
 
 
-def test_early_shards_take_the_wire_from_what_can_not_be_completed() -> None:
-    """A sealed set that does not fit gives way to the newer one that will."""
+def test_early_shards_replace_a_set_that_cannot_be_completed() -> None:
+    """A sealed set that does not fit is replaced by the newer one that will."""
     story = Story(reserve_s=5)
     story.seal(3)
     story.flushed(after_s=1)  # 100 MiB/s
@@ -114,7 +114,7 @@ def test_early_shards_take_the_wire_from_what_can_not_be_completed() -> None:
     story.join(step=8, save_s=1.0)
     story.notice(in_s=60)
     story.accept(8)
-    assert flight_of(story).staged.id.step == 4, "there is nothing better to do"
+    assert flight_of(story).staged.id.step == 4, "no other set could use the time better"
     story.scan(growing=(growing(story, MIB),))
     assert flight_of(story).staged.id.step == 9
     assert not flight_of(story).is_sealed
@@ -123,8 +123,8 @@ def test_early_shards_take_the_wire_from_what_can_not_be_completed() -> None:
 @pytest.mark.parametrize(
     "spoil", ["another request", "no file", "a precaution", "withdrawn", "failed"]
 )
-def test_only_the_answer_to_an_urgent_request_goes_out_early(spoil: str) -> None:
-    """Whatever else is being written waits until it is sealed."""
+def test_only_the_answer_to_an_urgent_request_is_sent_early(spoil: str) -> None:
+    """Every other set waits until it is sealed."""
     story = Story(reserve_s=5)
     story.join(step=8)
     story.notice(severity=Severity.ADVISORY if spoil == "a precaution" else Severity.IMMINENT)
@@ -146,18 +146,18 @@ def test_only_the_answer_to_an_urgent_request_goes_out_early(spoil: str) -> None
 
 @pytest.mark.fault("T03")
 def test_a_torn_save_ends_its_early_shards() -> None:
-    """The set is gone: nothing more of it is sent, and what is left of the time is for the others."""
+    """Nothing more of the set is sent, and the remaining time is for the other sets."""
     story = asked()
     story.scan(growing=(growing(story, 100 * MIB),))
     started = flight_of(story)
     story.scan()
     assert [order.flush_id for order in story.all(CancelFlush)] == [started.flush_id]
     assert story.state.flight is None
-    assert not story.state.kept
+    assert not story.state.stored_bytes
 
 
 def test_a_withdrawn_notice_ends_early_shards() -> None:
-    """In the background nothing goes out before it is sealed."""
+    """Without a notice no file is sent before its set is sealed."""
     story = asked()
     story.scan(growing=(growing(story, 100 * MIB),))
     story.withdraw()
@@ -167,21 +167,21 @@ def test_a_withdrawn_notice_ends_early_shards() -> None:
 
 @pytest.mark.fault("D03", "D09")
 def test_a_growing_set_that_cannot_be_read_waits_for_its_seal() -> None:
-    """Its name changes when it is sealed, perhaps right now: that voids nothing."""
+    """Sealing renames the set, perhaps right now: a read error voids nothing."""
     story = asked()
     part = growing(story, 100 * MIB)
     story.scan(growing=(part,))
     story.tell(FlushFailed(flight_of(story).flush_id, "no such file", void=True))
     story.wait(RETRY_URGENT_S / 2)
-    assert story.state.flight is None, "it is not tried again and again"
+    assert story.state.flight is None, "it is not retried until it is sealed"
     story.answer(9)
     story.wait(RETRY_URGENT_S / 2)
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
-def test_staging_is_watched_closely_while_the_trainer_saves() -> None:
-    """A file that becomes final is nobody's event: it is looked for, from the target to the seal."""
+def test_staging_is_scanned_often_while_the_trainer_saves() -> None:
+    """No event reports a final file: scans find it, from the target to the seal."""
     story = asked()
     before = len(story.all(Rescan))
     for _ in range(20):
@@ -198,8 +198,8 @@ def test_staging_is_watched_closely_while_the_trainer_saves() -> None:
 
 
 @pytest.mark.fault("O03")
-def test_what_a_set_has_stored_counts_when_its_turn_comes_again() -> None:
-    """A set that gave way, and of which most is stored, is nearer than its size says."""
+def test_stored_bytes_of_a_set_count_when_it_is_sent_again() -> None:
+    """A set that was replaced when most of it was stored needs less time than its size suggests."""
     story = Story(reserve_s=5)
     story.seal(1, size_bytes=100 * MIB)
     story.flushed(after_s=1)  # 100 MiB/s
@@ -217,21 +217,21 @@ def test_what_a_set_has_stored_counts_when_its_turn_comes_again() -> None:
     assert flight_of(story).bytes_before == 1500 * MIB
 
 
-def test_what_is_kept_is_forgotten_with_its_set() -> None:
-    """Sets come and go for months."""
+def test_stored_bytes_are_forgotten_with_their_set() -> None:
+    """A daemon runs for months, and sets come and go."""
     story = Story(reserve_s=5)
     lost = story.seal(10)
     story.tell(FlushProgress(flight_of(story).flush_id, MIB, MIB))
-    assert story.state.kept == {lost.id: MIB}
+    assert story.state.stored_bytes == {lost.id: MIB}
     story.lose(lost)
-    assert not story.state.kept
+    assert not story.state.stored_bytes
 
 
 # ---------------------------------------------------------------------------- bandwidth
 
 
 def measured_at(rate_bytes_per_s: float, **facts: float) -> Story:
-    """In the middle of a flush at that speed, an evacuation under way."""
+    """In the middle of a flush at that speed, during an evacuation."""
     story = Story(reserve_s=5)
     story.seal(1)
     story.flushed(after_s=100 * MIB / rate_bytes_per_s)
@@ -245,7 +245,7 @@ def measured_at(rate_bytes_per_s: float, **facts: float) -> Story:
 
 @pytest.mark.fault("O03")
 def test_a_drop_shows_within_two_seconds() -> None:
-    """To a tenth: the estimate has come down to a quarter, and goes on."""
+    """The bandwidth drops to a tenth: the estimate is down to a quarter, and falls further."""
     story = measured_at(100 * MIB)
     sends(story, 10 * MIB, 2)
     assert story.state.bandwidth_bytes_per_s is not None
@@ -253,8 +253,8 @@ def test_a_drop_shows_within_two_seconds() -> None:
 
 
 @pytest.mark.fault("O02", "O03")
-def test_a_flush_that_stands_still_shows_by_ticks_alone() -> None:
-    """Where no progress comes no event tells of it: time does."""
+def test_a_flush_without_progress_shows_by_ticks_alone() -> None:
+    """Without progress no event arrives; ticks lower the estimate."""
     story = measured_at(100 * MIB)
     for _ in range(20):
         story.wait(0.1)
@@ -262,8 +262,8 @@ def test_a_flush_that_stands_still_shows_by_ticks_alone() -> None:
     assert story.state.bandwidth_bytes_per_s < 25 * MIB
 
 
-def test_a_slow_start_is_no_slow_wire() -> None:
-    """Handshakes and first parts take their time; that they do is not held against the store."""
+def test_a_slow_start_does_not_lower_the_bandwidth() -> None:
+    """Handshakes and first parts take time, which does not count against the store."""
     story = measured_at(100 * MIB)
     story.seal(3, size_bytes=1000 * MIB)
     assert story.flushes[-1] == 3
@@ -273,8 +273,8 @@ def test_a_slow_start_is_no_slow_wire() -> None:
     assert story.state.bandwidth_bytes_per_s == before
 
 
-def test_waiting_for_the_last_answers_is_no_slow_wire() -> None:
-    """When all is sent, time says nothing any more."""
+def test_waiting_for_the_last_responses_does_not_lower_the_bandwidth() -> None:
+    """When all bytes are sent, further time measures nothing."""
     story = measured_at(100 * MIB)
     flight = flight_of(story)
     story.tell(FlushProgress(flight.flush_id, 10_000 * MIB, 10_000 * MIB))
@@ -284,8 +284,8 @@ def test_waiting_for_the_last_answers_is_no_slow_wire() -> None:
     assert story.state.bandwidth_bytes_per_s == before
 
 
-def test_what_was_not_sent_is_not_measured() -> None:
-    """A set that is found stored, or referenced, teaches nothing of the wire."""
+def test_bytes_that_were_not_sent_are_not_measured() -> None:
+    """A set that is stored already, or referenced, shows nothing about the link."""
     story = Story()
     story.seal(1, size_bytes=10_000 * MIB)
     story.now += 0.1
@@ -295,8 +295,8 @@ def test_what_was_not_sent_is_not_measured() -> None:
     assert story.state.bandwidth_bytes_per_s is None
 
 
-def test_the_background_limit_is_not_taken_for_the_wire() -> None:
-    """A flush at the limit shows that the store is no slower; one far below it shows the store."""
+def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
+    """A flush at the limit only shows a lower bound; one far below the limit shows the store."""
     story = Story()
     limited = replace(story.state.settings, background_limit_bytes_per_s=50 * MIB)
     story.state = replace(story.state, settings=limited)
@@ -310,8 +310,8 @@ def test_the_background_limit_is_not_taken_for_the_wire() -> None:
     assert story.state.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
 
 
-def test_a_breath_of_the_wire_does_not_give_the_trainer_up() -> None:
-    """Only two seconds without a break beyond hope end the wait for its checkpoint."""
+def test_a_short_drop_of_bandwidth_does_not_end_the_wait_for_the_trainer() -> None:
+    """Two seconds without a break below the needed bandwidth end the wait for its checkpoint."""
     story = Story(reserve_s=5)
     story.seal(1)
     story.flushed(after_s=1)  # 100 MiB/s
@@ -323,19 +323,19 @@ def test_a_breath_of_the_wire_does_not_give_the_trainer_up() -> None:
     sends(story, 100 * MIB, 1)
     sends(story, 0, 1.75)
     assert story.state.evacuation is not None
-    assert story.state.evacuation.ask is not None
-    assert story.state.evacuation.ask.hopeless_mono_s is not None
+    assert story.state.evacuation.request is not None
+    assert story.state.evacuation.request.too_late_mono_s is not None
     sends(story, 100 * MIB, 3)
     assert story.state.evacuation is not None
-    assert story.state.evacuation.ask is not None
-    assert story.state.evacuation.ask.is_waiting
+    assert story.state.evacuation.request is not None
+    assert story.state.evacuation.request.is_waiting
     sends(story, 0, 8)
-    assert not story.state.evacuation.ask.is_waiting
+    assert not story.state.evacuation.request.is_waiting
 
 
 @pytest.mark.fault("O03")
-def test_two_sets_do_not_take_the_wire_from_each_other() -> None:
-    """A wire that breathes makes the flush change over once, not with every breath."""
+def test_two_sets_do_not_alternate() -> None:
+    """A fluctuating bandwidth makes the flush change once, not with every fluctuation."""
     story = Story(reserve_s=5)
     story.seal(1)
     story.flushed(after_s=1)  # 100 MiB/s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine and trainers that lie: no message raises, and none costs more than a few checkpoints."""
+"""The state machine and hostile trainers: no message raises, and none costs more than a few checkpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SAID = (
 
 @st.composite
 def said(draw: st.DrawFn) -> Message:
-    """A message whose fields lie at the edges of their ranges."""
+    """A message with fields at the edges of their ranges."""
     kind = draw(st.sampled_from(SAID))
     fields = {}
     for item in dataclasses.fields(kind):
@@ -115,7 +115,7 @@ STEPS = st.one_of(
 
 
 def happen(story: Story, what: str, *facts: Any) -> None:
-    """One step of a story, as far as the state allows it."""
+    """One step of a story, as far as the state permits it."""
     match what, *facts:
         case "say", connection, message:
             heard = protocol.decode(protocol.encode(message))
@@ -173,7 +173,7 @@ def happen(story: Story, what: str, *facts: Any) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.booleans(), st.lists(STEPS, max_size=30))
 def test_no_sequence_of_messages_raises(several_vms: bool, steps: list[tuple[Any, ...]]) -> None:
-    """Whatever trainers say, in whatever order, and whatever happens besides; the status can be shown."""
+    """Any messages of trainers, in any order, between any other events; the status can be shown."""
     story = Story()
     story.state = replace(
         story.state,
@@ -192,7 +192,7 @@ def test_no_sequence_of_messages_raises(several_vms: bool, steps: list[tuple[Any
 
 @pytest.mark.fault("S13")
 def test_the_report_of_many_trainers_fits_into_a_message() -> None:
-    """As many processes as the channel admits, each with the longest numbers."""
+    """As many processes as the channel admits, each with the longest values."""
     story = Story()
     for pid in range(1000):
         view = TrainerView(
@@ -213,7 +213,7 @@ def test_the_report_of_many_trainers_fits_into_a_message() -> None:
 
 
 def node(nodes: int = 2) -> Story:
-    """A VM of a job over several."""
+    """One VM of a job over several VMs."""
     story = Story()
     settings_ = Settings(reserve_s=5.0, signals_trainer=True, several_vms=True, vm="vm0")
     story.state = replace(story.state, settings=settings_)
@@ -226,7 +226,7 @@ def node(nodes: int = 2) -> Story:
 
 @pytest.mark.fault("S12", "G04")
 def test_a_flood_of_job_starts_makes_a_handful_of_claims_and_the_last_one_counts() -> None:
-    """300 starts of the job in 10 s: a claim is never removed again.  The job that stays gets its own."""
+    """300 job starts in 10 s: a claim is never deleted.  The job that remains gets its own generation."""
     story = node()
     for number in range(300):
         story.now += 1 / 30
@@ -242,7 +242,7 @@ def test_a_flood_of_job_starts_makes_a_handful_of_claims_and_the_last_one_counts
 
 @pytest.mark.fault("S12")
 def test_a_flood_of_rollbacks_makes_a_handful_of_claims() -> None:
-    """A trainer that goes back for ever takes as many generations as one in a few seconds would."""
+    """A trainer that rolls back without end claims as few generations as the rate permits."""
     story = Story()
     for number in range(300):
         story.now += 1 / 30
@@ -256,7 +256,7 @@ def test_a_flood_of_rollbacks_makes_a_handful_of_claims() -> None:
 
 @pytest.mark.fault("S19")
 def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() -> None:
-    """149 of them in 9 s, each with a deadline that has passed: a few evacuations, and training continues."""
+    """149 requests in 9 s, each with a deadline in the past: a few evacuations, and training continues."""
     story = node()
     story.tell(JobStarted("start"))
     story.tell(GenerationClaimed(3, None, is_rollback=True))
@@ -272,12 +272,12 @@ def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() 
     assert not story.all(Exit)
     story.wait(3700.0)
     story.wait(1.0)
-    assert story.state.evacuation is None, "the VM has outlived what was made up"
+    assert story.state.evacuation is None, "the VM has outlived the forged deadline"
 
 
 @pytest.mark.fault("S19", "N09")
-def test_a_request_of_another_vm_that_is_said_again_does_not_come_nearer() -> None:
-    """Its ranks say it once each, and again after each reconnect; none of that moves the deadline."""
+def test_a_repeated_request_of_another_vm_does_not_move_the_deadline() -> None:
+    """Each rank reports it, and again after each reconnect; none of that moves the deadline."""
     story = node()
     story.tell(PeerRequested("theirs", "aws.spot: reclaim", 100.0))
     evacuation = story.state.evacuation
@@ -291,8 +291,8 @@ def test_a_request_of_another_vm_that_is_said_again_does_not_come_nearer() -> No
 
 @pytest.mark.fault("S19")
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_without_another_vm_there_is_no_peer_to_believe(nodes: int) -> None:
-    """A rank whose job has one VM opens no evacuation and sets no target, in whatever way it got through."""
+def test_without_another_vm_a_peer_request_is_ignored(nodes: int) -> None:
+    """A rank of a job on one VM opens no evacuation and sets no target."""
     story = node(nodes)
     story.tell(PeerRequested("forged", "made up", 30.0))
     assert bool(story.all(AskTrainers)) is (nodes == 2)
@@ -301,13 +301,13 @@ def test_without_another_vm_there_is_no_peer_to_believe(nodes: int) -> None:
     alone.notice(60.0)
     alone.tell(TrainerAgreed(alone.request_id, 12345))
     assert alone.state.evacuation is not None
-    assert alone.state.evacuation.ask is not None
-    assert alone.state.evacuation.ask.target is None
+    assert alone.state.evacuation.request is not None
+    assert alone.state.evacuation.request.target is None
 
 
 @pytest.mark.fault("S19")
-def test_a_forged_notice_costs_one_checkpoint_and_the_training_goes_on() -> None:
-    """It is asked for once, the trainer is never signalled, and after the deadline all is as before."""
+def test_a_forged_notice_costs_one_checkpoint_and_training_continues() -> None:
+    """One request, no signal, and after the deadline the state is as before."""
     story = Story(signals_trainer=True)
     story.join(step=7)
     for _ in range(100):  # at each poll
@@ -323,14 +323,14 @@ def test_a_forged_notice_costs_one_checkpoint_and_the_training_goes_on() -> None
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
     story.notice(-60.0, identity="forged")
-    assert len(story.all(AskTrainers)) == 1, "what was outlived opens nothing again"
+    assert len(story.all(AskTrainers)) == 1, "an outlived notice opens no evacuation again"
 
 
 # ---------------------------------------------------------------- what is left after a fault
 
 
-def test_a_rank_that_joins_is_told_of_the_commit_and_the_others_are_not() -> None:
-    """Else each hello would be a message to every rank."""
+def test_only_a_rank_that_joins_gets_the_newest_commit() -> None:
+    """Otherwise each hello would cause a message to every rank."""
     story = Story(newest=CommitRef(1, 5))
     story.join(1, rank=0, ranks=2, pid=1)
     story.join(2, rank=1, ranks=2, pid=2)
@@ -340,7 +340,7 @@ def test_a_rank_that_joins_is_told_of_the_commit_and_the_others_are_not() -> Non
 
 @pytest.mark.fault("H09")
 def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
-    """Notices, generation and commits stay; the trainer is asked again under the same id."""
+    """Notices, generation and commits stay; the request has the same id."""
     story = Story(staged=[a_set(5)])
     story.join(step=7, save_s=1.0)
     story.notice(100.0)
@@ -358,5 +358,5 @@ def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
     assert story.verdicts[-1].startswith("SAFE")
     assert not story.all(Prune) or story.state.last_complete is not None
     flush_ids = [action.flush_id for action in story.all(StartFlush)]
-    assert len(flush_ids) == len(set(flush_ids)), "an old flush must not pass for a new one"
+    assert len(flush_ids) == len(set(flush_ids)), "an old flush must not count as a new one"
     assert story.state.flushes > flushes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of one VM among several: a shared generation, word from the others, and whole checkpoints."""
+"""Stories of one VM among several: a shared generation, requests of other VMs, and whole checkpoints."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from swansongd.core.events import (
     TrainerJoined,
     WithdrawRequest,
 )
-from swansongd.core.nodes import ASKS_MAX, FINISH_S, FINISH_S_MAX, is_alone
+from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, REQUESTS_MAX, is_alone
 from swansongd.core.state import Phase, Settings, State
-from swansongd.model import CheckpointId, CommitRef, Part, Staged, TrainerView
+from swansongd.model import CheckpointId, CommitRef, Staged, TrainerView, VmPart
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story, a_notice, a_set
@@ -49,7 +49,7 @@ class Node(Story):
         self,
         *,
         staged: tuple[Staged, ...] = (),
-        goes_on_with: str = "",
+        resumed_job_start_id: str = "",
         abandoned: tuple[CheckpointId, ...] = (),
     ) -> None:
         super().__init__(claimed=False, staged=staged)
@@ -58,19 +58,19 @@ class Node(Story):
             signals_trainer=False,
             several_vms=True,
             vm="vm0",
-            goes_on_with=goes_on_with,
+            resumed_job_start_id=resumed_job_start_id,
         )
         self.state = replace(
             self.state,
             settings=settings,
-            job_start_id=goes_on_with,
+            job_start_id=resumed_job_start_id,
             abandoned=frozenset(abandoned),
             unusable=frozenset(abandoned),
         )
         self.scan()
 
     def begin(self, job_start_id: str = "first", generation: int = 3, step: int = 7) -> None:
-        """A trainer comes, says which start of the job it is of, and the claim is shared."""
+        """A trainer connects and reports its job start; the claim is shared."""
         self.join_one_of(2, step=step)
         self.tell(JobStarted(job_start_id))
         self.tell(GenerationClaimed(generation, None, is_rollback=True))
@@ -86,12 +86,12 @@ class Node(Story):
         self.scan()
 
     def counted(self, ref: CommitRef, committed: int) -> None:
-        """The store lists the parts of so many VMs."""
+        """The store lists the parts of this number of VMs."""
         self.tell(PartsCounted(ref, committed, ref if committed == 2 else None))
 
     @property
     def final(self) -> list[str]:
-        """The verdicts, without what is only known of this VM's part so far."""
+        """The verdicts, without farewells about this VM's part."""
         return [f"{c.verdict.value} {c.commit}" for c in self.all(Conclude) if c.is_final]
 
     def commit_own_part(self) -> CommitRef:
@@ -102,8 +102,8 @@ class Node(Story):
         return ref
 
 
-def test_nothing_is_claimed_before_the_job_says_which_start_it_is() -> None:
-    """A claim by each VM would fence the others; one job start, said by all ranks, is joined once."""
+def test_nothing_is_claimed_before_the_ranks_report_their_job_start() -> None:
+    """Separate claims would fence the other VMs; one job start, reported by all ranks, is joined once."""
     node = Node()
     node.join_one_of(2)
     assert not node.all(JoinGeneration)
@@ -112,8 +112,8 @@ def test_nothing_is_claimed_before_the_job_says_which_start_it_is() -> None:
     assert [order.job_start_id for order in node.all(JoinGeneration)] == ["first"]
 
 
-def test_a_job_that_has_one_vm_left_is_an_job_start_of_its_own() -> None:
-    """The trainers need not say it; once for all ranks, and another one after it had grown meanwhile."""
+def test_a_job_with_one_vm_left_is_another_job_start() -> None:
+    """The ranks need not report it; it counts once for all ranks, and again after the job had grown."""
     node = Node()
     node.join_one_of(1)
     node.join_one_of(1, pid=101)
@@ -126,7 +126,7 @@ def test_a_job_that_has_one_vm_left_is_an_job_start_of_its_own() -> None:
 
 
 def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
-    """They are of a lineage that the job may not have gone on from; nor does their flush go on."""
+    """The job may have continued from another state; the flush of such a set ends too."""
     node = Node()
     node.begin()
     node.seal_part(10)
@@ -139,21 +139,23 @@ def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
     assert node.last(StartFlush).generation == 4
 
 
-@pytest.mark.parametrize(("goes_on_with", "flushed"), [("first", [10]), ("", []), ("zeroth", [])])
-def test_what_lay_in_staging_at_the_start_is_of_the_job_start_that_was_joined_then(
-    goes_on_with: str, flushed: list[int]
+@pytest.mark.parametrize(
+    ("resumed_job_start_id", "flushed"), [("first", [10]), ("", []), ("zeroth", [])]
+)
+def test_sets_of_the_first_scan_belong_to_the_resumed_job_start(
+    resumed_job_start_id: str, flushed: list[int]
 ) -> None:
-    """A daemon that was restarted goes on; a disk from an earlier boot, or start, holds nothing of ours."""
-    node = Node(staged=(replace(a_set(10), nodes=2),), goes_on_with=goes_on_with)
-    if goes_on_with:
+    """A restarted daemon continues; on a disk from an earlier boot or start no set is ours."""
+    node = Node(staged=(replace(a_set(10), nodes=2),), resumed_job_start_id=resumed_job_start_id)
+    if resumed_job_start_id:
         node.tell(GenerationClaimed(3, None))
     node.begin()
     in_flight = [] if node.state.flight is None else [node.state.flight.staged.id.step]
     assert in_flight == flushed
 
 
-def test_a_fence_between_two_starts_ends_nothing() -> None:
-    """Another VM may have joined the next start first: the daemon stops to write, and waits to hear of it."""
+def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
+    """Another VM may join the next start first: the daemon stops writing, and waits for its ranks."""
     node = Node()
     node.begin()
     node.seal_part(10)
@@ -170,7 +172,7 @@ def test_a_fence_between_two_starts_ends_nothing() -> None:
 
 @pytest.mark.fault("N09")
 def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
-    """Asked under the id that the ranks know, flushed at once, judged; and said often it is one notice."""
+    """It has the id that the ranks know, an urgent flush and a verdict; repeated, it is one notice."""
     node = Node()
     node.begin()
     for _ in range(2):
@@ -186,8 +188,8 @@ def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     assert node.final == ["SAFE generation 3 step 9"]
 
 
-def test_our_own_request_that_comes_back_is_no_notice() -> None:
-    """A rank may hear of it from another rank of this VM first."""
+def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
+    """Another rank of this VM may report it first."""
     node = Node()
     node.begin()
     raised = node.notice()
@@ -195,8 +197,8 @@ def test_our_own_request_that_comes_back_is_no_notice() -> None:
     assert set(node.state.notices) == {raised.source}
 
 
-def test_the_end_of_another_vm_does_not_hurry_ours() -> None:
-    """Our own deadline counts while we have one."""
+def test_the_deadline_of_another_vm_does_not_replace_ours() -> None:
+    """While this VM has a deadline, that one counts."""
     node = Node()
     node.begin()
     raised = node.notice(in_s=120)
@@ -205,8 +207,8 @@ def test_the_end_of_another_vm_does_not_hurry_ours() -> None:
     assert node.state.evacuation.deadline_mono_s == raised.deadline_mono_s
 
 
-def test_requests_of_two_vms_for_the_same_words_differ() -> None:
-    """A notice may be the same to the letter on two VMs, and seen at the same instant; a request is not."""
+def test_identical_notices_on_two_vms_have_different_request_ids() -> None:
+    """Two VMs may see the same text at the same instant; their requests differ."""
     notice = a_notice(deadline_mono_s=1.0)
     settings = [Settings(reserve_s=1, signals_trainer=False, vm=vm) for vm in ("vm0", "vm1")]
     assert len({evacuation_id(notice, State(settings=each), 1.0) for each in settings}) == 2
@@ -214,7 +216,7 @@ def test_requests_of_two_vms_for_the_same_words_differ() -> None:
 
 @pytest.mark.fault("T04", "T12")
 def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
-    """The daemon names no target, and gives up when they have said nothing in twice their time."""
+    """The daemon sends no target, and the request fails after twice their time."""
     node = Node()
     node.begin()
     node.notice(in_s=60)
@@ -227,7 +229,7 @@ def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
 
 
 @pytest.mark.fault("T12", "T04")
-def test_a_round_that_fails_is_called_again_while_it_fits() -> None:
+def test_a_failed_request_is_repeated_while_a_checkpoint_fits() -> None:
     """One rank hung for a moment: the next request has another id, and its checkpoint is the answer."""
     node = Node()
     node.begin()
@@ -241,7 +243,7 @@ def test_a_round_that_fails_is_called_again_while_it_fits() -> None:
     node.wait(0.6)
     assert node.request_id not in ("", first)
     node.tell(PeerRequested(node.request_id, "the same", 50.0))
-    assert "peer" not in node.state.notices, "our own request comes back by way of another rank"
+    assert "peer" not in node.state.notices, "another rank reports our own request"
     node.tell(TrainerAgreed(node.request_id, 9))
     node.seal_part(9, request_id=node.request_id)
     node.counted(node.commit_own_part(), 2)
@@ -249,23 +251,23 @@ def test_a_round_that_fails_is_called_again_while_it_fits() -> None:
 
 
 def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
-    """Each has an id of its own, the pauses grow, and no request is made that would not fit."""
+    """Each has another id, the pauses grow, and no request is made that would not fit."""
     node = Node()
     node.begin()
     node.notice(in_s=100)
     for _ in range(1200):
-        if node.state.evacuation is not None and node.state.evacuation.ask.is_waiting:
+        if node.state.evacuation is not None and node.state.evacuation.request.is_waiting:
             node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
         node.scan()
         node.wait(0.1)
     ids = [ask.request_id for ask in node.all(AskTrainers)]
-    assert len(set(ids)) == len(ids) == ASKS_MAX
+    assert len(set(ids)) == len(ids) == REQUESTS_MAX
     assert node.final == ["LOST None"]
     assert "rank 0 waited" in node.last(Conclude).reason
 
 
-def test_the_vm_of_a_peer_does_not_call_rounds_for_it() -> None:
-    """The VM whose end is near asks again itself, and its request is no second notice here."""
+def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
+    """Its repeated request is not a second notice on the other VMs."""
     node = Node()
     node.begin()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
@@ -278,8 +280,8 @@ def test_the_vm_of_a_peer_does_not_call_rounds_for_it() -> None:
 
 
 @pytest.mark.fault("T12")
-def test_a_newer_whole_checkpoint_makes_up_for_a_request_that_failed() -> None:
-    """The verdict follows the facts, also after it was given: what was sealed after the notice will do."""
+def test_a_newer_whole_checkpoint_replaces_a_failed_request() -> None:
+    """A set sealed after the notice suffices, also after a first verdict."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -295,8 +297,8 @@ def test_a_newer_whole_checkpoint_makes_up_for_a_request_that_failed() -> None:
     assert node.final[2:] == ["SAFE generation 3 step 12"]
 
 
-def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_its_own() -> None:
-    """The ranks of the new start know nothing of the request."""
+def test_a_job_start_during_an_evacuation_gets_a_request() -> None:
+    """The ranks of the new start do not know the earlier request."""
     node = Node()
     node.begin()
     node.notice(in_s=100)
@@ -315,7 +317,7 @@ def test_a_restart_of_the_job_during_an_evacuation_is_asked_for_a_checkpoint_of_
 
 @pytest.mark.fault("G17")
 def test_safe_means_the_whole_checkpoint() -> None:
-    """After this VM's part nothing is safe, pruned, reported or built upon until all parts are seen."""
+    """With this VM's part alone, nothing is safe, pruned, reported or used as a parent."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -356,7 +358,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
 @pytest.mark.fault("G17")
 @pytest.mark.parametrize(("whole_before", "word"), [(True, "PARTIAL"), (False, "LOST")])
 def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str) -> None:
-    """The verdict names the whole commit that stands, and the part; it improves if the others come late."""
+    """The verdict has the older whole commit and the part; it improves if the other parts arrive late."""
     node = Node()
     node.begin()
     stands = None
@@ -368,7 +370,7 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
     node.tell(TrainerAgreed(node.request_id, 9))
     node.seal_part(9, request_id=node.request_id)
     ref = node.commit_own_part()
-    # The power may go before the deadline: a farewell with the facts so far is written at once, and once.
+    # The power may be cut before the deadline: one farewell with the facts so far is written immediately.
     (early,) = node.all(Conclude)
     assert (early.is_final, early.verdict, early.commit) == (False, word, stands)
     for _ in range(59):
@@ -378,14 +380,14 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
     node.wait(2.0)
     assert node.final == [f"{word} {stands}"]
     last = node.last(Conclude)
-    assert last.part == Part(ref, 2, 1)
+    assert last.part == VmPart(ref, 2, 1)
     assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
     node.counted(ref, 2)
     assert node.final[1:] == ["SAFE generation 3 step 9"]
 
 
 def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
-    """Training continues after the save: what it seals is flushed while the other VMs are slow."""
+    """Training continues after the save: later sets are flushed while the other VMs are slow."""
     node = Node()
     node.begin()
     node.notice(in_s=60)
@@ -397,7 +399,7 @@ def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
 
 
 def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
-    """A VM that is slower may skip sets: each of the last own parts may be the one that it has."""
+    """A slower VM may skip sets: each of our last parts may be the one that it has too."""
     node = Node()
     node.begin()
     refs = []
@@ -409,14 +411,14 @@ def test_an_older_checkpoint_becomes_whole_after_a_newer_part() -> None:
     assert node.last(CheckComplete) == CheckComplete(tuple(reversed(refs)), 2)
     node.tell(PartsCounted(refs[2], 1, refs[1]))
     assert node.last(TellCommitted).ref == refs[1]
-    assert node.state.part == Part(refs[2], 2, 1)
+    assert node.state.part == VmPart(refs[2], 2, 1)
     node.wait(40)
     assert node.last(CheckComplete) == CheckComplete((refs[2],), 2)
 
 
 @pytest.mark.fault("G17")
 def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
-    """The ranks are gone to another start: its generation counts, and the part of the old one does not."""
+    """The ranks belong to another start: its generation counts, and the old part does not."""
     node = Node()
     node.begin()
     node.notice(in_s=60)
@@ -429,8 +431,8 @@ def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
 
 
 @pytest.mark.fault("G17")
-def test_a_part_alone_stands_for_nothing() -> None:
-    """When only this VM has committed, and its newer set fails, the run has lost all at the deadline."""
+def test_a_part_alone_is_lost_at_the_deadline() -> None:
+    """Only this VM has committed, and its newer set fails: the verdict is LOST."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -443,8 +445,8 @@ def test_a_part_alone_stands_for_nothing() -> None:
     assert node.last(Conclude).commit is None
 
 
-def test_the_parts_of_others_are_looked_for_ever_less_often() -> None:
-    """They may never come; a listing every half a minute is all that this costs."""
+def test_looks_for_the_parts_of_other_vms_back_off() -> None:
+    """They may never arrive; the cost is one listing every half minute."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -456,8 +458,8 @@ def test_the_parts_of_others_are_looked_for_ever_less_often() -> None:
     assert 100 < len(node.all(CheckComplete)) < 140
 
 
-def test_parts_are_looked_for_one_answer_after_the_other() -> None:
-    """A store that does not answer is asked once; a manifest that is due does not queue behind a look."""
+def test_looks_for_parts_do_not_overlap() -> None:
+    """A store that does not respond gets one request; a manifest that is due does not queue behind a look."""
     node = Node()
     node.begin()
     node.notice(in_s=60)
@@ -484,8 +486,8 @@ def finished(node: Node) -> list[str]:
 
 
 @pytest.mark.fault("N09", "G17")
-def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
-    """The other VM has committed its part and is gone: this part is flushed, committed and seen as whole."""
+def test_sealed_sets_are_committed_before_another_start_begins() -> None:
+    """The other VM has committed its part and ended: this part is flushed, committed and found whole."""
     node = Node()
     node.begin()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
@@ -507,7 +509,9 @@ def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
     assert finished(node) == ["second"]
     assert len(node.all(JoinGeneration)) == 1, "a claim would fence VMs that have not finished"
     node.tell(FinishAsked("second"))
-    assert finished(node) == ["second", "second"], "a rank that came late hears it as well"
+    assert finished(node) == ["second", "second"], (
+        "a rank that connected late gets the message as well"
+    )
     node.tell(JobStarted("second"))
     assert node.last(JoinGeneration).job_start_id == "second"
 
@@ -516,7 +520,7 @@ def test_what_is_sealed_is_finished_before_another_start_begins() -> None:
     ("in_s", "limit_s"), [(None, FINISH_S), (52.0, 52.0), (600.0, FINISH_S_MAX)]
 )
 def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: float) -> None:
-    """For the deadline of an evacuation, else half a minute; then nothing of the old start is committed."""
+    """Until the deadline of an evacuation, else half a minute; then no old set is committed."""
     node = Node()
     node.begin()
     if in_s is not None:
@@ -536,7 +540,7 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert not node.state.candidates
 
 
-def test_a_start_begins_at_once_where_nothing_is_left_to_commit() -> None:
+def test_a_start_begins_immediately_with_nothing_left_to_commit() -> None:
     """After a scan that began later than the question: an older one may have missed the last set."""
     node = Node()
     node.begin()
@@ -550,7 +554,7 @@ def test_a_start_begins_at_once_where_nothing_is_left_to_commit() -> None:
 
 
 def test_a_daemon_that_took_part_in_no_start_has_nothing_to_finish() -> None:
-    """Sets on a disk of an earlier boot hold nobody up."""
+    """Sets on a disk of an earlier boot delay no start."""
     node = Node(staged=(replace(a_set(10), nodes=2),))
     node.now += 1
     node.tell(FinishAsked("first"))
@@ -558,7 +562,7 @@ def test_a_daemon_that_took_part_in_no_start_has_nothing_to_finish() -> None:
 
 
 def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> None:
-    """Its rank names no start: the daemon claims when the old one is whole."""
+    """Its rank reports no start: the daemon claims when the old one is whole."""
     node = Node()
     node.begin()
     node.seal_part(9)
@@ -571,8 +575,8 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> No
     assert is_alone(node.last(JoinGeneration).job_start_id)
 
 
-def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() -> None:
-    """Ranks that do not ask where to resume train at once: their start begins with their first set."""
+def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> None:
+    """Ranks that do not query a checkpoint train immediately: their first set begins their start."""
     node = Node()
     node.begin()
     node.seal_part(9)
@@ -588,7 +592,7 @@ def test_what_a_new_start_seals_is_never_committed_under_the_old_generation() ->
 
 @pytest.mark.fault("H01", "G17")
 def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
-    """They are pruned when another start begins; one that is still there is never committed."""
+    """They are pruned when another start begins; a remaining one is never committed."""
     node = Node()
     node.begin()
     node.seal_part(43)
@@ -598,7 +602,9 @@ def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
     assert order.abandoned == (old.id,)
     assert node.last(Prune).directories == (old.directory,)
     node.seal_part(10)
-    again = Node(staged=tuple(node.staging), goes_on_with="second", abandoned=order.abandoned)
+    again = Node(
+        staged=tuple(node.staging), resumed_job_start_id="second", abandoned=order.abandoned
+    )
     again.tell(GenerationClaimed(4, None))
     again.begin("second", generation=4)
     assert again.flushes == [10]
@@ -608,8 +614,8 @@ def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
 
 
 @pytest.mark.fault("G04")
-def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
-    """State and verdict name the newer generation; nobody is asked, and the time is not waited out."""
+def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
+    """State and verdict show the newer generation; no request is made, and the daemon does not wait."""
     node = Node()
     node.begin()
     node.tell(FenceFound(4))
@@ -637,7 +643,7 @@ def test_a_fenced_vm_shows_it_and_a_notice_there_is_judged_at_once() -> None:
 
 @pytest.mark.fault("G18")
 def test_another_start_with_our_number_fences_too() -> None:
-    """The prefix was emptied, and another start of the job has claimed the number."""
+    """The prefix was emptied, and another start of the job claimed the number."""
     node = Node()
     node.begin()
     own = node.state.generation
@@ -649,7 +655,7 @@ def test_another_start_with_our_number_fences_too() -> None:
 
 
 def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
-    """It asked for a generation, and another start had taken the run over."""
+    """It wanted a generation, and another start had claimed the run."""
     node = Node()
     node.join_one_of(2)
     node.tell(JobStarted("first"))

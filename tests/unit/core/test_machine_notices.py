@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of notices that repeat, flip, recede, lie in the past, or are given by hand."""
+"""Stories of notices that repeat, flip, move later, lie in the past, or are given by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(step: int = 3) -> Story:
 
 
 def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> None:
-    """Its first evacuation has ended, so hooks must not repeat the answer to that."""
+    """Its first evacuation has ended, and hooks must not repeat the answer to that."""
     story = trained(4)
     story.notice(in_s=30)
     story.notice(in_s=100)
@@ -54,7 +54,7 @@ def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> No
 
 @pytest.mark.fault("N09")
 def test_an_open_evacuation_is_resumed_under_the_same_id() -> None:
-    """A restarted daemon that knows the notice repeats the request, and the hooks repeat their answer."""
+    """A restarted daemon with the notice repeats the request, and the hooks repeat their answer."""
     story = trained(4)
     story.notice()
     restarted = trained(30)
@@ -67,7 +67,7 @@ def test_an_open_evacuation_is_resumed_under_the_same_id() -> None:
 
 
 def test_a_restart_that_forgets_the_notice_asks_under_a_new_id() -> None:
-    """The same words may be a new notice, which the hooks' answer to an old request must not answer."""
+    """The same text may be a new notice, which the answer to an old request must not answer."""
     ids = set()
     for moment_s in (0.0, 7.0):
         story = Story()
@@ -78,8 +78,8 @@ def test_a_restart_that_forgets_the_notice_asks_under_a_new_id() -> None:
     assert len(ids) == 2
 
 
-def test_no_request_id_comes_back_however_often_a_notice_flips() -> None:
-    """A notice that is withdrawn and raised 200 times: every evacuation has its own id."""
+def test_no_request_id_returns_however_often_a_notice_flips() -> None:
+    """A notice that is withdrawn and raised 200 times: every evacuation has another id."""
     story = trained()
     for _ in range(200):
         story.notice(source="gcp.preempted", in_s=25)
@@ -90,8 +90,8 @@ def test_no_request_id_comes_back_however_often_a_notice_flips() -> None:
     assert len(set(ids)) == 200
 
 
-def test_the_answer_to_an_earlier_request_is_no_answer() -> None:
-    """A rank that repeats an old answer under the new id gets no SAFE for it."""
+def test_the_answer_to_an_earlier_request_does_not_count() -> None:
+    """A rank that repeats an old answer under the new id causes no SAFE."""
     story = trained(4)
     story.seal(10)
     story.store_all()
@@ -103,8 +103,8 @@ def test_the_answer_to_an_earlier_request_is_no_answer() -> None:
     assert "step 2410" in story.last(Conclude).reason
 
 
-def test_a_set_of_the_step_at_which_the_trainer_stands_answers() -> None:
-    """It was sealed just before the request, and nothing was trained since."""
+def test_a_set_of_the_current_step_answers() -> None:
+    """It was sealed just before the request, and no step was trained since."""
     story = trained(10)
     story.seal(10)
     story.store_all()
@@ -115,7 +115,7 @@ def test_a_set_of_the_step_at_which_the_trainer_stands_answers() -> None:
 
 
 def test_the_last_verdict_is_remembered() -> None:
-    """After the notice is withdrawn, the verdict is known, and for which notices it was given."""
+    """After the notice is withdrawn, the verdict and its notices are still known."""
     story = trained()
     raised = story.notice(in_s=30)
     story.accept(3)
@@ -131,8 +131,8 @@ def test_the_last_verdict_is_remembered() -> None:
 # ---------------------------------------------------------------------------- too late, too near
 
 
-def test_a_time_that_has_passed_is_no_reason_not_to_ask() -> None:
-    """The VM is alive: it gets the assumed time, once, however often the source repeats itself."""
+def test_a_time_in_the_past_still_causes_a_request() -> None:
+    """The VM runs: the notice gets the assumed time, once, however often the source repeats it."""
     story = trained()
     raised = story.notice(in_s=-1)
     story.accept(3)
@@ -146,8 +146,8 @@ def test_a_time_that_has_passed_is_no_reason_not_to_ask() -> None:
     assert len(story.all(AskTrainers)) == 1
 
 
-def test_too_little_time_is_no_reason_not_to_ask() -> None:
-    """2 s are left of 5 s of reserve, and nothing else is to be done: what comes after all is SAFE."""
+def test_too_little_time_still_causes_a_request() -> None:
+    """2 s are left of 5 s of reserve, without other work: a commit that succeeds anyway is SAFE."""
     story = trained()
     story.notice(in_s=2)
     story.wait(0.5)
@@ -160,8 +160,8 @@ def test_too_little_time_is_no_reason_not_to_ask() -> None:
     assert story.state.phase is Phase.IDLE
 
 
-def test_a_time_that_has_passed_changes_no_standing_verdict() -> None:
-    """After SAFE an overdue event neither asks, nor moves the deadline, nor makes the verdict worse."""
+def test_a_time_in_the_past_changes_no_verdict() -> None:
+    """After SAFE an overdue event causes no request, moves no deadline and worsens no verdict."""
     story = trained()
     story.notice(in_s=100)
     story.accept(3)
@@ -191,8 +191,8 @@ def test_a_time_that_recedes_costs_one_evacuation_each_time_it_is_outlived() -> 
     assert lines(story, "notice") == 1
 
 
-def test_a_near_time_that_recedes_is_held_to_the_rate() -> None:
-    """However near each new notice is: a few evacuations at once, then a few a minute."""
+def test_near_notices_are_limited_by_the_rate() -> None:
+    """However near each new notice is: a few evacuations in a row, then a few each minute."""
     story = trained()
     for number in range(60):
         story.notice(in_s=3, identity=f"another each time: {number}")
@@ -206,7 +206,7 @@ def test_a_near_time_that_recedes_is_held_to_the_rate() -> None:
     assert lines(story, "evacuation_held") <= opened(story)
 
 
-def test_a_notice_that_was_held_is_evacuated_as_soon_as_it_may() -> None:
+def test_a_held_notice_is_evacuated_when_the_rate_permits() -> None:
     """The rate delays an evacuation, and never drops it."""
     story = trained()
     for _ in range(notices.AT_ONCE):
@@ -219,7 +219,7 @@ def test_a_notice_that_was_held_is_evacuated_as_soon_as_it_may() -> None:
 
 
 def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
-    """The state is rebuilt after four evacuations: the open one is resumed at once."""
+    """The state is rebuilt after four evacuations: the open one is resumed immediately."""
     story = trained()
     for _ in range(notices.AT_ONCE):
         story.notice(source="gcp.preempted", in_s=25)
@@ -234,7 +234,7 @@ def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
 
 
 def test_a_shutdown_of_this_host_is_never_held() -> None:
-    """The host itself reports it, and it comes once."""
+    """The host itself reports it, once."""
     story = trained()
     for _ in range(10):
         story.notice(source="logind", in_s=24, severity=Severity.SHUTTING_DOWN)
@@ -242,8 +242,8 @@ def test_a_shutdown_of_this_host_is_never_held() -> None:
         story.withdraw("logind")
 
 
-def test_an_event_that_is_put_off_is_followed() -> None:
-    """Nothing was done about it yet: its later time counts, and so does an earlier one after that."""
+def test_an_event_that_is_put_off_before_its_evacuation_moves() -> None:
+    """Its later time counts, and so does an earlier one after that."""
     story = trained()
     for in_s in (3600, 7200, 1800):
         story.notice(in_s=in_s, source="aws.scheduled", severity=Severity.SCHEDULED)
@@ -253,20 +253,20 @@ def test_an_event_that_is_put_off_is_followed() -> None:
 
 
 def test_an_event_that_is_put_off_after_it_was_outlived_counts_again() -> None:
-    """It was concluded for its first time, not for ever."""
+    """It was concluded for its first time only."""
     story = trained()
     story.notice(in_s=30, source="aws.scheduled", severity=Severity.SCHEDULED)
     story.wait(30 + notices.OUTLIVED_S + 1)
     assert story.state.phase is Phase.IDLE
     story.notice(in_s=3600, source="aws.scheduled", severity=Severity.SCHEDULED)
-    story.withdraw("nobody")
+    story.withdraw("no.such.source")
     story.wait(3500)
     evacuation = story.state.evacuation
     assert evacuation is not None
     assert not evacuation.is_precaution
 
 
-def test_maintenance_that_comes_back_costs_a_checkpoint_or_a_line() -> None:
+def test_maintenance_that_returns_costs_a_checkpoint_or_a_line() -> None:
     """The second notice is a new one, although the key has the same value."""
     story = trained()
 
@@ -287,7 +287,7 @@ def test_maintenance_that_comes_back_costs_a_checkpoint_or_a_line() -> None:
 
 
 def test_notices_by_hand_with_the_same_end_are_one() -> None:
-    """Ten calls at once: one evacuation, whose verdict answers each of them."""
+    """Ten simultaneous calls: one evacuation, whose verdict answers each of them."""
     story = trained()
     for number in range(10):
         story.now += 0.03
@@ -305,7 +305,7 @@ def test_notices_by_hand_with_the_same_end_are_one() -> None:
 
 
 def test_a_later_call_by_hand_is_a_new_request() -> None:
-    """Its end is another one: it gets a checkpoint and a verdict of its own, however soon it comes."""
+    """Its deadline is another one: it gets another checkpoint and verdict, however soon it arrives."""
     story = trained()
     for number in range(60):
         raised = story.notice(source="manual", in_s=60, identity=f"manual:{number}")
@@ -323,7 +323,7 @@ def test_a_later_call_by_hand_is_a_new_request() -> None:
 
 
 def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> None:
-    """A later call with a later end takes nothing back, and has its own evacuation when its time comes."""
+    """A call with a later deadline withdraws nothing, and gets its evacuation when its time is near."""
     story = trained()
     story.notice(source="manual", in_s=30, identity="manual:near")
     story.notice(source="manual", in_s=100, identity="manual:far")
@@ -339,7 +339,7 @@ def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> N
 
 
 def test_notices_by_hand_are_limited_in_number() -> None:
-    """The ones in force stay; what is ignored has a line."""
+    """The ones in force stay; a notice that is ignored is logged."""
     story = Story()
     for number in range(100):
         story.notice(source="manual", in_s=60 + 10 * number, identity=f"manual:{number}")
@@ -349,7 +349,7 @@ def test_notices_by_hand_are_limited_in_number() -> None:
 
 
 def test_periodic_checkpoints_continue_during_a_long_notice() -> None:
-    """After the verdict of an evacuation whose deadline is far off, the next interval has its checkpoint."""
+    """After the verdict of an evacuation with a far deadline, each interval has its checkpoint."""
     story = Story()
     view = TrainerView(
         connection=1, pid=100, rank=0, world_size=1, local_world_size=1, step=9, takes_periodic=True

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of trainers: asking, agreeing on a step, dying, coming back, and the ones without hooks."""
+"""Stories of trainers: requests, agreement on a step, deaths, reconnects, and trainers without hooks."""
 
 from __future__ import annotations
 
 import pytest
 from swansong.protocol import sealed_name
-from swansongd.core import request
+from swansongd.core import emergency
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -28,7 +28,7 @@ from testkit.story import Story, a_set
 
 @pytest.mark.fault("T12")
 def test_ranks_agree_on_one_more_than_the_most_advanced() -> None:
-    """The target lies ahead of every rank, is said once, to all, and only when all have answered."""
+    """The target is ahead of every rank, and sent once to all, when all have answered."""
     story = Story()
     for rank, step in enumerate((7, 9, 8)):
         story.join(rank, rank=rank, ranks=3, step=step)
@@ -41,12 +41,12 @@ def test_ranks_agree_on_one_more_than_the_most_advanced() -> None:
     assert target.step == 10
     assert sorted(target.connections) == [0, 1, 2]
     story.accept(9, connection=1)
-    assert {order.step for order in story.all(SendTarget)} == {10}, "the decision stands"
+    assert {order.step for order in story.all(SendTarget)} == {10}, "the target is decided"
 
 
 @pytest.mark.fault("T04", "T12")
 def test_a_missing_rank_ends_the_agreement_in_bounded_time() -> None:
-    """After 5 s, or a tenth of the time left, the others are let go and older sets are finished."""
+    """After 5 s, or a tenth of the time left, the others are released and older sets are committed."""
     story = Story()
     story.seal(5)
     for rank in range(2):
@@ -65,8 +65,8 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time() -> None:
 
 
 @pytest.mark.fault("T09")
-def test_after_a_restart_the_target_waits_for_all_ranks_to_come_back() -> None:
-    """Ranks reconnect one by one; a target that the late ones were not asked for would split them."""
+def test_after_a_restart_the_target_waits_for_all_ranks() -> None:
+    """Ranks reconnect one by one; a target without the late ones would split them."""
     story = Story()
     story.notice(in_s=60)
     story.join(0, rank=0, ranks=2)
@@ -79,8 +79,8 @@ def test_after_a_restart_the_target_waits_for_all_ranks_to_come_back() -> None:
 
 
 @pytest.mark.fault("T09")
-def test_ranks_that_never_come_back_are_not_waited_for() -> None:
-    """The agreement is bounded as well when a rank of this VM never joined."""
+def test_ranks_that_never_reconnect_end_the_agreement() -> None:
+    """The agreement is also bounded when a rank of this VM never connects."""
     story = Story()
     story.notice(in_s=60)
     story.join(0, rank=0, ranks=2)
@@ -90,8 +90,8 @@ def test_ranks_that_never_come_back_are_not_waited_for() -> None:
     assert story.all(WithdrawRequest)
 
 
-def test_a_trainer_that_comes_after_the_notice_is_asked() -> None:
-    """Late is better than never, and it is told the time that is left."""
+def test_a_trainer_that_connects_after_the_notice_gets_the_request() -> None:
+    """The request has the time that is left."""
     story = Story()
     raised = story.notice(in_s=60)
     story.wait(10)
@@ -106,7 +106,7 @@ def test_a_trainer_that_comes_after_the_notice_is_asked() -> None:
 
 @pytest.mark.fault("T09")
 def test_a_rank_that_reconnects_gets_the_request_and_the_target_again() -> None:
-    """Losing the connection is not losing the trainer; all is said again under the same id."""
+    """A lost connection is not a lost trainer; both messages are repeated under the same id."""
     story = Story()
     story.join(1, pid=77)
     story.notice()
@@ -124,7 +124,7 @@ def test_a_rank_that_reconnects_gets_the_request_and_the_target_again() -> None:
 
 @pytest.mark.fault("T02")
 def test_a_trainer_that_dies_before_it_answers() -> None:
-    """What was sealed is finished at once; nobody waits for the dead."""
+    """Sealed sets are committed immediately, without a wait."""
     story = Story()
     story.seal(5)
     story.join(step=8)
@@ -138,7 +138,7 @@ def test_a_trainer_that_dies_before_it_answers() -> None:
 
 @pytest.mark.fault("T03")
 def test_a_trainer_that_dies_after_accepting() -> None:
-    """Its half-written set is no set; the scan after its death decides."""
+    """Its half-written set does not count; the scan after its death decides."""
     story = Story()
     story.seal(5)
     story.join(step=8)
@@ -148,14 +148,14 @@ def test_a_trainer_that_dies_after_accepting() -> None:
     story.now += 1
     story.leave()
     story.tell(Scanned(began, tuple(story.staging), pending=("step-9.x.partial",)))
-    assert not story.all(WithdrawRequest), "that scan began before the death, and proves nothing"
+    assert not story.all(WithdrawRequest), "that scan began before the death, and does not count"
     story.scan()
     story.store_all()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
 
 
-def test_a_trainer_that_seals_with_its_last_breath() -> None:
-    """A set that has its sealed name counts, whether or not the trainer lived to say so."""
+def test_a_trainer_that_dies_right_after_sealing() -> None:
+    """A set with its sealed name counts, even if the trainer never reported it."""
     story = Story()
     story.join(step=8)
     story.notice()
@@ -168,7 +168,7 @@ def test_a_trainer_that_seals_with_its_last_breath() -> None:
 
 @pytest.mark.fault("T04")
 def test_a_trainer_that_never_answers() -> None:
-    """It is waited for while its checkpoint could still be flushed; then the older set must do."""
+    """The daemon waits while the checkpoint could still be flushed; then the older set must do."""
     story = Story(reserve_s=5)
     story.seal(5)
     story.store_all(after_s=1)  # 100 MiB/s, so a set of that size takes a second
@@ -178,9 +178,9 @@ def test_a_trainer_that_never_answers() -> None:
     story.wait(23.9)
     assert not story.verdicts
     story.wait(0.2)
-    assert not story.verdicts, "the wire may only have held its breath"
+    assert not story.verdicts, "the bandwidth may recover"
     for _ in range(4):
-        story.wait(request.HOPELESS_S / 4)
+        story.wait(emergency.TOO_LATE_S / 4)
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert story.all(WithdrawRequest)
 
@@ -201,7 +201,7 @@ def test_a_trainer_that_fails_or_declines() -> None:
 
 @pytest.mark.fault("D01")
 def test_a_save_that_failed_is_counted_and_logged_once() -> None:
-    """Requested or not; all ranks of a checkpoint are one failure, and a declined request is none."""
+    """Requested or not; all ranks of one checkpoint count once, and a declined request does not count."""
     story = Story()
     for rank in range(2):
         story.join(rank, rank=rank, ranks=2, step=8)
@@ -221,8 +221,8 @@ def test_a_save_that_failed_is_counted_and_logged_once() -> None:
 
 
 @pytest.mark.fault("T06")
-def test_a_rejected_seal_ends_the_waiting() -> None:
-    """A set that claims to be the answer and is not sound is a failure, with its reason."""
+def test_a_rejected_set_ends_the_wait() -> None:
+    """A set that should be the answer and is not sound is a failure, with its reason."""
     story = Story()
     story.seal(5)
     story.join(step=8)
@@ -230,7 +230,7 @@ def test_a_rejected_seal_ends_the_waiting() -> None:
     story.accept(8)
     story.tell(TrainerFailed(1, "another request", "not ours"))
     story.scan(rejected=((sealed_name(9, "x"), "short file"),))
-    assert not story.all(WithdrawRequest), "nobody said that this is the answer"
+    assert not story.all(WithdrawRequest), "no rank reported this set as the answer"
     story.tell(TrainerSealed(1, story.request_id, 9, 1.0, 10))
     story.scan(rejected=((sealed_name(9, "emg"), "short file"),))
     story.store_all()
@@ -238,8 +238,8 @@ def test_a_rejected_seal_ends_the_waiting() -> None:
     assert "short file" in story.last(Conclude).reason
 
 
-def test_a_set_of_that_very_step_answers_too() -> None:
-    """A trainer that has just saved this step says so, and need not save it twice."""
+def test_a_set_of_the_reported_step_answers() -> None:
+    """A trainer that has just saved this step reports it, and need not save it twice."""
     story = Story()
     story.join(step=8)
     story.seal(9)
@@ -252,7 +252,7 @@ def test_a_set_of_that_very_step_answers_too() -> None:
 
 
 def test_the_answer_is_recognised_after_a_restart() -> None:
-    """A set that was sealed for this very request before the daemon was restarted is the answer."""
+    """A set that was sealed for this request before the daemon was restarted is the answer."""
     before = Story()
     before.join()
     before.notice(identity="n")
@@ -270,21 +270,21 @@ def test_the_answer_is_recognised_after_a_restart() -> None:
 
 
 def test_a_trainer_without_hooks_gets_the_signal() -> None:
-    """Nobody is connected and a signal is configured: the next new set is the answer."""
+    """No rank is connected and a signal is configured: the next new set is the answer."""
     story = Story(signals_trainer=True, staged=[a_set(5)])
     story.notice()
     assert story.all(SignalTrainer)
     assert not story.all(AskTrainers)
     story.tell(SignalSent(story.last(SignalTrainer).request_id, 55))
     story.scan()
-    assert not story.verdicts, "a set from before the signal is no answer to it"
+    assert not story.verdicts, "a set from before the signal does not answer it"
     story.seal(9, framework="hf")
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
 def test_before_the_first_scan_no_old_set_answers_the_signal() -> None:
-    """After a restart in mid-evacuation, what the first scan finds was there before."""
+    """After a restart during an evacuation, the sets of the first scan are old."""
     story = Story(claimed=False, signals_trainer=True, staged=[a_set(5)])
     story.notice()
     story.tell(GenerationClaimed(2, CommitRef(2, 5)))
@@ -296,8 +296,8 @@ def test_before_the_first_scan_no_old_set_answers_the_signal() -> None:
 
 
 @pytest.mark.fault("T10")
-def test_a_refused_signal_means_flush_what_is_there() -> None:
-    """A process that would die of the signal does not get it, and nobody waits for it."""
+def test_after_a_refused_signal_the_sealed_sets_are_committed() -> None:
+    """A process that the signal would kill does not get it, and the daemon does not wait."""
     story = Story(signals_trainer=True, staged=[a_set(5)])
     story.notice()
     story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no handler"))
@@ -308,7 +308,7 @@ def test_a_refused_signal_means_flush_what_is_there() -> None:
 
 
 def test_a_signalled_process_that_ends_may_have_saved() -> None:
-    """Frameworks save and exit: while files still settle, there is hope."""
+    """Frameworks save and exit: while files still settle, the daemon waits."""
     story = Story(signals_trainer=True)
     story.notice()
     request_id = story.last(SignalTrainer).request_id

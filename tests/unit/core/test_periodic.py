@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of periodic checkpoints: the daemon asks when one is due, and steps back when the end is near."""
+"""Stories of periodic checkpoints: the daemon requests one that is due, and yields to evacuations."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def accept(story: Story, step: int, rank: int = 0) -> None:
     story.tell(TrainerAccepted(1 + rank, asks(story)[-1].request_id, step))
 
 
-def test_when_it_is_due_the_trainer_is_asked_without_urgency() -> None:
-    """Not before the interval is over; then once, with a target, and what is sealed is committed."""
+def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
+    """Not before the interval is over; then once, with a target, and its set is committed."""
     story = a_story()
     join(story)
     story.wait(INTERVAL_S - 1)
@@ -84,7 +84,7 @@ def test_when_it_is_due_the_trainer_is_asked_without_urgency() -> None:
 
 
 def test_all_ranks_agree_on_the_step() -> None:
-    """Nobody is asked before all are here; the target is one beyond the furthest, and told to all."""
+    """No request before all ranks are connected; the target is one beyond the furthest, and sent to all."""
     story = a_story()
     join(story, 0, 2)
     story.wait(2 * INTERVAL_S)
@@ -96,13 +96,13 @@ def test_all_ranks_agree_on_the_step() -> None:
     accept(story, 22, 1)
     assert (story.last(SendTarget).step, story.last(SendTarget).connections) == (23, (1, 2))
     join(story, 1, 2)
-    assert asks(story)[-1].connections == (2,), "who reconnects is asked again"
+    assert asks(story)[-1].connections == (2,), "a rank that reconnects gets the request again"
     accept(story, 22, 1)
     assert story.last(SendTarget) == SendTarget(asks(story)[0].request_id, 23, (2,))
 
 
-def test_a_trainer_with_a_schedule_of_its_own_is_left_alone() -> None:
-    """Neither is one that has not made a step yet, nor the part of a job whose rank 0 is elsewhere."""
+def test_a_trainer_with_another_schedule_gets_no_request() -> None:
+    """Neither does one without a step so far, nor the part of a job whose rank 0 is elsewhere."""
     story = a_story()
     join(story, periodic=False)
     story.wait(10 * INTERVAL_S)
@@ -114,7 +114,7 @@ def test_a_trainer_with_a_schedule_of_its_own_is_left_alone() -> None:
 
 
 def test_a_checkpoint_for_another_reason_counts() -> None:
-    """The interval begins anew with whatever is sealed; a request that is out then is taken back."""
+    """The interval begins again with any sealed set; a request in progress is withdrawn."""
     story = a_story()
     join(story)
     story.wait(INTERVAL_S - 5)
@@ -130,7 +130,7 @@ def test_a_checkpoint_for_another_reason_counts() -> None:
 
 
 def test_a_notice_comes_first() -> None:
-    """What was asked for periodically is withdrawn, and nothing periodic is asked while it stands."""
+    """A periodic request is withdrawn, and no other one is made while the notice is in force."""
     story = a_story()
     join(story)
     story.wait(INTERVAL_S + 1)
@@ -141,8 +141,8 @@ def test_a_notice_comes_first() -> None:
     assert len(asks(story)) == 1
 
 
-def test_sets_that_the_store_does_not_take_do_not_pile_up() -> None:
-    """With two sets that wait for the store, no third is asked for."""
+def test_unsent_sets_do_not_pile_up() -> None:
+    """While two sets wait for the store, no third one is requested."""
     story = a_story()
     join(story)
     story.seal(10)
@@ -155,8 +155,8 @@ def test_sets_that_the_store_does_not_take_do_not_pile_up() -> None:
 
 
 @pytest.mark.fault("T04")
-def test_whoever_fails_or_is_silent_gets_another_chance() -> None:
-    """A failed save, and one that nobody answers, are logged; the next interval asks again."""
+def test_after_a_failure_or_without_an_answer_the_next_interval_requests_again() -> None:
+    """A failed save and a request without an answer are logged."""
     story = a_story()
     join(story)
     story.wait(INTERVAL_S + 1)
@@ -170,8 +170,8 @@ def test_whoever_fails_or_is_silent_gets_another_chance() -> None:
     assert len(asks(story)) == 3
 
 
-def test_the_interval_is_that_of_the_measured_cost() -> None:
-    """For how long a save holds up the loop decides, all of it where that is not known; and the past."""
+def test_the_interval_follows_the_measured_cost() -> None:
+    """The time of the snapshot counts, or that of the whole save where it is unknown; so do interruptions."""
     story = a_story(None)
     join(story)
     assert periodic.interval_s(story.state) == cadence.INTERVAL_MIN_S

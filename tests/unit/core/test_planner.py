@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's arithmetic, for all numbers."""
+"""The arithmetic of the planner, for all numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
 from swansongd.core.planner import (
     Candidate,
-    Measured,
+    Measurements,
     PlanKind,
     choose,
     decide,
@@ -26,7 +26,7 @@ seconds = st.floats(0, 1e5)
 sizes = st.integers(0, 2**43)
 bandwidths = st.none() | st.floats(1, 1e11)
 measures = st.builds(
-    Measured,
+    Measurements,
     bandwidth_bytes_per_s=bandwidths,
     save_s=st.none() | seconds,
     save_bytes=st.none() | sizes,
@@ -41,15 +41,15 @@ candidates = st.lists(
 
 
 @given(st.floats(-1e3, 1e5), seconds, measures, st.booleans(), candidates, st.booleans())
-def test_take_what_fits_or_what_is_the_only_chance(  # noqa: PLR0917 - hypothesis gives them by position
+def test_take_a_checkpoint_that_fits_or_is_the_only_chance(  # noqa: PLR0917 - hypothesis gives them by position
     left_s: float,
     reserve_s: float,
-    measured: Measured,
+    measured: Measurements,
     has_trainer: bool,
     sealed: list[Candidate],
     is_committing: bool,
 ) -> None:
-    """TAKE when save + send + reserve fit, or nothing else does; else the best of the rest."""
+    """TAKE when save, send and reserve fit, or nothing else does; else the best of the rest."""
     plan = decide(
         left_s=left_s,
         reserve_s=reserve_s,
@@ -73,11 +73,11 @@ def test_take_what_fits_or_what_is_the_only_chance(  # noqa: PLR0917 - hypothesi
 
 
 def test_an_outage_gives_no_absurd_numbers() -> None:
-    """A store that takes next to nothing: the plan says so, and the trainer is asked all the same."""
+    """The store accepts next to nothing: the plan says so, and the request is made anyway."""
     plan = decide(
         left_s=60.0,
         reserve_s=3.0,
-        measured=Measured(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
+        measured=Measurements(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
         has_trainer=True,
         candidates=[Candidate(id=CheckpointId(1, "n"), bytes_left=10**7)],
         is_committing=False,
@@ -90,7 +90,7 @@ def test_an_outage_gives_no_absurd_numbers() -> None:
 def test_choose_the_newest_that_fits_else_the_nearest(
     sealed: list[Candidate], left_s: float, bandwidth: float | None
 ) -> None:
-    """Nothing newer than the choice fits; if nothing fits at all, nothing is nearer."""
+    """No newer set than the choice fits; if none fits at all, none has fewer bytes left."""
     chosen = choose(sealed, left_s=left_s, bandwidth_bytes_per_s=bandwidth)
     if not sealed:
         assert chosen is None
@@ -104,10 +104,10 @@ def test_choose_the_newest_that_fits_else_the_nearest(
 
 
 @given(candidates.filter(bool), st.data(), st.floats(0, 1e5), bandwidths)
-def test_a_flight_is_left_only_for_a_set_that_can_be_completed(
+def test_a_flight_is_replaced_only_by_a_set_that_can_be_completed(
     sealed: list[Candidate], data: st.DataObject, left_s: float, bandwidth: float | None
 ) -> None:
-    """For a newer one, or because it can not be completed itself; and never the other way round."""
+    """By a newer one, or because it cannot be completed itself; and never the other way round."""
     current = data.draw(st.sampled_from(sealed))
     chosen = choose(sealed, left_s=left_s, bandwidth_bytes_per_s=bandwidth, in_flight=current.id)
     assert chosen is not None
@@ -126,18 +126,20 @@ def test_a_flight_is_left_only_for_a_set_that_can_be_completed(
     st.lists(st.floats(0.7, 1.4), min_size=1, max_size=40),
 )
 def test_a_finished_older_commit_beats_a_half_sent_newer_one(
-    sealed: list[Candidate], left_s: float, wire: float, breaths: list[float]
+    sealed: list[Candidate], left_s: float, link_bytes_per_s: float, factors: list[float]
 ) -> None:
-    """Whatever fits with room to spare at the worst the wire ever does: at the end a set is whole.
+    """A set that fits with room to spare at the lowest bandwidth is whole at the end.
 
-    The wire breathes, the planner believes each breath, and what was sent of a set is kept.
+    The bandwidth fluctuates, the planner follows each sample, and the sent bytes of a set stay.
     """
     left_of = {candidate.id: float(candidate.bytes_left) for candidate in sealed}
-    hopeful = any(c.bytes_left / (wire * min(*breaths, 1.0)) <= 0.45 * left_s for c in sealed)
+    hopeful = any(
+        c.bytes_left / (link_bytes_per_s * min(*factors, 1.0)) <= 0.45 * left_s for c in sealed
+    )
     in_flight = None
     step_s = left_s / 400
     for turn in range(400):
-        rate = wire * breaths[turn * len(breaths) // 400]
+        rate = link_bytes_per_s * factors[turn * len(factors) // 400]
         now_left = [Candidate(id=id_, bytes_left=int(size)) for id_, size in left_of.items()]
         chosen = choose(
             now_left,
@@ -150,14 +152,14 @@ def test_a_finished_older_commit_beats_a_half_sent_newer_one(
         left_of[in_flight] -= rate * step_s
         if left_of[in_flight] <= 0:
             return
-    assert not hopeful, "there was time for one of them twice over, and none is whole"
+    assert not hopeful, "there was time for one of them twice, and none is whole"
 
 
 @given(st.none() | st.floats(1, 1e11), sizes, st.floats(-1, 1e5))
 def test_a_new_bandwidth_lies_between_the_old_one_and_the_sample(
     known: float | None, size_bytes: int, duration_s: float
 ) -> None:
-    """No single transfer makes the estimate leave what was ever measured."""
+    """No single transfer moves the estimate out of the measured range."""
     updated = updated_bandwidth(known, size_bytes, duration_s)
     if updated is None or updated == known:
         return
@@ -167,13 +169,15 @@ def test_a_new_bandwidth_lies_between_the_old_one_and_the_sample(
 
 
 @given(st.floats(1e6, 1e10), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=50))
-def test_it_does_not_matter_how_often_one_looks(wire: float, looks_s: list[float]) -> None:
-    """The same transfer in many pieces leads to the same estimate as in one."""
-    known: float | None = 10 * wire
+def test_the_sampling_interval_does_not_matter(
+    link_bytes_per_s: float, looks_s: list[float]
+) -> None:
+    """The same transfer in many samples leads to the same estimate as in one."""
+    known: float | None = 10 * link_bytes_per_s
     for look_s in looks_s:
-        known = updated_bandwidth(known, round(wire * look_s), look_s)
+        known = updated_bandwidth(known, round(link_bytes_per_s * look_s), look_s)
     total_s = sum(looks_s)
-    at_once = updated_bandwidth(10 * wire, round(wire * total_s), total_s)
+    at_once = updated_bandwidth(10 * link_bytes_per_s, round(link_bytes_per_s * total_s), total_s)
     assert known is not None
     assert at_once is not None
     assert abs(known - at_once) <= 0.001 * at_once
@@ -181,31 +185,31 @@ def test_it_does_not_matter_how_often_one_looks(wire: float, looks_s: list[float
 
 @pytest.mark.fault("O03")
 @given(st.floats(1e6, 1e10), st.floats(0.05, 0.5))
-def test_a_drop_to_a_tenth_shows_within_two_seconds(wire: float, look_s: float) -> None:
-    """By then the estimate is nearer to what is than to what was; standing still shows as well."""
-    for now_bytes_per_s in (wire / 10, 0.0):
-        known: float | None = wire
+def test_a_drop_to_a_tenth_shows_within_two_seconds(link_bytes_per_s: float, look_s: float) -> None:
+    """By then the estimate is nearer to the new bandwidth than to the old one; a standstill shows as well."""
+    for now_bytes_per_s in (link_bytes_per_s / 10, 0.0):
+        known: float | None = link_bytes_per_s
         for _ in range(math.ceil(2 / look_s)):
             known = updated_bandwidth(known, round(now_bytes_per_s * look_s), look_s)
         assert known is not None
-        assert known <= now_bytes_per_s + 0.15 * wire
+        assert known <= now_bytes_per_s + 0.15 * link_bytes_per_s
 
 
-def test_nothing_moved_says_nothing_at_first() -> None:
-    """A bandwidth of 0 is learned by nobody who never saw a byte move; no time teaches nothing."""
+def test_no_progress_measures_nothing_at_first() -> None:
+    """Without a byte sent so far, the bandwidth stays unknown; so it does when no time has passed."""
     assert updated_bandwidth(None, 0, 5.0) is None
     assert updated_bandwidth(5e6, 1000, 0.0) == 5e6
 
 
 @given(measures)
-def test_more_bandwidth_never_takes_longer(measured: Measured) -> None:
-    """The formula is monotonic, and what is not measured counts as nothing."""
+def test_more_bandwidth_never_takes_longer(measured: Measurements) -> None:
+    """The formula is monotonic, and unknown values count as zero."""
     assert take_s(measured) >= (measured.save_s or 0)
-    assert take_s(Measured()) == 0
+    assert take_s(Measurements()) == 0
 
 
 @given(st.integers(0, 2**70), st.none() | st.floats(0, 1e300))
 def test_no_time_to_store_is_infinite(size_bytes: int, bandwidth: float | None) -> None:
-    """A wire that has stood still for minutes has next to no bandwidth; the numbers stay numbers."""
+    """After minutes without progress the bandwidth is next to zero; the numbers stay finite."""
     assert 0 <= seconds_to_store(size_bytes, bandwidth) <= SECONDS_MAX
     assert seconds_to_store(2**60, 5e-324) == SECONDS_MAX

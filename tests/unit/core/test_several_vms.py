@@ -26,11 +26,12 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import State
 from swansongd.errors import FencedError, Transient
-from swansongd.flush.committer import ClaimRecord, Committer
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
-from swansongd.observe.health import HealthTracker
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import ObjectInfo
@@ -57,8 +58,8 @@ def claim(store: FileStore, job_start_id: str) -> int:
 
 
 @pytest.mark.fault("G04")
-def test_the_vms_of_one_start_share_a_generation_whoever_comes_first(store: FileStore) -> None:
-    """Eight VMs at once, start after start: one number each time, and a greater one every time."""
+def test_the_vms_of_one_start_share_a_generation(store: FileStore) -> None:
+    """Eight simultaneous VMs, start after start: one number each time, and a greater one every time."""
     numbers = []
     for start in range(6):
         found: list[int] = []
@@ -77,7 +78,7 @@ def test_the_vms_of_one_start_share_a_generation_whoever_comes_first(store: File
 
 
 def test_a_start_that_was_overtaken_gets_no_second_generation(store: FileStore) -> None:
-    """A VM that comes late to it finds that the run goes on elsewhere."""
+    """A VM that joins it late finds that the run continues elsewhere."""
     assert claim(store, "old") == 1
     assert claim(store, "new") == 2
     with pytest.raises(FencedError) as fenced:
@@ -101,15 +102,18 @@ class Desk:
         committer = Committer(
             self.store,
             KEYS,
-            self.own,
             self.events.put,
-            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
-            boot_id="boot",
-            wall=lambda: "2030-01-01T00:00:00Z",
-            health=StoreHealth(
-                HealthTracker("store", blind_after_s=60.0, monotonic=lambda: 0.0, post=note)
+            Claimant(
+                self.store,
+                KEYS,
+                self.own,
+                boot_id="boot",
+                wall=lambda: "2030-01-01T00:00:00Z",
+                several_vms=True,
             ),
-            several_vms=True,
+            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
+            wall=lambda: "2030-01-01T00:00:00Z",
+            health=StoreHealth(note, monotonic=lambda: 0.0),
         )
         committer.start()
         return committer
@@ -120,10 +124,10 @@ class Desk:
         return event
 
 
-def test_a_committer_joins_when_told_and_remembers_over_a_restart(
+def test_a_committer_joins_on_request_and_remembers_it_over_a_restart(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """No claim of its own; one generation for two VMs; after a restart at once the same."""
+    """No claim without a request; one generation for two VMs; after a restart the same immediately."""
     desks = [Desk(tmp_path / name, store) for name in ("a", "b")]
     committers = [desk.open() for desk in desks]
     assert list(store.list(KEYS.generations)) == []
@@ -146,7 +150,7 @@ def test_a_committer_joins_when_told_and_remembers_over_a_restart(
 
 
 def test_a_record_names_the_sets_that_were_abandoned(tmp_path: Path, store: FileStore) -> None:
-    """In a number that is bounded, those of the greatest steps; a restarted daemon reads them."""
+    """A bounded number of sets, those of the greatest steps; a restarted daemon reads them."""
     desk = Desk(tmp_path / "a", store)
     committer = desk.open()
     sets = tuple(CheckpointId(step, "abc") for step in range(2000))
@@ -189,10 +193,10 @@ def test_a_record_counts_if_the_claim_is_that_of_its_job_start(
     assert claim(store, "another start") == 2
 
 
-def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
+def test_the_record_of_a_run_on_one_vm_does_not_count_for_several_vms(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """A claim for one VM alone would fence the others: nothing is claimed before a trainer comes."""
+    """A claim for one VM alone would fence the others: nothing is claimed before a trainer connects."""
     desk = Desk(tmp_path / "a", store)
     ClaimRecord("r", store.url, "boot", 1, "n").save(desk.own)
     committer = desk.open()
@@ -202,10 +206,10 @@ def test_the_record_of_a_run_on_one_vm_is_none_for_a_job_over_several(
 
 
 @pytest.mark.fault("G17")
-def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
+def test_a_checkpoint_is_complete_with_the_manifests_of_all_vms(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """Of this step and this number of VMs; and the newest of several that is whole is named."""
+    """Of this step and this number of VMs; of several checkpoints, the newest whole one is reported."""
     desk = Desk(tmp_path / "a", store)
     committer = desk.open()
     refs = (CommitRef(1, 9), CommitRef(1, 8), CommitRef(1, 7))
@@ -221,7 +225,7 @@ def test_a_checkpoint_is_complete_when_the_manifests_of_all_vms_are_there(
 
 
 def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -> None:
-    """Also when the store fails: the decision loop makes no other look before the answer."""
+    """Also when the store fails: the decision loop does not look again before the answer."""
 
     class Broken(FileStore):
         def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -248,7 +252,7 @@ class Vm:
         directory.mkdir()
         run = prepare(directory, "r")
         story = Story()
-        story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than all that is whole
+        story.staging = [replace(a_set(50), nodes=2)]  # sealed here, newer than every whole commit
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
         self.state: State = replace(story.state, settings=settings, job_start_id="start")
@@ -269,10 +273,10 @@ class Vm:
 
 
 @pytest.mark.fault("G17")
-def test_one_vm_chooses_what_is_whole_and_the_others_take_just_that(
+def test_one_vm_chooses_a_whole_commit_and_the_others_take_that_one(
     tmp_path: Path, store: FileStore
 ) -> None:
-    """Neither a set on somebody's disk, nor a part, nor what has been completed since."""
+    """Neither a set on a local disk, nor a part, nor a commit that was completed since."""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": FILES["weights.bin"]}
         committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
@@ -303,7 +307,7 @@ def test_a_choice_is_made_under_the_generation_of_its_start(
     vm.state = replace(claimed, job_start_id="earlier")
     vm.resume.ask(RestoreQuery("q", job_start_id="start"), vm.answers.put, lambda _: None)
     vm.resume.ask(RestoreQuery("named", generation=1, step=20), vm.answers.put, lambda _: None)
-    assert vm.answer().query_id == "named", "the other query waits, and holds nobody up"
+    assert vm.answer().query_id == "named", "the other query waits, and delays no other one"
     vm.state = replace(claimed, generation=None)
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
@@ -327,7 +331,7 @@ def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path, store: F
 
 
 def test_an_answer_to_one_start_is_not_given_to_the_next(tmp_path: Path, store: FileStore) -> None:
-    """The job began afresh on two VMs, and seconds later one of them is alone."""
+    """The job started again on two VMs, and seconds later one of them is alone."""
     vm = Vm(tmp_path / "v0", store)
     vm.state = replace(vm.state, staged=())
     assert vm.ask().path == ""
@@ -339,8 +343,8 @@ def test_an_answer_to_one_start_is_not_given_to_the_next(tmp_path: Path, store: 
     assert vm.answer().step == 20
 
 
-def test_a_job_over_several_vms_is_refused_where_nobody_expects_one() -> None:
-    """Each daemon would claim a generation of its own, and fence the others: say what to set."""
+def test_a_job_over_several_vms_is_refused_without_the_setting() -> None:
+    """Each daemon would claim another generation and fence the others: the error names the setting."""
     hello = Hello(run="", rank=1, world_size=2, node=1, nodes=2)
     assert "run.several_vms" in problem_with(hello, "r", several_vms=False)
     assert not problem_with(hello, "r", several_vms=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sealed sets that wait for the store: which of them staging keeps, and what status reports of them."""
+"""The sealed sets that wait for the store: which ones stay in staging, and their status."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 from swansongd.core.events import FlushFailed, FlushProgress, Log, Prune
-from swansongd.core.staged_sets import NEWEST, UNSENT_MAX
+from swansongd.core.staged_sets import NEWEST
 from swansongd.model import CommitRef, Staged
 from swansongd.observe.report import status_report
 
 from testkit.story import MIB, Story, a_set
+
+UNSENT_MAX = NEWEST + 4
+"""Also the newest healthy set, the set in flight, one that is partly stored, and the answer to a request."""
 
 
 def dropped_steps(story: Story) -> set[int]:
@@ -50,8 +53,8 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
     assert story.state.last_commit == CommitRef(2, 200)
 
 
-def test_the_set_in_flight_and_a_partly_stored_one_are_kept() -> None:
-    """A slow flush is not cut short by newer sets, and what the store holds of another set is not wasted."""
+def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
+    """A slow flush is not cut short by newer sets, and bytes that the store has are not wasted."""
     story = Story()
     story.seal(10)
     assert story.state.flight is not None
@@ -65,7 +68,7 @@ def test_the_set_in_flight_and_a_partly_stored_one_are_kept() -> None:
     assert {s.id.step for s in story.state.uncommitted} == {10, in_flight, 40, 50}
 
 
-def test_the_newest_healthy_set_is_kept() -> None:
+def test_the_newest_healthy_set_stays() -> None:
     """After the loss has diverged, the last healthy state stays in staging however many sets follow it."""
     story = Story()
     story.staging.append(with_health(a_set(10), is_finite=True))
@@ -92,7 +95,7 @@ def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
 
 
 def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
-    """They are the trainer's own checkpoints: staging keeps all of them."""
+    """They are the trainer's own checkpoints: all of them stay in staging."""
     story = Story()
     for step in (10, 20, 30, 40):
         story.staging.append(a_set(step, framework="hf"))

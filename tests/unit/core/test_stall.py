@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of trainers that come to a halt."""
+"""Stories of stalled trainers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def stalls(story: Story) -> list[dict[str, object]]:
     return [dict(log.facts) for log in story.all(Log) if log.event == "stall"]
 
 
-def halted(step_s: float) -> Story:
-    """A trainer whose steps take so long, and that has just reported step 40."""
+def a_slow_trainer(step_s: float) -> Story:
+    """A trainer with this step time that has just reported step 40."""
     story = Story()
     story.join(step=1)
     for step in range(30, 41):
@@ -29,9 +29,9 @@ def halted(step_s: float) -> Story:
 
 @pytest.mark.fault("T04")
 @pytest.mark.parametrize(("step_s", "limit_s"), [(0.1, 60), (10.0, 200)])
-def test_no_progress_for_long_is_a_stall_and_said_once(step_s: float, limit_s: float) -> None:
-    """Twenty usual steps, and a minute at least; what comes after it is the end of the stall."""
-    story = halted(step_s)
+def test_no_progress_for_long_is_a_stall_and_reported_once(step_s: float, limit_s: float) -> None:
+    """Twenty usual steps, and at least a minute; the next report ends the stall."""
+    story = a_slow_trainer(step_s)
     story.wait(limit_s - 1)
     assert not stalls(story)
     story.wait(2)
@@ -46,17 +46,17 @@ def test_no_progress_for_long_is_a_stall_and_said_once(step_s: float, limit_s: f
     assert "stalled" not in status_line(story.state, story.now)
 
 
-def test_a_poll_is_a_sign_of_life() -> None:
+def test_a_report_without_a_step_prevents_a_stall() -> None:
     """A report without a new step, as from an evaluation, is enough."""
-    story = halted(0.1)
+    story = a_slow_trainer(0.1)
     for _ in range(10):
         story.wait(50)
         story.tell(TrainerProgress(1, 40))
     assert not stalls(story)
 
 
-def test_before_the_first_measured_step_nobody_is_late() -> None:
-    """Compilation and warm-up may take as long as they like."""
+def test_before_the_first_measured_step_no_rank_is_stalled() -> None:
+    """Compilation and warm-up may take any time."""
     story = Story()
     story.join(step=0)
     story.wait(100_000)
@@ -64,14 +64,14 @@ def test_before_the_first_measured_step_nobody_is_late() -> None:
 
 
 def test_the_farewell_shows_a_stall_before_and_during_the_evacuation() -> None:
-    """The timeline has it either way, with the step and for how long nothing was heard."""
-    story = halted(0.1)
+    """The timeline has it in both cases, with the step and the time since the last report."""
+    story = a_slow_trainer(0.1)
     story.wait(100)
     story.notice(in_s=120)
     marks = [mark for mark in story.all(Mark) if mark.phase == "stall"]
     assert dict(marks[0].facts)["step"] == 40
 
-    story = halted(0.1)
+    story = a_slow_trainer(0.1)
     story.notice(in_s=1000)
     story.wait(61)
     assert [mark.phase for mark in story.all(Mark)].count("stall") == 1
@@ -79,7 +79,7 @@ def test_the_farewell_shows_a_stall_before_and_during_the_evacuation() -> None:
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1))
 def test_the_usual_step_is_between_the_extremes(reports: list[float]) -> None:
-    """One odd report does not move it far, and it never leaves the range of what was reported."""
+    """One odd report moves it little, and it never leaves the range of the reports."""
     usual = None
     for reported in reports:
         usual = usual_step_s(usual, reported)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judgements of ``swansong doctor``, and how its checks are run."""
+"""The judgements of ``swansong doctor``, and the loop that runs its checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from swansongd.doctor.host import (
     seconds,
     written_directories,
 )
-from swansongd.doctor.sandbox import refused, unit_text
+from swansongd.doctor.sandbox import failed_to_run, unit_text
 from swansongd.doctor.staging import (
     Room,
     judge_devices,
@@ -48,7 +48,7 @@ from swansongd.doctor.staging import (
     newest,
 )
 from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
-from swansongd.doctor.store_fixes import ask_by_hand, of_credentials, of_lifecycle, of_refusal
+from swansongd.doctor.store_fixes import of_credentials, of_lifecycle, of_refusal, request_by_hand
 from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.file.mounts import parsed
 from swansongd.stores.gcs.access import Forbidden
@@ -73,8 +73,8 @@ def config(**tables: dict[str, object]):  # noqa: ANN201
 # ---------------------------------------------------------------- running checks
 
 
-def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None:
-    """Each gives one finding, in order, within its limit; the one after it is asked all the same."""
+def test_a_check_that_raises_or_hangs_fails_alone() -> None:
+    """Each check yields one finding, in order, within its time limit; the next check still runs."""
     never = threading.Event()
 
     def broken() -> Judgement:
@@ -85,7 +85,7 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check(family="f", name=name, ask=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check(family="f", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
     found = list(
         examine(
@@ -96,15 +96,15 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check_alone() -> None
     assert [finding.name for finding in found] == ["a", "b", "c"]
     assert [finding.level for finding in found] == [Level.FAILURE, Level.FAILURE, Level.OK]
     assert "KeyError" in found[0].found
-    assert found[1].found == "no answer within 0.05 s"
+    assert found[1].found == "timed out after 0.05 s"
     assert found[1].fix == "fix b"
 
 
-def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> None:
-    """One fault gives one failure, not one for each of its consequences."""
+def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
+    """One fault is one failure: direct and indirect consequences are skipped."""
 
     def check(name: str, judgement: Judgement, needs: str = "") -> Check:
-        return Check(family="f", name=name, ask=lambda: judgement, needs=needs)
+        return Check(family="f", name=name, judge=lambda: judgement, needs=needs)
 
     well = ok("well")
     found = examine(
@@ -122,8 +122,8 @@ def test_what_needs_a_failed_check_is_skipped_and_so_is_what_needs_that() -> Non
     ]  # fmt: skip
 
 
-def test_the_command_in_the_words_of_an_error_fixes_it() -> None:
-    """What stands between backticks wins over the command of the check."""
+def test_a_command_in_an_error_becomes_the_fix() -> None:
+    """A command between backticks replaces the fix of the check."""
     judged = of_error(Permanent("too low; fix it with `raise it`"), "other")
     assert (judged.found, judged.fix) == ("too low", "sudo raise it")
     judged = of_error(Permanent("no", hint="Do that"), "other")
@@ -135,7 +135,7 @@ def test_the_command_in_the_words_of_an_error_fixes_it() -> None:
 
 @pytest.mark.fault("S25")
 def test_signing_key(tmp_path: Path) -> None:
-    """The daemon would not start with a key that others may read, or that is not there."""
+    """A key that is missing or readable for others is a failure: the daemon would not start."""
     key = tmp_path / "signing key"
     account = daemon_account()
     missing = judge_signing_key(key, account)
@@ -164,7 +164,7 @@ def test_signing_key(tmp_path: Path) -> None:
     ],
 )
 def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) -> None:
-    """The cloud that is watched must be the one that the firmware names, an emulator excepted."""
+    """The configured cloud must be the one that the firmware names, except with an emulator."""
     assert judge_cloud(configured, detected, emulated=emulated, fix="m").level == level
 
 
@@ -179,7 +179,7 @@ def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) ->
     ],
 )
 def test_environment(names: list[str], level: str) -> None:
-    """A proxy is a warning unless exceptions are named; another metadata service always is."""
+    """A proxy without NO_PROXY is a warning, another metadata service always."""
     assert judge_environment(names, "x").level == level
 
 
@@ -194,12 +194,12 @@ def test_environment(names: list[str], level: str) -> None:
     ],
 )
 def test_clock_skew(asked: float, answered: float, skew: float) -> None:
-    """What the second of Date, or a slow answer, can explain is no skew."""
+    """Differences within the resolution of Date and the latency of the answer are not skew."""
     assert skew_s("Thu, 01 Jan 1970 00:01:40 GMT", asked, answered) == pytest.approx(skew)
 
 
 def test_clock_judgement() -> None:
-    """Seconds are a warning, many minutes a failure; no Date is no finding."""
+    """Seconds of skew are a warning, minutes a failure; without a Date the check is skipped."""
     judged = [judge_skew(s, "it").level.value for s in (4.0, -30.0, 600.0, None)]
     assert judged == ["ok", "warning", "failure", "skipped"]
     assert "30 s behind" in judge_skew(-30.0, "it").found
@@ -225,15 +225,15 @@ MANY = 10**9
     ],
 )
 def test_space(free: Room, newest: Room, level: str) -> None:
-    """Two checkpoints should fit, one must: their bytes, and their number of files."""
+    """Room for one checkpoint is required, for two recommended: in bytes and in files."""
     judged = judge_space(Path("/s"), free, newest)
     assert judged.level == level
     assert bool(judged.fix) == (level != "ok")
 
 
 @pytest.mark.fault("S1", "S7")
-def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
-    """Links are not followed, and a directory of any depth is looked at."""
+def test_size_of_the_newest_set_follows_no_link(tmp_path: Path) -> None:
+    """Links are not followed, and directories of any depth are supported."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / "step-1" / "rank-00000").mkdir(parents=True)
     (run / "step-1" / "rank-00000" / "model").write_bytes(bytes(1000))
@@ -258,13 +258,13 @@ def test_size_of_the_newest_set_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_devices() -> None:
-    """A run directory that is a mount of its own breaks renames."""
+    """A run directory that is a separate mount breaks renames."""
     levels = [judge_devices(Path("/s"), Path("/s/r"), 1, n).level.value for n in (None, 1, 2)]
     assert levels == ["ok", "ok", "failure"]
 
 
 def test_file_system_is_that_of_the_deepest_mount() -> None:
-    """As /proc/self/mountinfo has it; a mount on top of another wins."""
+    """From /proc/self/mountinfo; a mount hides an earlier one at the same point."""
     known = parsed(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
         "2 1 0:5 / /mnt rw - xfs /dev/nvme rw\n"
@@ -279,7 +279,7 @@ def test_file_system_is_that_of_the_deepest_mount() -> None:
     [(5.0, None, "warning"), (24.0, 30.0, "ok"), (60.0, 30.0, "warning"), (60.0, None, "ok")],
 )
 def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> None:
-    """Long enough to flush, shorter than the cloud waits."""
+    """The delay must cover a flush and end before the cloud cuts the power."""
     assert judge_delay(delay_s, wanted_s=20.0, shutdown_s=shutdown_s).level == level
 
 
@@ -295,7 +295,7 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
     ],
 )
 def test_unit(change: dict[str, str], level: str) -> None:
-    """systemd must give the daemon its time."""
+    """systemd must give the daemon enough time to stop."""
     assert judge_unit({**UNIT, **change}, stop_s=123.0).level == level
 
 
@@ -312,7 +312,7 @@ def test_unit(change: dict[str, str], level: str) -> None:
 def test_paths_of_the_sandbox(
     words: list[str], staging: str, is_strict: bool, missing: list[str], level: str
 ) -> None:
-    """The unit must be able to start, and to write to staging."""
+    """The unit must start, and must be able to write to staging."""
     judged = judge_paths(words, [Path(staging)], is_strict=is_strict, missing=missing)
     assert judged.level == level
     assert not judged.fix or staging in judged.fix
@@ -326,7 +326,7 @@ def test_paths_of_the_sandbox(
     ],
 )
 def test_daemon_writes_to_staging_and_to_a_store_of_files(url: str, places: list[str]) -> None:
-    """The sandbox must let both be written; a bucket needs no directory."""
+    """The sandbox must allow writes to both; a bucket needs no directory."""
     made = config(store={"url": url}, staging={"path": "/s"})
     assert written_directories(made) == [Path(place) for place in places]
 
@@ -344,33 +344,35 @@ def test_daemon_writes_to_staging_and_to_a_store_of_files(url: str, places: list
         ({"/mnt": (1000, 0o755)}, "failure"),
     ],
 )
-def test_nobody_else_can_replace_staging(change: dict[str, tuple[int, int]], level: str) -> None:
-    """Staging is not the group's, and the directories above it are root's."""
+def test_only_root_and_the_daemon_can_replace_staging(
+    change: dict[str, tuple[int, int]], level: str
+) -> None:
+    """Staging is not group-writable, and root owns the directories above it."""
     facts = {"/mnt/s": (7, 0o2750), "/mnt": (0, 0o755), "/": (0, 0o755), **change}
     judged = judge_parents({Path(place): found for place, found in facts.items()}, 7)
     assert judged.level == level
 
 
 def test_time_spans_of_systemd() -> None:
-    """As ``systemctl show`` prints them."""
+    """The format of ``systemctl show``."""
     spans = ["2min 30s", "45s", "500ms", "1h 1min", "1.5s", "0", "infinity", ""]
     assert [seconds(span) for span in spans] == [150, 45, 0.5, 3660, 1.5, 0, None, None]
 
 
 def test_accounts() -> None:
-    """Everything that is missing is named at once."""
+    """One finding names everything that is missing."""
     assert judge_accounts(user=True, group=True).level is Level.OK
     missing = judge_accounts(user=False, group=False)
-    assert missing.found == "there is no user swansong and no group swansong-trainers"
+    assert missing.found == "user swansong and group swansong-trainers do not exist"
 
 
-def test_speed_in_the_planners_words() -> None:
-    """Bandwidth times what a notice leaves, reserve excluded."""
+def test_speed_shows_the_bytes_that_fit_into_a_notice() -> None:
+    """The bandwidth is multiplied by the grace period minus the reserve."""
     assert "10 GB fit into the 20 s" in judge_speed(GB, 2.0, 20.0).found
 
 
 def test_grace_periods_of_the_clouds() -> None:
-    """What a notice leaves, and the longest that may be under way at SIGTERM."""
+    """The grace period of a notice, and the longest one that may be in progress at SIGTERM."""
     default = config()
     assert (grace_s(default, "aws"), longest_grace_s(default, "aws")) == (120.0, 120.0)
     assert (grace_s(default, "gcp"), longest_grace_s(default, "gcp")) == (25.0, 120.0)
@@ -384,7 +386,7 @@ def refused_by(store: dict[str, object], error: StoreError) -> str:
 
 
 def test_each_refusal_of_a_store_has_its_command() -> None:
-    """By scheme and by kind of error."""
+    """Scheme and class of the error select the fix."""
     s3, gs = {"url": "s3://bucket/x"}, {"url": "gs://bucket/x"}
     assert refused_by(s3, NotFound("")) == "aws s3 mb s3://bucket"
     assert refused_by(gs, NotFound("")) == "gcloud storage buckets create gs://bucket"
@@ -397,8 +399,8 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
     assert "'/srv/a b'" in refused_by({"url": "file:///srv/a%20b"}, NotFound(""))
 
 
-def test_a_store_of_its_own_gets_no_advice_for_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of aws name the endpoint and its certificates; roles of AWS and Google are not mentioned."""
+def test_fixes_for_a_compatible_store_name_no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands contain the endpoint and its certificates, and never roles of AWS or Google."""
     monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
     at, ca = "https://store:9000", "/etc/our ca.pem"
     s3: dict[str, object] = {
@@ -431,8 +433,8 @@ def test_a_store_of_its_own_gets_no_advice_for_a_cloud(monkeypatch: pytest.Monke
     assert refused_by(of_aws, Permanent("")).startswith("aws iam ")
 
 
-def test_a_certificate_that_is_not_trusted_is_added(tmp_path: Path) -> None:
-    """The fix names the key of the configuration, whatever the store is."""
+def test_an_untrusted_certificate_is_fixed_by_ca_bundle(tmp_path: Path) -> None:
+    """The fix sets the key of the configuration for all stores."""
     path = tmp_path / "swansong.toml"
     path.write_text('[store] # ours\nurl = "s3://b/x"\n')
     try:
@@ -442,14 +444,14 @@ def test_a_certificate_that_is_not_trusted_is_added(tmp_path: Path) -> None:
     assert 'ca_bundle = "/PATH/OF/AUTHORITY.pem"' in fix
 
 
-def test_the_store_is_asked_by_hand_with_its_own_certificates(
+def test_the_request_by_hand_uses_the_certificates_of_the_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the daemon's connections trust: the configured file, else that of the environment."""
+    """The CA bundle is the configured file, else that of the environment."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/aws.pem")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/requests.pem")
     asked = [
-        ask_by_hand(config(store=store))
+        request_by_hand(config(store=store))
         for store in (
             {"url": "s3://bucket/x"},
             {"url": "gs://bucket/x"},
@@ -466,7 +468,7 @@ def test_the_store_is_asked_by_hand_with_its_own_certificates(
     [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING), (None, Level.WARNING)],
 )
 def test_running_and_installed_version(running: object, level: Level) -> None:
-    """After an upgrade the daemon needs a restart; both versions and the command are named."""
+    """A difference is a warning with both versions and the restart command."""
     judgement = judge_version(running, "0.1.0+1.gabc", "restart it")
     assert judgement.level is level
     assert "0.1.0+1.gabc" in judgement.found
@@ -493,7 +495,7 @@ MOUNTS = r"""
 
 @pytest.fixture
 def disks(tmp_path: Path) -> Path:
-    """As /sys shows a boot disk, a disk of its own, and one that is erased when the VM ends."""
+    """A copy of /sys with a boot disk, a persistent disk, and one that is erased with the VM."""
     devices = {
         "259:2": "nvme0n1/nvme0n1p2", "259:1": "nvme0n1/nvme0n1p1", "259:9": "nvme1n1",
         "259:10": "nvme2n1", "253:0": "dm-0", "7:0": "loop0",
@@ -523,22 +525,22 @@ def disks(tmp_path: Path) -> Path:
     [
         ("/var/lib/swansong/store", "it is on the boot disk nvme0n1"),
         ("/mnt/lvm/store", "it is on the boot disk nvme0n1"),
-        ("/mnt/local/store", "the disk nvme2n1 is erased when the VM ends"),
+        ("/mnt/local/store", "the disk nvme2n1 is erased when the VM is terminated"),
         ("/mnt/tmp/store", "it is in memory"),
-        ("/mnt/loop/store", "it is on no disk of its own"),
+        ("/mnt/loop/store", "no disk backs it"),
         ("/mnt/data/store", ""),
         ("/mnt/with blank/store", ""),
         ("/mnt/nfs/store", ""),
         ("/mnt/gcs/store", ""),
     ],
 )
-def test_a_store_that_dies_with_the_vm(disks: Path, path: str, reason: str) -> None:
-    """Only a file server, or a disk other than the boot disk that is not erased, outlives the VM."""
+def test_a_store_that_is_lost_with_the_vm(disks: Path, path: str, reason: str) -> None:
+    """Only file servers and persistent disks other than the boot disk outlive the VM."""
     assert dies_with_vm(Path(path), parsed(MOUNTS), disks)[0] == reason
 
 
-def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Path) -> None:
-    """The finding names the device and the way to try Swansong out all the same."""
+def test_a_store_that_is_lost_with_the_vm_is_a_failure_except_for_a_trial(tmp_path: Path) -> None:
+    """The finding names the device and the option for a trial."""
     path = tmp_path / "swansong.toml"
     path.write_text('[store]\nurl = "file:///x"\n')
 
@@ -559,7 +561,7 @@ def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Pa
 @pytest.mark.parametrize(
     ("facts", "found", "fix"),
     [
-        ({"Result": "oom-kill", "MemoryMax": "1000"}, "want of memory", "MemoryMax=infinity"),
+        ({"Result": "oom-kill", "MemoryMax": "1000"}, "out of memory", "MemoryMax=infinity"),
         ({"LoadState": "masked"}, "masked", "unmask"),
         (
             {
@@ -568,7 +570,7 @@ def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Pa
                 "ExecMainStatus": str(FencedError.exit_code),
             },
             "newer",
-            "# only when",
+            "# only if",
         ),
         (
             {"Result": "exit-code", "ExecMainCode": "1", "ExecMainStatus": "5"},
@@ -579,7 +581,7 @@ def test_a_store_that_dies_with_the_vm_is_a_failure_but_for_a_trial(tmp_path: Pa
     ],
 )
 def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, fix: str) -> None:
-    """The cause, as systemd recorded it, comes with the command that ends it."""
+    """The finding names the cause that systemd recorded, with its fix."""
     judged = judge_down({"ActiveState": "failed", **facts}, Path("/s/r/.swansongd/claim.json"))
     assert judged.level == "failure"
     assert found in judged.found
@@ -607,14 +609,14 @@ def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]
 def test_processes_that_were_refused_for_their_rank(
     trainers: list[dict[str, object]], refused: dict[str, object] | None, level: str
 ) -> None:
-    """The daemon's reason, which names the way out, is part of the finding."""
+    """The finding contains the daemon's reason."""
     judged = judge_ranks({"trainers": trainers, "trainers_refused": refused})
     assert judged.level == level
     assert level != "warning" or "rank 0 of 1 is connected already" in judged.found
 
 
-def test_the_daemons_own_word_of_its_store() -> None:
-    """Anything but ok is a failure; before the first answer there is no finding yet."""
+def test_the_daemons_health_of_its_store() -> None:
+    """Any health but ok is a failure; before the first request there is no finding."""
     assert judge_store(None, "m") is None
     good = judge_store({"health": "ok", "reason": "answers", "for_s": 1.0}, "m")
     assert good is not None
@@ -628,8 +630,8 @@ def test_the_daemons_own_word_of_its_store() -> None:
 # ---------------------------------------------------------------- the sandbox, and fixes
 
 
-def test_checks_run_in_a_twin_of_the_unit() -> None:
-    """The twin has the daemon's whole [Service] section, drop-ins included, and runs only the checks."""
+def test_checks_run_in_a_copy_of_the_unit() -> None:
+    """The copy has the daemon's [Service] section, drop-ins included, and runs only the checks."""
     cat = """# /etc/systemd/system/swansongd.service
 [Unit]
 Requires=other.service
@@ -649,19 +651,19 @@ Environment=HOME=/c%d
     assert "Requires=other.service" not in lines
     assert lines.index("ExecStartPre=") > lines.index("ExecStartPre=/bin/dangerous")
     assert 'ExecStart="/p" "a\\"b$$%%"' in lines
-    # Files of its own, in the one place that the sandbox lets it write and that systemd removes.
+    # Temporary files go to the one directory that the sandbox allows and systemd removes.
     assert lines[lines.index("RuntimeDirectory=") + 1] == "RuntimeDirectory=d-scratch"
     assert "RuntimeDirectoryPreserve=no" in lines
     assert "Environment=TMPDIR=%t/d-scratch" in lines
 
 
-def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
-    """The twin has the daemon's limits: what kills it kills the daemon as well."""
-    killed = refused({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
+def test_checks_that_run_out_of_memory_name_the_cause() -> None:
+    """The copy has the daemon's limits, so the daemon would be killed as well."""
+    killed = failed_to_run({"Result": "oom-kill", "ExecMainStatus": "9"}, "")
     assert killed.level == "failure"
-    assert "want of memory" in killed.found
+    assert "out of memory" in killed.found
     assert "MemoryMax=infinity" in killed.fix
-    assert "status 226" in refused({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
+    assert "status 226" in failed_to_run({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
 
 
 @pytest.mark.parametrize(
@@ -676,14 +678,14 @@ def test_checks_that_are_killed_for_want_of_memory_name_the_cause() -> None:
     ],
 )
 def test_fixes_can_be_pasted(monkeypatch: pytest.MonkeyPatch, fix: str, for_root: str) -> None:
-    """Root needs no sudo, tools that are missing make a comment, and so do those of a cloud."""
+    """Root needs no sudo; a command with a missing tool or a cloud's tool becomes a comment."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.delenv("SUDO_USER", raising=False)
     assert for_this_shell(fix) == for_root
 
 
-def test_fixes_for_people_have_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under sudo the fix is pasted into a shell that is not root's; without sudo it is only read."""
+def test_fixes_under_sudo_keep_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process under sudo was started from a user's shell; without sudo the fix becomes a comment."""
     monkeypatch.setenv("SUDO_USER", "someone")
     there = {"sudo", "true"}
     monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
@@ -692,8 +694,8 @@ def test_fixes_for_people_have_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert for_this_shell("sudo true && sudo true") == "# as root: true && true"
 
 
-def test_a_key_of_the_configuration_is_set_only_where_one_line_has_it(tmp_path: Path) -> None:
-    """A fix that would change another line, or none, opens the editor instead."""
+def test_a_key_is_set_by_a_command_only_if_one_line_contains_it(tmp_path: Path) -> None:
+    """If the command could change another line, the fix opens the editor."""
     path = tmp_path / "swansong.toml"
     path.write_text('[sources]\ncloud = "aws"\n')
     assert set_key(path, "cloud", "auto").startswith("sudo sed -i ")
@@ -709,7 +711,7 @@ def test_a_key_of_the_configuration_is_set_only_where_one_line_has_it(tmp_path: 
     ],
 )
 def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
-    """Pasted, it changes the key where it stands, or adds it to its table, and nothing else."""
+    """The command changes the key, or adds it to its table, and nothing else."""
     path = tmp_path / "swansong.toml"
     path.write_text(text)
     before = tomllib.loads(text)
@@ -722,8 +724,8 @@ def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[store.x]\n", "[store]\nchecksums = 'trailer'\n", 'store = { url = "s3://b" }\n', ""]
 )
-def test_a_key_that_no_command_can_set_opens_the_file(tmp_path: Path, text: str) -> None:
-    """Another spelling of TOML is left to a person."""
+def test_unusual_toml_opens_the_editor(tmp_path: Path, text: str) -> None:
+    """Other spellings of TOML are left to the operator."""
     path = tmp_path / "swansong.toml"
     path.write_text(text)
     assert set_key(path, "checksums", "header", table="store").startswith("sudoedit ")

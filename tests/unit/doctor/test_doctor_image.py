@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``swansong doctor --image`` says of units, drop-ins, staging, secrets and identity."""
+"""``swansong doctor --image``: units, drop-ins, staging, secrets and identity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(staging: str = STAGING) -> Config:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """An image in which all is well."""
+    """An image without faults."""
     for name, text in {
         UNIT: "[Service]\nReadWritePaths=/var/lib/swansong\n",
         "etc/machine-id": "uninitialized\n",
@@ -45,8 +45,8 @@ def levels(root: Path, staging: str = STAGING) -> dict[str, Level]:
     return {f.name: f.level for f in examine(image.checks(config(staging), root))}
 
 
-def test_all_is_well(root: Path) -> None:
-    """Public keys, settings without a secret and an empty identity may be in an image."""
+def test_a_good_image_is_ok(root: Path) -> None:
+    """Public keys, settings without secrets and an empty machine id are allowed."""
     assert levels(root) == {"sandbox": Level.OK, "secrets": Level.OK, "identity": Level.OK}
 
 
@@ -69,7 +69,7 @@ def test_all_is_well(root: Path) -> None:
     ],
 )
 def test_a_secret_is_found(root: Path, name: str, text: str) -> None:
-    """Each kind, and the file is named, but not what is in it."""
+    """The finding names the file, but not its contents."""
     write(root / name, text)
     (found,) = (f for f in examine(image.checks(config(), root)) if f.name == "secrets")
     assert found.level is Level.FAILURE
@@ -81,7 +81,7 @@ def test_a_secret_is_found(root: Path, name: str, text: str) -> None:
 @pytest.mark.fault("G06")
 @pytest.mark.parametrize("name", ["etc/machine-id", "var/lib/dbus/machine-id"])
 def test_an_identity_is_found(root: Path, name: str) -> None:
-    """Also where D-Bus keeps it, from which systemd would take it back."""
+    """The copy of D-Bus counts as well: systemd would restore the machine id from it."""
     write(root / name, "0123456789abcdef0123456789abcdef\n")
     assert levels(root)["identity"] is Level.FAILURE
 
@@ -97,7 +97,7 @@ def test_an_identity_is_found(root: Path, name: str) -> None:
     ],
 )
 def test_staging_elsewhere_needs_a_drop_in(root: Path, drop_in: str | None, level: Level) -> None:
-    """The sandbox is what the unit and its drop-ins say together; an empty line takes paths back."""
+    """Unit and drop-ins are merged; an empty assignment resets the list."""
     if drop_in is not None:
         write(root / f"{UNIT}.d/staging.conf", f"[Service]\n{drop_in}\n")
     assert levels(root, "/mnt/nvme/staging")["sandbox"] is level
@@ -108,14 +108,14 @@ def test_staging_elsewhere_needs_a_drop_in(root: Path, drop_in: str | None, leve
     [("file:///var/lib/swansong/store", Level.OK), ("file:///mnt/nfs", Level.FAILURE)],
 )
 def test_store_of_files_elsewhere_needs_a_drop_in(root: Path, url: str, level: Level) -> None:
-    """The sandbox must let the daemon write to the directory of the store."""
+    """The sandbox must allow writes to the directory of the store."""
     made = parse({"run": {"name": "r"}, "staging": {"path": STAGING}, "store": {"url": url}})
     found = {f.name: f.level for f in examine(image.checks(made, root))}
     assert found["sandbox"] is level
 
 
-def test_without_a_configuration_the_rest_is_looked_at(root: Path) -> None:
-    """A broken file is a failure of its own, elsewhere."""
+def test_without_a_configuration_the_other_checks_run(root: Path) -> None:
+    """Another check reports the invalid configuration."""
     assert [f.name for f in examine(image.checks(None, root))] == ["secrets", "identity"]
 
 
@@ -130,19 +130,19 @@ def test_without_a_configuration_the_rest_is_looked_at(root: Path) -> None:
         ("", Level.WARNING),
     ],
 )
-def test_last_drop_in_decides(text: str, level: Level) -> None:
-    """Whose line is the last; a comment does not count."""
+def test_the_last_drop_in_sets_the_delay(text: str, level: Level) -> None:
+    """The last assignment wins; comments are ignored."""
     ours = "/etc/systemd/logind.conf.d/zz-swansong.conf"
     other = "/usr/lib/systemd/logind.conf.d/zzz.conf"
     assert judge_drop_in(text.format(ours=ours, other=other)).level is level
 
 
-def verdict_of(said: str) -> Level:
-    return judge_syntax(said, units=2).level
+def verdict_of(stderr: str) -> Level:
+    return judge_syntax(stderr, units=2).level
 
 
 @pytest.mark.parametrize(
-    ("said", "judged"),
+    ("stderr", "level"),
     [
         ("", Level.OK),
         ("/usr/lib/systemd/system/other.service:3: Unknown key name 'X'", Level.OK),
@@ -150,6 +150,6 @@ def verdict_of(said: str) -> Level:
         ("swansongd.service: Command /opt/x is not executable", Level.FAILURE),
     ],
 )
-def test_only_our_units_count(said: str, judged: Level) -> None:
-    """What systemd says of other people's units is no business of this check."""
-    assert verdict_of(said) is judged
+def test_only_our_units_count(stderr: str, level: Level) -> None:
+    """Errors in units of other packages are ignored."""
+    assert verdict_of(stderr) is level

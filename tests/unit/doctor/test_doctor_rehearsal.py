@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doctor's rehearsal of a checkpoint: a store that any step of one would fail on is never found in order."""
+"""Doctor's rehearsal of a checkpoint: a store that fails any step of a checkpoint is a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = ("write", "create-if-absent", "upload", "multipart upload", "commit", "r
 
 
 class Altered(MemoryStore):
-    """Returns the wrong bytes, or not all keys, where the key contains a given word."""
+    """Returns wrong bytes for keys that contain ``flipped``, and hides keys that contain ``hidden``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Altered(MemoryStore):
         return None if self.hidden in key else super().head(key)
 
     def refuses(self, call: str, word: str) -> None:
-        """From now on this call answers that it is not known, where the key contains the word."""
+        """Refuse this call from now on for keys that contain the word."""
 
         def before(what: str, key: str) -> None:
             if what == call and word in key:
@@ -62,7 +62,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Altered:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    """Of a VM whose staging and temporary directory are as empty afterwards as they were."""
+    """The configuration of a VM; after the test, staging and temporary directory must be empty."""
     names = ("staging", "store", "scratch")
     for name in names:
         (tmp_path / name).mkdir()
@@ -78,7 +78,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 
 def rehearsed(config: Config) -> dict[str, Finding]:
-    """The findings about the steps, by name."""
+    """The findings of the steps, by name."""
     checks = of_store.checks(
         config, Path("/c"), own_account(), grace_s=25.0, speed=False, trial=True
     )
@@ -91,8 +91,8 @@ def failures(findings: dict[str, Finding]) -> list[str]:
     return [name for name, finding in findings.items() if finding.level == "failure"]
 
 
-def test_a_good_store_is_left_as_it_was(config: Config, store: Altered) -> None:
-    """Each step is ok, whatever the length of the run's name; no object and no upload stays behind."""
+def test_a_good_store_is_left_unchanged(config: Config, store: Altered) -> None:
+    """Each step is ok, also for the longest run name; no object and no upload remains."""
     store.objects["other"] = b"kept"
     findings = rehearsed(config)
     assert {finding.level for finding in findings.values()} == {"ok"}
@@ -121,7 +121,7 @@ def test_a_good_store_is_left_as_it_was(config: Config, store: Altered) -> None:
 def test_a_request_that_the_store_refuses_fails_its_step(
     config: Config, store: Altered, call: str, word: str, step: str
 ) -> None:
-    """One failure, with the store's answer and a fix; what was stored until then is deleted."""
+    """The one failure contains the store's answer and a fix; objects of earlier steps are deleted."""
     store.refuses(call, word)
     findings = rehearsed(config)
     assert failures(findings) == [step]
@@ -150,7 +150,7 @@ def forget_conditions(store: Altered) -> None:
 
 @pytest.mark.fault("O14", "O15", "G08", "G10")
 @pytest.mark.parametrize(
-    ("lie", "step"),
+    ("fault", "step"),
     [
         (flip_large, "read back"),
         (hide_commits, "commit"),
@@ -158,26 +158,26 @@ def forget_conditions(store: Altered) -> None:
         (forget_conditions, "create-if-absent"),
     ],
 )
-def test_a_store_that_lies_is_found_out(
-    config: Config, store: Altered, lie: Callable[[Altered], None], step: str
+def test_a_faulty_store_fails_its_step(
+    config: Config, store: Altered, fault: Callable[[Altered], None], step: str
 ) -> None:
-    """It accepts all that is sent, and returns other bytes, lists less, or ignores create-if-absent."""
-    lie(store)
+    """The store accepts all requests, but returns other bytes, lists less, or ignores create-if-absent."""
+    fault(store)
     assert failures(rehearsed(config)) == [step]
 
 
 @pytest.mark.fault("O02")
-def test_a_store_that_hangs_is_left_in_time(
+def test_a_store_that_hangs_times_out(
     config: Config, store: Altered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that never ends costs its step; the bucket is cleaned up all the same."""
-    goes_on = threading.Event()
+    """A part that never finishes fails its step; the bucket is cleaned up."""
+    may_return = threading.Event()
     monkeypatch.setattr(rehearsal, "FLUSH_S", 0.2)
-    store.before = lambda what, _key: what == "put_part" and goes_on.wait()
+    store.before = lambda what, _key: what == "put_part" and may_return.wait()
     try:
         findings = rehearsed(config)
     finally:
-        goes_on.set()
+        may_return.set()
     assert failures(findings) == ["multipart upload"]
     assert "in 0.2 s" in findings["multipart upload"].found
     assert store.objects == {}
@@ -188,7 +188,7 @@ def test_a_store_that_hangs_is_left_in_time(
 def test_without_the_right_to_delete_the_bucket_does_not_grow(
     config: Config, store: Altered
 ) -> None:
-    """What stays is named; only the first doctor leaves a shard of two parts, and all send one."""
+    """The finding names what remains; only the first doctor leaves a shard of two parts."""
     store.refuses("delete", "")
     left_bytes, sent = 0, 0
     for limit_bytes in (100_000, 10_000, 10_000):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committer against a real directory as store: what it claims, commits and leaves behind."""
+"""The committer with a directory as its store: claims, commits and farewells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -36,11 +35,12 @@ from swansongd.core.events import (
 )
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
-from swansongd.flush.committer import ClaimRecord, Committer
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
 from swansongd.flush.journal import ShardRecord, UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
-from swansongd.observe.health import HealthTracker
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -52,8 +52,8 @@ KEYS = RunKeys("r")
 NOW = "2030-01-01T00:00:00Z"
 
 
-class Desk:
-    """A store, the daemon's own directory, and the committers that come and go there."""
+class CommitterRig:
+    """A store, the daemon's own directory, and the committers that use them one after another."""
 
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
@@ -67,7 +67,7 @@ class Desk:
         self.reason = ""
         self.now = NOW
         self.tries = 0
-        """How often the store was asked for its commits."""
+        """Number of listings of the commits."""
 
     @contextmanager
     def committer(
@@ -78,17 +78,15 @@ class Desk:
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
+        opened = store or self._counting()
         committer = Committer(
-            store or self._counting(),
+            opened,
             keys,
-            self.own,
             self.events.put,
+            Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
             journal=self.journal,
-            boot_id=boot,
             wall=lambda: self.now,
-            health=StoreHealth(
-                HealthTracker("store", blind_after_s=60, monotonic=time.monotonic, post=note)
-            ),
+            health=StoreHealth(note),
         )
         committer.start()
         try:
@@ -97,17 +95,17 @@ class Desk:
             committer.close()
 
     def _counting(self) -> ObjectStore:
-        desk = self
+        rig = self
 
         class Counting(FileStore):
             def list(self, prefix: str) -> Iterator[ObjectInfo]:
-                desk.tries += prefix == KEYS.commits
+                rig.tries += prefix == KEYS.commits
                 return super().list(prefix)
 
         return Counting(self.store.url)
 
     def next(self) -> Event:
-        """The next one, but for what is read of earlier generations whenever one was claimed."""
+        """The next event, except those that report earlier generations."""
         while True:
             event = self.events.get(timeout=10)
             if not isinstance(event, HistoryRead | NewestDated):
@@ -115,7 +113,7 @@ class Desk:
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """A plain file lies where the store was."""
+        """Replace the directory of the store by a file for a while."""
         hidden = self.bucket.with_name("hidden")
         os.rename(self.bucket, hidden)
         self.bucket.touch()
@@ -124,7 +122,7 @@ class Desk:
         os.rename(hidden, self.bucket)
 
     def claimed(self, **options: Any) -> int:
-        """Start a committer, and end it when it has its generation."""
+        """Start a committer, and close it when it has claimed a generation."""
         with self.committer(**options):
             event = self.next()
         assert isinstance(event, GenerationClaimed), event
@@ -132,70 +130,70 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def rig(tmp_path: Path) -> CommitterRig:
+    return CommitterRig(tmp_path)
 
 
 LOST = Conclude("e1", Verdict.LOST, "nothing was staged", None, 0.0)
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(1, 10), 1.0)
 
 
-def an_order(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
+def a_request(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
     return CommitManifest(f"f{step}", a_set(step, nonce), (), generation, None)
 
 
-def stored(desk: Desk, below: str) -> list[str]:
-    return [info.key for info in desk.store.list(below)]
+def stored(rig: CommitterRig, below: str) -> list[str]:
+    return [info.key for info in rig.store.list(below)]
 
 
-# ---------------------------------------------------------------- the claim
+# ---------------------------------------------------------------- claims
 
 
-def test_a_restarted_daemon_goes_on_under_its_number(desk: Desk) -> None:
+def test_a_restarted_daemon_continues_under_its_generation(rig: CommitterRig) -> None:
     """Same boot, URL and run: the recorded claim is used again, and nothing new is claimed."""
-    assert desk.claimed() == 1
-    assert desk.claimed() == 1
-    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
+    assert rig.claimed() == 1
+    assert rig.claimed() == 1
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
 
 
-def test_the_claim_says_what_is_committed(desk: Desk) -> None:
-    """GenerationClaimed carries the newest whole commit, of whatever generation."""
-    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
-    desk.store.put(KEYS.generation(4), b"{}")
-    with desk.committer():
-        assert desk.next() == GenerationClaimed(5, CommitRef(4, 70))
+def test_the_claim_reports_the_newest_whole_commit(rig: CommitterRig) -> None:
+    """GenerationClaimed contains the newest whole commit, of any generation."""
+    committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
+    rig.store.put(KEYS.generation(4), b"{}")
+    with rig.committer():
+        assert rig.next() == GenerationClaimed(5, CommitRef(4, 70))
 
 
 @pytest.mark.parametrize(
     ("now", "age_s"), [("2030-01-01T01:00:00Z", 3600.0), ("2029-01-01T00:00:00Z", 0.0)]
 )
-def test_the_age_of_the_newest_commit_comes_after_the_claim(
-    desk: Desk, now: str, age_s: float
+def test_the_age_of_the_newest_commit_is_posted_after_the_claim(
+    rig: CommitterRig, now: str, age_s: float
 ) -> None:
-    """NewestDated carries the age by the manifest, and no negative one where a clock is wrong."""
-    committed.commit(desk.store, {"w": b"1"}, generation=4, step=70)
-    desk.now = now
-    with desk.committer():
-        events = iter(lambda: desk.events.get(timeout=10), None)
+    """NewestDated contains the age according to the manifest; 0 if the clocks make it negative."""
+    committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
+    rig.now = now
+    with rig.committer():
+        events = iter(lambda: rig.events.get(timeout=10), None)
         dated = next(event for event in events if isinstance(event, NewestDated))
     assert dated == NewestDated(CommitRef(4, 70), age_s)
 
 
-def test_another_boot_claims_anew(desk: Desk) -> None:
-    """A claim outlives the daemon and not the boot: a cloned disk must not bring a generation along."""
-    assert desk.claimed() == 1
-    assert desk.claimed(boot="boot-2") == 2
-    assert desk.claimed(boot="boot-2") == 2
+def test_another_boot_claims_another_generation(rig: CommitterRig) -> None:
+    """A claim belongs to one boot: a VM with a cloned disk must not use the generation of the original."""
+    assert rig.claimed() == 1
+    assert rig.claimed(boot="boot-2") == 2
+    assert rig.claimed(boot="boot-2") == 2
 
 
-def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
-    """The record counts for the run and the URL that it names."""
-    desk.store.put(KEYS.generation(6), b"{}")
-    assert desk.claimed() == 7
-    assert desk.claimed(keys=RunKeys("other")) == 1
+def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_path: Path) -> None:
+    """The record is valid for one run and one store URL."""
+    rig.store.put(KEYS.generation(6), b"{}")
+    assert rig.claimed() == 7
+    assert rig.claimed(keys=RunKeys("other")) == 1
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert desk.claimed(store=FileStore(f"file://{elsewhere}")) == 1
+    assert rig.claimed(store=FileStore(f"file://{elsewhere}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,236 +212,244 @@ def test_another_run_or_store_claims_anew(desk: Desk, tmp_path: Path) -> None:
         b" " * 20_000 + b"{}",
     ],
 )
-def test_a_record_that_makes_no_sense_is_no_claim(desk: Desk, content: bytes) -> None:
-    """Whatever lies there, the daemon gets a generation."""
-    url = desk.store.url.encode()
-    (desk.own / "claim.json").write_bytes(content.replace(b"URL", url))
-    assert desk.claimed() == 1
-    record = ClaimRecord.load(desk.own)
+def test_an_invalid_record_is_ignored(rig: CommitterRig, content: bytes) -> None:
+    """The daemon claims a generation, whatever the file contains."""
+    url = rig.store.url.encode()
+    (rig.own / "claim.json").write_bytes(content.replace(b"URL", url))
+    assert rig.claimed() == 1
+    record = ClaimRecord.load(rig.own)
     assert record is not None
-    assert replace(record, nonce="") == ClaimRecord("r", desk.store.url, "boot-1", 1, "")
+    assert replace(record, nonce="") == ClaimRecord("r", rig.store.url, "boot-1", 1, "")
 
 
-def a_record(desk: Desk, **changes: Any) -> ClaimRecord:
-    """The record that a daemon of this boot has left, changed."""
-    made = ClaimRecord("r", desk.store.url, "boot-1", 1, "forged")
+def a_record(rig: CommitterRig, **changes: Any) -> ClaimRecord:
+    """The record of an earlier daemon of this boot, with changes."""
+    made = ClaimRecord("r", rig.store.url, "boot-1", 1, "forged")
     return replace(made, **changes)
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(desk: Desk) -> None:
-    """A forged record leads to a new generation and a line in the log, not to another's generation."""
-    with desk.committer(boot="another VM"):
-        assert desk.next() == GenerationClaimed(1, None)
-    a_record(desk).save(desk.own)
+def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(
+    rig: CommitterRig,
+) -> None:
+    """A forged record leads to a new generation and a log line, not to the generation of another VM."""
+    with rig.committer(boot="another VM"):
+        assert rig.next() == GenerationClaimed(1, None)
+    a_record(rig).save(rig.own)
     with capture_logs() as logs:
-        assert desk.claimed() == 2
+        assert rig.claimed() == 2
     (line,) = [line for line in logs if line["event"] == "claim_record_refused"]
-    assert line["claim"] == f"{desk.store.url}/{KEYS.generation(1)}"
-    assert desk.claimed() == 2
+    assert line["claim"] == f"{rig.store.url}/{KEYS.generation(1)}"
+    assert rig.claimed() == 2
 
 
 @pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"nonce": "forged"}'])
-def test_a_record_of_a_claim_that_makes_no_sense_does_not_count(desk: Desk, content: bytes) -> None:
-    """Run and generation have to be right, too."""
-    desk.store.put(KEYS.generation(1), content)
-    a_record(desk).save(desk.own)
-    assert desk.claimed() == 2
+def test_a_record_of_an_invalid_claim_is_ignored(rig: CommitterRig, content: bytes) -> None:
+    """The claim must contain the run, the generation and the nonce of the record."""
+    rig.store.put(KEYS.generation(1), content)
+    a_record(rig).save(rig.own)
+    assert rig.claimed() == 2
 
 
-def test_a_record_outlived_by_its_bucket_does_not_count(desk: Desk) -> None:
-    """The prefix was wiped while the daemon was down: the run begins again, with a claim."""
-    assert desk.claimed() == 1
-    desk.store.delete(KEYS.generation(1))
-    assert desk.claimed() == 1
-    assert stored(desk, KEYS.generations) == [KEYS.generation(1)]
-    assert desk.claimed() == 1
+def test_a_record_is_ignored_after_the_bucket_was_emptied(rig: CommitterRig) -> None:
+    """All objects were deleted while the daemon was stopped: the daemon claims the first generation again."""
+    assert rig.claimed() == 1
+    rig.store.delete(KEYS.generation(1))
+    assert rig.claimed() == 1
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+    assert rig.claimed() == 1
 
 
-def test_a_record_waits_for_a_store_that_fails(desk: Desk) -> None:
-    """An outage says nothing about the claim: the number is kept."""
-    assert desk.claimed() == 1
+def test_a_record_is_kept_during_an_outage_of_the_store(rig: CommitterRig) -> None:
+    """After the outage the daemon continues under the recorded generation."""
+    assert rig.claimed() == 1
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
 @pytest.mark.fault("S1", "S3")
 @pytest.mark.parametrize("plant", ["link", "hard link", "directory"])
-def test_a_record_that_this_user_did_not_write_does_not_count(
-    desk: Desk, tmp_path: Path, plant: str
+def test_a_record_that_this_user_did_not_write_is_ignored(
+    rig: CommitterRig, tmp_path: Path, plant: str
 ) -> None:
-    """Any entry under its name: no link is followed, and the daemon claims and continues."""
-    assert desk.claimed() == 1
+    """Links are not followed, and the daemon claims a new generation."""
+    assert rig.claimed() == 1
     elsewhere = tmp_path / "elsewhere"
-    os.rename(desk.own / "claim.json", elsewhere)
+    os.rename(rig.own / "claim.json", elsewhere)
     if plant == "link":
-        (desk.own / "claim.json").symlink_to(elsewhere)
+        (rig.own / "claim.json").symlink_to(elsewhere)
     elif plant == "hard link":
-        os.link(elsewhere, desk.own / "claim.json")
+        os.link(elsewhere, rig.own / "claim.json")
     else:
-        (desk.own / "claim.json").mkdir()
+        (rig.own / "claim.json").mkdir()
     before = elsewhere.read_bytes()
-    assert desk.claimed() == 2
+    assert rig.claimed() == 2
     assert elsewhere.read_bytes() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_record_of_another_user_does_not_count(desk: Desk) -> None:
-    """Nor does one in a directory of another user."""
-    assert desk.claimed() == 1
-    os.chown(desk.own / "claim.json", 65534, 65534)
-    assert desk.claimed() == 2
-    assert desk.claimed() == 2
-    os.chown(desk.own, 65534, 65534)
-    assert desk.claimed() == 3
+def test_a_record_of_another_user_is_ignored(rig: CommitterRig) -> None:
+    """So is a record in a directory of another user."""
+    assert rig.claimed() == 1
+    os.chown(rig.own / "claim.json", 65534, 65534)
+    assert rig.claimed() == 2
+    assert rig.claimed() == 2
+    os.chown(rig.own, 65534, 65534)
+    assert rig.claimed() == 3
 
 
 @pytest.mark.fault("S25")
-def test_a_claim_beyond_the_format_is_refused_loudly_and_the_daemon_stays(desk: Desk) -> None:
-    """One planted object: one line in the log, the way out in the health; gone, the claim is made."""
+def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(
+    rig: CommitterRig,
+) -> None:
+    """The log contains one line, and the health names the object; after its deletion the claim succeeds."""
     planted = KEYS.generation(bounds.GENERATION_MAX)
-    desk.store.put(planted, b"{}")
-    with capture_logs() as logs, desk.committer() as committer:
-        until(lambda: desk.health, what="the first failure")
+    rig.store.put(planted, b"{}")
+    with capture_logs() as logs, rig.committer() as committer:
+        until(lambda: rig.health, what="the first failure")
         committer.expedite()
-        until(lambda: desk.tries > 2, what="another try")
-        assert desk.events.empty()
-        assert stored(desk, "") == [planted]
-        assert Health.OK not in desk.health
-        assert planted in desk.reason
-        desk.store.delete(planted)
-        assert desk.next() == GenerationClaimed(1, None)
+        until(lambda: rig.tries > 2, what="another try")
+        assert rig.events.empty()
+        assert stored(rig, "") == [planted]
+        assert Health.OK not in rig.health
+        assert planted in rig.reason
+        rig.store.delete(planted)
+        assert rig.next() == GenerationClaimed(1, None)
     (line,) = [line for line in logs if line["event"] == "claim_refused"]
     assert planted in line["hint"]
 
 
 @pytest.mark.fault("S25", "G16")
-def test_an_unknown_object_among_the_commits_costs_no_generation(desk: Desk) -> None:
-    """The claim waits, instead of taking a number at each try."""
+def test_an_unknown_object_among_the_commits_uses_up_no_generation(rig: CommitterRig) -> None:
+    """The committer retries before the claim, not after it."""
     planted = f"{KEYS.commits}junk"
-    desk.store.put(planted, b"")
-    with desk.committer() as committer:
-        until(lambda: desk.health, what="the first failure")
+    rig.store.put(planted, b"")
+    with rig.committer() as committer:
+        until(lambda: rig.health, what="the first failure")
         committer.expedite()
-        until(lambda: desk.tries > 2, what="another try")
-        assert stored(desk, "") == [planted]
-        desk.store.delete(planted)
-        assert desk.next() == GenerationClaimed(1, None)
+        until(lambda: rig.tries > 2, what="another try")
+        assert stored(rig, "") == [planted]
+        rig.store.delete(planted)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
-def test_a_daemon_that_was_overtaken_hears_so_when_it_comes_back(desk: Desk) -> None:
-    """Its own number is recorded, a newer one is claimed: FenceFound, and nothing is claimed."""
-    assert desk.claimed() == 1
-    desk.store.put(KEYS.generation(2), b"{}")
-    with desk.committer():
-        assert desk.next() == FenceFound(2)
-    assert stored(desk, KEYS.generations)[-1] == KEYS.generation(2)
+def test_a_restarted_daemon_is_fenced_by_a_newer_claim(rig: CommitterRig) -> None:
+    """It has a recorded generation, so it posts FenceFound and claims nothing."""
+    assert rig.claimed() == 1
+    rig.store.put(KEYS.generation(2), b"{}")
+    with rig.committer():
+        assert rig.next() == FenceFound(2)
+    assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
 
 
-def test_a_claim_that_cannot_be_recorded_counts_all_the_same(desk: Desk) -> None:
-    """Staging is full or gone: the generation is ours, and the next start takes another one."""
-    shutil.rmtree(desk.own)
-    assert desk.claimed() == 1
-    assert desk.claimed() == 2
+def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> None:
+    """If the record cannot be written, the next daemon claims another generation."""
+    shutil.rmtree(rig.own)
+    assert rig.claimed() == 1
+    assert rig.claimed() == 2
 
 
-def test_the_claim_waits_for_the_directory_of_a_store(desk: Desk, tmp_path: Path) -> None:
-    """The store does not make it: its file system may not be mounted yet."""
-    with desk.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
-        until(lambda: "does not exist" in desk.reason, what="the first failure")
+def test_the_claim_is_retried_until_the_directory_of_the_store_exists(
+    rig: CommitterRig, tmp_path: Path
+) -> None:
+    """The store does not create it: its file system may not be mounted yet."""
+    with rig.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
+        until(lambda: "does not exist" in rig.reason, what="the first failure")
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
         committer.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
-def test_the_claim_waits_for_the_store(desk: Desk) -> None:
-    """Health says that the store fails while it does; then the generation is claimed, and health is ok."""
+def test_the_claim_is_retried_until_the_store_works(rig: CommitterRig) -> None:
+    """The health is not OK during the outage, and OK after the claim."""
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
-            assert Health.OK not in desk.health[-1:]
-            assert desk.events.empty()
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
+            assert Health.OK not in rig.health[-1:]
+            assert rig.events.empty()
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
-        assert desk.health[-1:] == [Health.OK]
+        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.health[-1:] == [Health.OK]
 
 
-def test_a_notice_does_not_wait_for_the_next_try_at_the_claim(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+def test_a_notice_cuts_the_backoff_of_the_claim_short(
+    rig: CommitterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the committer would have slept, ``hurry`` wakes it."""
+    """``expedite`` ends a pause of 1000 s."""
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
     with ExitStack() as committer:
-        with desk.outage():
-            working = committer.enter_context(desk.committer())
-            until(lambda: desk.health, what="the first failure")
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            until(lambda: rig.health, what="the first failure")
         working.expedite()
-        assert desk.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(1, None)
 
 
-# ---------------------------------------------------------------- orders
+# ---------------------------------------------------------------- requests
 
 
 @pytest.fixture
-def working(desk: Desk) -> Iterator[Committer]:
+def working(rig: CommitterRig) -> Iterator[Committer]:
     """A committer that has claimed generation 1."""
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         yield committer
 
 
-def test_a_commit_is_a_manifest_and_word_of_it(desk: Desk, working: Committer) -> None:
-    """What lies in the store is what was ordered."""
-    working.commit(an_order())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    (key,) = stored(desk, KEYS.commits)
-    made = manifest.decode(desk.store.get(key))
+def test_a_commit_creates_the_manifest_and_posts_commit_done(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """The manifest has the values of the request."""
+    working.commit(a_request())
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    (key,) = stored(rig, KEYS.commits)
+    made = manifest.decode(rig.store.get(key))
     assert (made.run, made.generation, made.step, made.nonce) == ("r", 1, 10, "abc")
     assert made.created == NOW
 
 
-def test_the_same_commit_twice_is_one(desk: Desk, working: Committer) -> None:
-    """A lost reply makes the daemon order it again: its own nonce is found, and that is success."""
+def test_the_same_commit_twice_creates_one_manifest(rig: CommitterRig, working: Committer) -> None:
+    """After a lost reply the request is repeated; it finds its own nonce in the manifest, and succeeds."""
     for _ in range(2):
-        working.commit(an_order())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    assert len(stored(desk, KEYS.commits)) == 1
+        working.commit(a_request())
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert len(stored(rig, KEYS.commits)) == 1
 
 
-def test_another_set_of_that_step_is_a_conflict(desk: Desk, working: Committer) -> None:
-    """The first one stands."""
-    working.commit(an_order())
-    desk.next()
-    working.commit(an_order(nonce="xyz"))
-    event = desk.next()
+def test_another_set_of_the_same_step_is_a_conflict(rig: CommitterRig, working: Committer) -> None:
+    """The first manifest is not replaced."""
+    working.commit(a_request())
+    rig.next()
+    working.commit(a_request(nonce="xyz"))
+    event = rig.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
-    (key,) = stored(desk, KEYS.commits)
-    assert manifest.decode(desk.store.get(key)).nonce == "abc"
+    (key,) = stored(rig, KEYS.commits)
+    assert manifest.decode(rig.store.get(key)).nonce == "abc"
 
 
-def test_a_store_that_fails_is_no_conflict(desk: Desk, working: Committer) -> None:
-    """CommitFailed without conflict, health not ok; when the store is back, the same order works."""
-    with desk.outage():
-        working.commit(an_order())
-        event = desk.next()
+def test_a_failure_of_the_store_is_not_a_conflict(rig: CommitterRig, working: Committer) -> None:
+    """CommitFailed without a conflict; after the outage the same request succeeds."""
+    with rig.outage():
+        working.commit(a_request())
+        event = rig.next()
     assert isinstance(event, CommitFailed)
     assert not event.conflict
-    assert Health.OK not in desk.health[-1:]
-    working.commit(an_order())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
-    assert desk.health[-1:] == [Health.OK]
+    assert Health.OK not in rig.health[-1:]
+    working.commit(a_request())
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert rig.health[-1:] == [Health.OK]
 
 
-def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
-    """A fault in the code costs that commit, and neither the thread nor the answer."""
+def test_a_request_that_raises_an_unexpected_error_gets_an_answer(rig: CommitterRig) -> None:
+    """A fault of the daemon fails one commit; the thread continues."""
 
     class Faulty(FileStore):
         def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -451,14 +457,14 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
                 raise TypeError("a fault in the code")
             super().put(key, data, if_absent=if_absent)
 
-    with desk.committer(store=Faulty(desk.store.url)) as working:
-        assert desk.next() == GenerationClaimed(1, None)
-        working.commit(an_order(5))
-        event = desk.next()
+    with rig.committer(store=Faulty(rig.store.url)) as working:
+        assert rig.next() == GenerationClaimed(1, None)
+        working.commit(a_request(5))
+        event = rig.next()
         assert isinstance(event, CommitFailed)
         assert not event.conflict
-        working.commit(an_order(6))
-        assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+        working.commit(a_request(6))
+        assert rig.next() == CommitDone("f6", CommitRef(1, 6))
 
 
 @pytest.mark.parametrize(
@@ -471,23 +477,23 @@ def test_an_order_that_cannot_be_carried_out_is_answered(desk: Desk) -> None:
         {"nodes": 10**5},
     ],
 )
-def test_a_set_that_no_manifest_can_hold_is_given_up_once(
-    desk: Desk, working: Committer, unusable: dict[str, Any]
+def test_a_set_that_no_manifest_can_contain_is_a_conflict(
+    rig: CommitterRig, working: Committer, unusable: dict[str, Any]
 ) -> None:
-    """One answer that makes the set unusable, no object in the store; the sets beside it are committed."""
-    order = an_order(5)
-    working.commit(replace(order, staged=replace(order.staged, **unusable)))
-    event = desk.next()
+    """The store gets no object of it; the next set is committed."""
+    request = a_request(5)
+    working.commit(replace(request, staged=replace(request.staged, **unusable)))
+    event = rig.next()
     assert isinstance(event, CommitFailed)
     assert event.conflict
-    assert stored(desk, KEYS.commits) == []
-    assert Health.OK in desk.health[-1:]
-    working.commit(an_order(6))
-    assert desk.next() == CommitDone("f6", CommitRef(1, 6))
+    assert stored(rig, KEYS.commits) == []
+    assert Health.OK in rig.health[-1:]
+    working.commit(a_request(6))
+    assert rig.next() == CommitDone("f6", CommitRef(1, 6))
 
 
-def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
-    """A store that answers 404 to each GET has no commit to report; once one was read, no more are."""
+def test_the_first_commit_of_a_daemon_is_read_back(rig: CommitterRig) -> None:
+    """If the GET of the manifest fails, the commit fails.  After one success, manifests are not read back."""
 
     class Forgetful(FileStore):
         gets = 0
@@ -499,149 +505,154 @@ def test_the_first_commit_of_a_life_is_read_back(desk: Desk) -> None:
                 raise NotFound(key)
             return super().get(key)
 
-    store = Forgetful(desk.store.url)
-    with desk.committer(store=store) as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+    store = Forgetful(rig.store.url)
+    with rig.committer(store=store) as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         for _ in range(3):
-            committer.commit(an_order())
-            event = desk.next()
+            committer.commit(a_request())
+            event = rig.next()
             assert isinstance(event, CommitFailed)
             assert not event.conflict
         store.forgets = False
-        committer.commit(an_order())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+        committer.commit(a_request())
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
         gets = store.gets
-        committer.commit(an_order(11))
-        assert desk.next() == CommitDone("f11", CommitRef(1, 11))
+        committer.commit(a_request(11))
+        assert rig.next() == CommitDone("f11", CommitRef(1, 11))
         assert store.gets == gets
 
 
 @pytest.mark.fault("S25")
-def test_with_a_key_a_bucket_writer_neither_fences_nor_blocks(desk: Desk) -> None:
-    """With a higher claim, junk beside it and a higher commit the committer continues, and logs each."""
+def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: CommitterRig) -> None:
+    """A higher claim, an unknown object and a higher commit are logged, and the commit succeeds."""
     keys = RunKeys("r", Signer(b"k" * 32))
-    with desk.committer(keys=keys) as committer, capture_logs() as logs:
-        assert desk.next() == GenerationClaimed(1, None)
-        desk.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
-        desk.store.put(f"{KEYS.generations}junk", b"")
-        committed.commit(desk.store, {"w": b"1"}, generation=99_999_999, step=70)
-        committer.commit(an_order())
-        assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    with rig.committer(keys=keys) as committer, capture_logs() as logs:
+        assert rig.next() == GenerationClaimed(1, None)
+        rig.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+        rig.store.put(f"{KEYS.generations}junk", b"")
+        committed.commit(rig.store, {"w": b"1"}, generation=99_999_999, step=70)
+        committer.commit(a_request())
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
         committer.check_fence()
         assert committer.drain(10)
-        assert desk.events.empty()
+        assert rig.events.empty()
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
-    with desk.committer(keys=keys):
-        assert desk.next() == GenerationClaimed(1, CommitRef(1, 10))
-    with desk.committer(keys=keys, boot="boot-2"):
-        assert desk.next() == GenerationClaimed(2, CommitRef(1, 10))
+    with rig.committer(keys=keys):
+        assert rig.next() == GenerationClaimed(1, CommitRef(1, 10))
+    with rig.committer(keys=keys, boot="boot-2"):
+        assert rig.next() == GenerationClaimed(2, CommitRef(1, 10))
 
 
-def test_nothing_is_committed_by_who_was_overtaken(desk: Desk, working: Committer) -> None:
-    """FenceFound, and no manifest."""
-    desk.store.put(KEYS.generation(3), b"{}")
-    working.commit(an_order())
-    assert desk.next() == FenceFound(3)
-    assert not stored(desk, KEYS.commits)
+def test_a_fenced_vm_commits_nothing(rig: CommitterRig, working: Committer) -> None:
+    """The committer posts FenceFound, and writes no manifest."""
+    rig.store.put(KEYS.generation(3), b"{}")
+    working.commit(a_request())
+    assert rig.next() == FenceFound(3)
+    assert not stored(rig, KEYS.commits)
 
 
-def test_a_look_at_the_fence_speaks_only_of_a_newer_one(desk: Desk, working: Committer) -> None:
-    """Our own generation is no fence."""
+def test_a_check_of_the_fence_reports_only_newer_generations(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """The generation of this VM is not reported."""
     working.check_fence()
     assert working.drain(10)
-    assert desk.events.empty()
-    desk.store.put(KEYS.generation(2), b"{}")
+    assert rig.events.empty()
+    rig.store.put(KEYS.generation(2), b"{}")
     working.check_fence()
-    assert desk.next() == FenceFound(2)
+    assert rig.next() == FenceFound(2)
 
 
-def test_two_verdicts_of_one_second_both_stand(desk: Desk, working: Committer) -> None:
-    """The clock stands still here; no farewell takes another's name, and none is lost."""
+def test_two_farewells_of_one_second_have_different_keys(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """The clock of this test does not advance; both verdicts are stored."""
     for conclusion in (LOST, SAFE):
         working.farewell(1, conclusion, [])
     assert working.drain(10)
-    keys = stored(desk, KEYS.farewells)
-    bodies = [json.loads(desk.store.get(key)) for key in keys]
+    keys = stored(rig, KEYS.farewells)
+    bodies = [json.loads(rig.store.get(key)) for key in keys]
     assert {body["verdict"] for body in bodies} == {"LOST", "SAFE"}
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
-def test_a_farewell_that_cannot_be_stored_stops_nothing(desk: Desk, working: Committer) -> None:
-    with desk.outage():
+def test_a_failed_farewell_does_not_stop_the_committer(
+    rig: CommitterRig, working: Committer
+) -> None:
+    with rig.outage():
         working.farewell(1, LOST, [])
         assert working.drain(10)
-    working.commit(an_order())
-    assert desk.next() == CommitDone("f10", CommitRef(1, 10))
+    working.commit(a_request())
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
 
 
-def test_drain_waits_for_what_was_ordered_and_not_for_ever(desk: Desk) -> None:
-    """With a store that never lets the committer claim, False comes within the time given."""
-    with desk.outage(), desk.committer() as committer:
+def test_drain_waits_for_earlier_requests_until_its_timeout(rig: CommitterRig) -> None:
+    """It returns False if the claim has not succeeded by then."""
+    with rig.outage(), rig.committer() as committer:
         committer.farewell(1, LOST, [])
         assert not committer.drain(0.05)
 
 
-def test_orders_are_carried_out_in_order(desk: Desk, working: Committer) -> None:
-    """Twenty commits, ordered at once, answered one after the other."""
+def test_requests_are_carried_out_in_order(rig: CommitterRig, working: Committer) -> None:
+    """Twenty commits that were requested together are answered one after another."""
     for step in range(1, 21):
-        working.commit(an_order(step))
-    answers = list(itertools.islice(iter(desk.next, None), 20))
+        working.commit(a_request(step))
+    answers = list(itertools.islice(iter(rig.next, None), 20))
     assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
 
 
-def test_the_newest_whole_commit_of_an_earlier_vm_is_known(desk: Desk) -> None:
-    """What it has stored can be referenced; a commit of which a node is missing is none."""
-    old = committed.commit(desk.store, {"model": b"m" * 2500}, step=10)
-    committed.commit(desk.store, {"model": b"n" * 2500}, step=20, nodes=2)
-    with desk.committer():
-        known = until(lambda: desk.journal.known("model"), what="the newest commit to be read")
+def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(rig: CommitterRig) -> None:
+    """Its shards can be referenced.  A newer commit without the part of one VM is skipped."""
+    old = committed.commit(rig.store, {"model": b"m" * 2500}, step=10)
+    committed.commit(rig.store, {"model": b"n" * 2500}, step=20, nodes=2)
+    with rig.committer():
+        known = until(lambda: rig.journal.known("model"), what="the newest commit to be read")
     assert known.shard == old.shards[0]
 
 
-def test_what_was_committed_is_known(desk: Desk) -> None:
-    """The journal hears of a commit before anybody else does."""
-    made = committed.commit(desk.store, {"model": b"m" * 2500}, run="other").shards[0]
+def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterRig) -> None:
+    made = committed.commit(rig.store, {"model": b"m" * 2500}, run="other").shards[0]
     shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
-    with desk.committer() as committer:
-        assert isinstance(desk.next(), GenerationClaimed)
-        order = replace(an_order(), shards=(shard,))
-        desk.journal.shard_stored(str(order.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
-        committer.commit(order)
-        assert isinstance(desk.next(), CommitDone)
-        known = desk.journal.known("model")
+    with rig.committer() as committer:
+        assert isinstance(rig.next(), GenerationClaimed)
+        request = replace(a_request(), shards=(shard,))
+        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
+        committer.commit(request)
+        assert isinstance(rig.next(), CommitDone)
+        known = rig.journal.known("model")
     assert known is not None
     assert known.shard == shard
 
 
-def test_a_commit_that_cannot_be_read_seeds_nothing(desk: Desk) -> None:
-    """The claim stands, and the committer goes on working."""
-    made = committed.commit(desk.store, {"model": b"m"})
-    committed.flip_bit(desk.bucket / KEYS.commit(made.ref, 0, 1), 99)
-    with desk.committer() as committer:
-        assert isinstance(desk.next(), GenerationClaimed)
+def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
+    """The claim is valid, and the committer continues."""
+    made = committed.commit(rig.store, {"model": b"m"})
+    committed.flip_bit(rig.bucket / KEYS.commit(made.ref, 0, 1), 99)
+    with rig.committer() as committer:
+        assert isinstance(rig.next(), GenerationClaimed)
         assert committer.drain(10)
-    assert desk.journal.known("model") is None
+    assert rig.journal.known("model") is None
 
 
-def test_another_generation_is_claimed_by_order_unless_we_were_overtaken(desk: Desk) -> None:
-    """After a rollback, for the same boot; a restarted daemon goes on under it.  Never over a newer VM's."""
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(1, None)
+def test_the_next_generation_is_claimed_on_request_unless_fenced(rig: CommitterRig) -> None:
+    """A restarted daemon continues under it.  If a newer VM has claimed one, FenceFound is posted."""
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(1, None)
         committer.claim_next(ClaimGeneration(1))
-        assert desk.next() == GenerationClaimed(2, None, is_rollback=True)
-    with desk.committer() as committer:
-        assert desk.next() == GenerationClaimed(2, None)
-        with desk.committer(boot="other"):
-            assert desk.next() == GenerationClaimed(3, None)
+        assert rig.next() == GenerationClaimed(2, None, is_rollback=True)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(2, None)
+        with rig.committer(boot="other"):
+            assert rig.next() == GenerationClaimed(3, None)
         committer.claim_next(ClaimGeneration(2))
-        assert desk.next() == FenceFound(3)
+        assert rig.next() == FenceFound(3)
 
 
-def test_what_became_of_earlier_vms_is_told(desk: Desk) -> None:
-    """Once for each claim, after it; a first VM has nothing to tell."""
-    with desk.committer(boot="first"):
-        assert desk.next() == GenerationClaimed(1, None)
-    with desk.committer(boot="second"):
-        assert desk.next() == GenerationClaimed(2, None)
-        assert desk.events.get(timeout=10) == HistoryRead(0.0, 1)
+def test_the_history_of_earlier_vms_is_posted_after_the_claim(rig: CommitterRig) -> None:
+    """The first VM of a run posts none."""
+    with rig.committer(boot="first"):
+        assert rig.next() == GenerationClaimed(1, None)
+    with rig.committer(boot="second"):
+        assert rig.next() == GenerationClaimed(2, None)
+        assert rig.events.get(timeout=10) == HistoryRead(0.0, 1)

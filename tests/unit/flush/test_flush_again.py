@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored is not sent again: after another set, after a restart, and under another set's name."""
+"""Stored bytes are not sent again: after another set, after a restart, if another set has the same bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Exists, Permanent, Transient
 from swansongd.flush.body import FileBody
 
-from testkit.flush_rig import PART, SET, Flush, found_set, staged_set
+from testkit.flush_rig import PART, SET, FlushRig, found_set, staged_set
 from testkit.waiting import until
 
 PARTIAL = f"{SET}.partial"
 
 
 @pytest.fixture
-def flush(tmp_path: Path) -> Iterator[Flush]:
-    made = Flush(tmp_path)
+def flush(tmp_path: Path) -> Iterator[FlushRig]:
+    made = FlushRig(tmp_path)
     yield made
     until(lambda: not made.open_files(), what="every staged file to be closed")
     assert not made.store.overwritten, "no key is written twice with different bytes"
@@ -35,16 +35,16 @@ def noise(size_bytes: int, seed: int = 0) -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """A large one, some of two parts, some small ones: 47 requests for parts and shards."""
+    """A large file, four files of two parts and eight small ones: 47 requests for parts and shards."""
     made = {"large": noise(30 * PART + 7)}
     made |= {f"two-{number}": noise(2 * PART - number, number) for number in range(4)}
     return made | {f"small-{number}": noise(100 + number) for number in range(8)}
 
 
 def stop_at(
-    flush: Flush, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
+    flush: FlushRig, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
 ) -> threading.Event:
-    """From the request of that number on, every one waits for the event, and then fails."""
+    """Hold the request with this number and all later ones until the event is set; then they fail."""
     held = threading.Event()
     numbers = itertools.count(1)
 
@@ -57,11 +57,11 @@ def stop_at(
     return held
 
 
-# ---------------------------------------------------------------------- in one life
+# ---------------------------------------------------------------------- in one daemon
 
 
-def test_a_set_that_comes_back_goes_on_where_it_was(flush: Flush) -> None:
-    """Another set in between costs nothing: no byte is sent twice, no upload is begun twice."""
+def test_an_interrupted_set_resumes_after_another_set(flush: FlushRig) -> None:
+    """No byte is sent twice, and no upload is begun twice."""
     first = staged_set(flush.run_directory, files())
     other = staged_set(flush.run_directory, {"o": noise(5 * PART)}, step=6, directory="step-6.abc")
     held = stop_at(flush, 20)
@@ -76,12 +76,12 @@ def test_a_set_that_comes_back_goes_on_where_it_was(flush: Flush) -> None:
     flush.flushed(first)
     assert flush.store.bytes_sent == first.size_bytes + other.size_bytes
     assert flush.store.count("begin") == 6
-    assert flush.store.count("parts") == 0, "the memory of one life needs no confirmation"
+    assert flush.store.count("parts") == 0, "the records of the same daemon need no confirmation"
 
 
 @pytest.mark.parametrize("times", [3, 40])
-def test_cancelled_again_and_again_it_arrives_whole(flush: Flush, times: int) -> None:
-    """However often a flush is cut off, in whatever moment, the set comes through, every part once."""
+def test_a_set_arrives_whole_after_many_cancelled_flushes(flush: FlushRig, times: int) -> None:
+    """Each flush is cancelled at another request."""
     staged = staged_set(flush.run_directory, files())
     total = len(flush.store.requests)
     for number in range(times):
@@ -95,8 +95,8 @@ def test_cancelled_again_and_again_it_arrives_whole(flush: Flush, times: int) ->
 
 
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
-def test_after_a_failure_only_the_rest_is_sent(flush: Flush, error: Exception) -> None:
-    """What was stored before the store failed counts, and progress says so from the beginning."""
+def test_after_a_failure_only_missing_bytes_are_sent(flush: FlushRig, error: Exception) -> None:
+    """The first progress event of the next flush contains the bytes stored before the failure."""
     staged = staged_set(flush.run_directory, files())
     numbers = itertools.count(1)
 
@@ -110,7 +110,7 @@ def test_after_a_failure_only_the_rest_is_sent(flush: Flush, error: Exception) -
     assert isinstance(failed, FlushFailed)
     assert not failed.void
     flush.store.before = lambda *_: None
-    until(lambda: flush.engine._idle == 3, what="the workers to let go")
+    until(lambda: flush.engine._idle == 3, what="the workers to leave the failed flush")
     sent = flush.store.bytes_sent
     assert sent > 20 * PART
     flush.engine.start("g", staged, 1)
@@ -122,13 +122,13 @@ def test_after_a_failure_only_the_rest_is_sent(flush: Flush, error: Exception) -
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_shards_of_an_unsealed_set_are_not_sent_again(flush: Flush) -> None:
-    """Files go out while others are still written; under the sealed name only the rest, markers last."""
+def test_shards_of_an_unsealed_set_are_not_sent_again(flush: FlushRig) -> None:
+    """Files are sent while others are written; the sealed set sends the others, and markers last."""
     early = {"a": noise(20 * PART), "b": b"b", ".metadata": b"early"}
     staged = staged_set(flush.run_directory, early, (".metadata",), directory=PARTIAL)
     flush.engine.start("early", staged, 1, is_sealed=False)
     until(lambda: flush.store.bytes_sent == 20 * PART + 1)
-    until(lambda: flush.engine._idle == 3, what="nothing else to be begun")
+    until(lambda: flush.engine._idle == 3, what="the workers to find no further task")
     assert not [key for key in flush.store.objects if key.endswith(".metadata")]
     staged = staged_set(flush.run_directory, {"c": noise(7 * PART, 1)}, directory=PARTIAL)
     flush.engine.start("more", staged, 1, is_sealed=False)
@@ -141,8 +141,8 @@ def test_shards_of_an_unsealed_set_are_not_sent_again(flush: Flush) -> None:
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_sealing_in_mid_flight_interrupts_nothing(flush: Flush) -> None:
-    """The directory gets its sealed name under requests that are under way: they count, and no more fail."""
+def test_sealing_interrupts_no_part_in_flight(flush: FlushRig) -> None:
+    """The directory is renamed while parts are in flight: they are stored, and no further one fails."""
     staged = staged_set(flush.run_directory, {"a": noise(9 * PART)}, directory=PARTIAL)
     held = threading.Event()
     flush.store.before = lambda what, _: what == "put_part" and held.wait(20)
@@ -159,21 +159,21 @@ def test_sealing_in_mid_flight_interrupts_nothing(flush: Flush) -> None:
     assert flush.store.bytes_sent == sealed.size_bytes
 
 
-def test_an_unsealed_file_that_vanishes_voids_nothing(flush: Flush) -> None:
-    """What is being written may change: nothing is said, and the sealed set is another matter."""
+def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:
+    """A set that is being written may change, so no failure is posted; the sealed set is checked again."""
     staged = staged_set(flush.run_directory, {"a": noise(3 * PART), "b": b"b"}, directory=PARTIAL)
     (flush.run_directory / PARTIAL / "a").unlink()
     flush.engine.start("early", staged, 1, is_sealed=False)
     until(lambda: flush.store.bytes_sent == 1)
-    until(lambda: flush.engine._idle == 3, what="the workers to let it be")
+    until(lambda: flush.engine._idle == 3, what="the workers to defer the file")
     staged = staged_set(flush.run_directory, {"a": noise(4 * PART), "b": b"b"})
     flush.flushed(staged)
     assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
 
 
 @pytest.mark.fault("D09")
-def test_a_file_that_is_another_one_gets_another_key(flush: Flush) -> None:
-    """Same path, other bytes: the old key keeps what it has, and the new bytes go to a new one."""
+def test_a_changed_file_gets_another_key(flush: FlushRig) -> None:
+    """Other bytes under the same path are written to a new key; the object under the old key stays."""
     old = staged_set(flush.run_directory, {"a": noise(1500), "b": b"same"}, directory=PARTIAL)
     flush.engine.start("early", old, 1, is_sealed=False)
     until(lambda: len(flush.store.objects) == 2)
@@ -186,15 +186,15 @@ def test_a_file_that_is_another_one_gets_another_key(flush: Flush) -> None:
     assert len(done.shards) == 2
 
 
-def test_a_store_that_forgets_an_upload_gets_the_shard_anew(flush: Flush) -> None:
-    """The upload is gone in the middle: the shard goes under a new key, the others are not touched."""
+def test_a_lost_upload_is_restarted_under_a_new_key(flush: FlushRig) -> None:
+    """The store loses the upload of one shard after ten parts; other shards are not sent again."""
     staged = staged_set(flush.run_directory, {"a": noise(20 * PART), "b": noise(5 * PART)})
-    forgotten: list[str] = []
+    lost: list[str] = []
 
     def after(what: str, key: str) -> None:
         is_late = flush.store.count("put_part") > 10
-        if what == "put_part" and key.endswith("/a") and is_late and not forgotten:
-            forgotten.append(key)
+        if what == "put_part" and key.endswith("/a") and is_late and not lost:
+            lost.append(key)
             flush.store.open = {
                 upload_id: known
                 for upload_id, known in flush.store.open.items()
@@ -203,13 +203,13 @@ def test_a_store_that_forgets_an_upload_gets_the_shard_anew(flush: Flush) -> Non
 
     flush.store.after = after
     done = flush.flushed(staged)
-    assert forgotten
-    assert forgotten[0] not in [shard.key for shard in done.shards]
+    assert lost
+    assert lost[0] not in [shard.key for shard in done.shards]
     assert flush.store.bytes_sent <= staged.size_bytes + 20 * PART
 
 
-def test_a_store_that_always_forgets_fails_the_flush(flush: Flush) -> None:
-    """There is an end to beginning anew."""
+def test_a_store_that_loses_every_upload_fails_the_flush(flush: FlushRig) -> None:
+    """The number of restarts is limited."""
     flush.store.after = lambda what, _: what == "begin" and flush.store.open.clear()
     flush.engine.start("f", staged_set(flush.run_directory, {"a": noise(3 * PART)}), 1)
     failed = flush.outcome()
@@ -219,24 +219,24 @@ def test_a_store_that_always_forgets_fails_the_flush(flush: Flush) -> None:
 
 
 @pytest.mark.fault("O09", "O13")
-def test_a_key_that_holds_other_bytes_is_spent(flush: Flush) -> None:
-    """The store took other bytes than were sent, and replaces nothing: the shard goes under another key."""
+def test_a_key_with_other_bytes_is_not_used_again(flush: FlushRig) -> None:
+    """The store has other bytes under the key, and replaces no object: the shard gets another key."""
     staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
-    spent: list[str] = []
+    taken: list[str] = []
 
     def before(what: str, key: str) -> None:
-        if what == "put_shard" and len(spent) < 3 and key.endswith("a"):
-            spent.append(key)
+        if what == "put_shard" and len(taken) < 3 and key.endswith("a"):
+            taken.append(key)
             raise Exists(key)
 
     flush.store.before = before
     done = flush.flushed(staged)
-    assert len(set(spent)) == 3
-    assert not {shard.key for shard in done.shards} & set(spent)
+    assert len(set(taken)) == 3
+    assert not {shard.key for shard in done.shards} & set(taken)
 
 
-def test_keys_that_are_always_taken_fail_the_flush(flush: Flush) -> None:
-    """There is an end to that as well, and the set stays good."""
+def test_a_store_that_has_every_key_fails_the_flush(flush: FlushRig) -> None:
+    """The number of new keys is limited, and the set is not void."""
 
     def before(what: str, key: str) -> None:
         if what == "put_shard":
@@ -252,8 +252,8 @@ def test_keys_that_are_always_taken_fail_the_flush(flush: Flush) -> None:
 
 
 @pytest.mark.fault("O11")
-def test_a_completion_whose_answer_was_lost_is_found_to_be_done(flush: Flush) -> None:
-    """It failed, as far as anybody heard; the next flush finds the object, and sends nothing."""
+def test_a_completion_with_a_lost_reply_is_not_repeated(flush: FlushRig) -> None:
+    """The flush fails; the next one finds the object, and sends nothing."""
     staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
 
     def after(what: str, key: str) -> None:
@@ -268,13 +268,13 @@ def test_a_completion_whose_answer_was_lost_is_found_to_be_done(flush: Flush) ->
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-# ---------------------------------------------------------------------- in another life
+# ---------------------------------------------------------------------- in a restarted daemon
 
 
 @pytest.mark.fault("H01")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_stopped_at_any_request_the_next_life_goes_on(tmp_path: Path, when: str) -> None:
-    """For each request: the daemon ends there, and the next one sends only what was not stored."""
+def test_a_restarted_daemon_resumes_after_any_request(tmp_path: Path, when: str) -> None:
+    """For each request: the daemon ends there, and the next one sends only the missing bytes."""
     requests = 1
     while stopped_at(tmp_path / str(requests), requests, when):
         requests += 1
@@ -282,9 +282,9 @@ def test_stopped_at_any_request_the_next_life_goes_on(tmp_path: Path, when: str)
 
 
 def stopped_at(directory: Path, request: int, when: str) -> bool:
-    """False when there was no such request."""
+    """False if the flush needs fewer requests."""
     directory.mkdir()
-    flush = Flush(directory, connections=1)
+    flush = FlushRig(directory, connections=1)
     content = {"a": noise(4 * PART + 1), "b": b"b", "c": noise(3 * PART)}
     staged = staged_set(flush.run_directory, content)
     numbers = itertools.count(1)
@@ -293,7 +293,7 @@ def stopped_at(directory: Path, request: int, when: str) -> bool:
     def die(what: str, key: str) -> None:
         if next(numbers) >= request:
             dead.set()
-            threading.Event().wait()  # this life never hears of the world again
+            threading.Event().wait()  # this daemon gets no reply any more
 
     setattr(flush.store, when, die)
     flush.engine.start("f", staged, 1)
@@ -303,13 +303,13 @@ def stopped_at(directory: Path, request: int, when: str) -> bool:
     setattr(flush.store, when, lambda *_: None)
     flush.start_daemon()
     flush.flushed(staged, generation=2)
-    # One request at most was acknowledged by nobody.
+    # At most one request got no reply.
     assert flush.store.bytes_sent <= staged.size_bytes + PART
     return True
 
 
-def lives_on(flush: Flush) -> None:
-    """Cut off in the middle, and started anew."""
+def interrupt_and_restart(flush: FlushRig) -> None:
+    """Stop the daemon in the middle of a flush, and start another one."""
     staged = staged_set(flush.run_directory, files())
     held = stop_at(flush, 30)
     flush.engine.start("f", staged, 1)
@@ -317,21 +317,21 @@ def lives_on(flush: Flush) -> None:
     held.set()
     assert isinstance(flush.outcome(), FlushFailed)
     flush.store.before = lambda *_: None
-    until(lambda: flush.engine._idle == 3, what="the workers to let go")
+    until(lambda: flush.engine._idle == 3, what="the workers to leave the failed flush")
     flush.start_daemon()
 
 
-def test_a_new_generation_references_what_the_old_one_stored(flush: Flush) -> None:
-    """A reboot that keeps the disk: the uploads go on under the keys that they began with."""
-    lives_on(flush)
+def test_a_new_generation_references_what_the_old_one_stored(flush: FlushRig) -> None:
+    """After a reboot with the same disk, uploads resume under their earlier keys."""
+    interrupt_and_restart(flush)
     done = flush.flushed(found_set(flush.run_directory), generation=2)
     assert {shard.key.split("/")[2] for shard in done.shards} == {"00000001", "00000002"}
     assert flush.store.bytes_sent == found_set(flush.run_directory).size_bytes
 
 
-def test_parts_that_the_store_has_otherwise_are_sent_again(flush: Flush) -> None:
-    """Etag or checksum differ, or a part is not there: only those are sent, and the object is right."""
-    lives_on(flush)
+def test_parts_that_differ_in_the_store_are_sent_again(flush: FlushRig) -> None:
+    """A part with another ETag or checksum, or a missing part, is sent again; the others are not."""
+    interrupt_and_restart(flush)
     (open_,) = [o for o in flush.store.open.values() if o.upload.key.endswith("large")]
     numbers = sorted(open_.parts)
     assert len(numbers) > 3
@@ -349,9 +349,9 @@ def test_parts_that_the_store_has_otherwise_are_sent_again(flush: Flush) -> None
 
 
 @pytest.mark.fault("H01")
-def test_a_store_that_lists_no_parts_gets_the_shard_again(flush: Flush) -> None:
-    """The store, or the role, refuses ListParts: unfinished shards are sent again, under new keys."""
-    lives_on(flush)
+def test_without_list_parts_unfinished_shards_are_sent_again(flush: FlushRig) -> None:
+    """The store or the role refuses ListParts, so the shards get new keys."""
+    interrupt_and_restart(flush)
     first_keys = {upload.upload.key for upload in flush.store.open.values()}
 
     def before(what: str, key: str) -> None:
@@ -364,9 +364,9 @@ def test_a_store_that_lists_no_parts_gets_the_shard_again(flush: Flush) -> None:
     assert not {shard.key for shard in done.shards} & first_keys
 
 
-def test_a_store_that_refuses_everything_costs_no_upload(flush: Flush) -> None:
-    """A refusal that is not about ListParts alone, such as of credentials: the parts are not sent again."""
-    lives_on(flush)
+def test_a_store_that_refuses_every_request_loses_no_upload(flush: FlushRig) -> None:
+    """If HEAD is refused too, for example for invalid credentials, the uploads are kept."""
+    interrupt_and_restart(flush)
 
     def before(what: str, key: str) -> None:
         if what in ("parts", "head"):
@@ -381,9 +381,9 @@ def test_a_store_that_refuses_everything_costs_no_upload(flush: Flush) -> None:
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_a_store_that_forgot_everything_gets_everything(flush: Flush) -> None:
-    """Neither uploads nor objects are there any more: all of it goes under new keys."""
-    lives_on(flush)
+def test_an_emptied_store_gets_all_shards_again(flush: FlushRig) -> None:
+    """The store has lost all uploads and objects: all shards are sent under new keys."""
+    interrupt_and_restart(flush)
     flush.store.open.clear()
     flush.store.objects.clear()
     sent = flush.store.bytes_sent
@@ -392,9 +392,9 @@ def test_a_store_that_forgot_everything_gets_everything(flush: Flush) -> None:
     assert flush.store.bytes_sent == sent + staged.size_bytes
 
 
-def test_a_file_that_changed_meanwhile_is_sent_whole(flush: Flush) -> None:
-    """The journal's word holds for one inode, size and time of change."""
-    lives_on(flush)
+def test_a_file_that_changed_before_the_restart_is_sent_whole(flush: FlushRig) -> None:
+    """A record of the journal is valid for one inode, size and modification time."""
+    interrupt_and_restart(flush)
     path = flush.run_directory / SET / "large"
     content = noise(30 * PART + 7, 99)
     path.unlink()
@@ -403,10 +403,10 @@ def test_a_file_that_changed_meanwhile_is_sent_whole(flush: Flush) -> None:
 
 
 @pytest.mark.fault("D02")
-def test_a_journal_that_cannot_be_written_costs_only_the_restart(
-    flush: Flush, monkeypatch: pytest.MonkeyPatch
+def test_a_flush_succeeds_without_a_writable_journal(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full for the daemon's own state; the flush goes on from memory."""
+    """The disk is full; the flush uses the records in memory."""
     monkeypatch.setattr("swansong.openat.write_all", no_space)
     flush.flushed(staged_set(flush.run_directory, files()))
 
@@ -415,13 +415,13 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-# ---------------------------------------------------------------------- the same bytes
+# ---------------------------------------------------------------------- references
 
 
-class Tuned:
-    """A LoRA-like run: frozen weights that never change, adapters that always do."""
+class LoraRun:
+    """A LoRA-like run: the frozen weights never change, the adapters always do."""
 
-    def __init__(self, flush: Flush, *, frozen_bytes: int, adapter_bytes: int) -> None:
+    def __init__(self, flush: FlushRig, *, frozen_bytes: int, adapter_bytes: int) -> None:
         self.flush = flush
         self.frozen = noise(frozen_bytes)
         self.adapter_bytes = adapter_bytes
@@ -439,9 +439,9 @@ class Tuned:
         return done
 
 
-def test_frozen_weights_are_sent_once(flush: Flush) -> None:
-    """Frozen weights and changing adapters: five commits cost the weights once, restarts included."""
-    run = Tuned(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
+def test_frozen_weights_are_sent_once(flush: FlushRig) -> None:
+    """Five commits, with a restart in between, send the weights once."""
+    run = LoraRun(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
     assert run.step(1).bytes_referenced == 0
     for step in range(2, 6):
         done = run.step(step)
@@ -449,14 +449,14 @@ def test_frozen_weights_are_sent_once(flush: Flush) -> None:
         if step == 3:
             flush.start_daemon()
     assert flush.store.bytes_sent == 200 * PART + 5 * 2 * PART
-    assert flush.store.count("head") == 4, "the object is looked at once for each reference"
+    assert flush.store.count("head") == 4, "one HEAD request for each reference"
 
 
-def test_what_differs_costs_one_part_of_hashing(
-    flush: Flush, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_differs_is_hashed_up_to_the_first_different_part(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer that changes everywhere is told from the old one by its first part."""
-    run = Tuned(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
+    """Adapters that change everywhere differ in their first part."""
+    run = LoraRun(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
     run.step(1)
     hashed: list[int] = []
     read_all = FileBody.read_all
@@ -464,12 +464,12 @@ def test_what_differs_costs_one_part_of_hashing(
         FileBody, "read_all", lambda body: (hashed.append(body.size_bytes), read_all(body))[1]
     )
     run.step(2)
-    assert sorted(hashed) == [PART, PART], "one of the adapters, and the whole of the weights"
+    assert sorted(hashed) == [PART, PART], "one part of the adapters, and all of the weights"
 
 
-def test_one_bit_is_a_difference(flush: Flush) -> None:
-    """The same size and the same first part: the file is read on, and what differs is sent."""
-    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+def test_a_file_with_one_different_bit_is_sent(flush: FlushRig) -> None:
+    """The size and the first part are equal, and the last byte differs."""
+    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
     run.step(1)
     frozen = bytearray(run.frozen)
     frozen[-1] ^= 1
@@ -477,16 +477,16 @@ def test_one_bit_is_a_difference(flush: Flush) -> None:
     assert run.step(2).bytes_referenced == 0
 
 
-def test_what_is_gone_from_the_store_is_not_referenced(flush: Flush) -> None:
-    """Somebody deleted the shard: it is sent."""
-    run = Tuned(flush, frozen_bytes=20 * PART, adapter_bytes=10)
+def test_a_deleted_object_is_not_referenced(flush: FlushRig) -> None:
+    """The shard is sent again."""
+    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
     done = run.step(1)
     del flush.store.objects[next(s.key for s in done.shards if s.path == "model.bin")]
     assert run.step(2).bytes_referenced == 0
 
 
-def test_what_was_never_committed_is_not_referenced(flush: Flush) -> None:
-    """Only what a manifest names is sure to stay."""
+def test_an_uncommitted_shard_is_not_referenced(flush: FlushRig) -> None:
+    """Only objects of a manifest are protected from deletion."""
     for step in (1, 2):
         staged = staged_set(
             flush.run_directory, {"a": noise(3 * PART)}, step=step, directory=f"step-{step}.abc"
@@ -495,24 +495,26 @@ def test_what_was_never_committed_is_not_referenced(flush: Flush) -> None:
 
 
 @pytest.mark.parametrize("is_urgent", [False, True])
-def test_a_fresh_vm_knows_the_newest_commit(tmp_path: Path, is_urgent: bool) -> None:
-    """Of another VM's shards only the digest of the whole is known: they are compared when there is time."""
+def test_a_new_vm_references_the_newest_commit_unless_urgent(
+    tmp_path: Path, is_urgent: bool
+) -> None:
+    """Only the digest of the whole shard is known, so the whole file must be read."""
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
-    old = Flush(tmp_path / "old")
-    done = Tuned(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
-    new = Flush(tmp_path / "new")
+    old = FlushRig(tmp_path / "old")
+    done = LoraRun(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
+    new = FlushRig(tmp_path / "new")
     new.store = old.store
     new.start_daemon()
     new.is_urgent = is_urgent
     new.journal.seed(done.shards)
-    referenced = Tuned(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
+    referenced = LoraRun(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
     assert referenced == (0 if is_urgent else 20 * PART)
 
 
-def test_an_upload_of_a_shard_is_what_the_journal_holds(flush: Flush) -> None:
-    """The sweeper must not abort it: the journal knows it until the set is committed."""
-    lives_on(flush)
+def test_the_journal_contains_uploads_until_the_set_is_committed(flush: FlushRig) -> None:
+    """The sweeper must not abort them."""
+    interrupt_and_restart(flush)
     assert flush.store.open
     for upload_id in flush.store.open:
         assert flush.journal.holds_upload(upload_id)

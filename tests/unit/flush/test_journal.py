@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upload journal: whatever a crash leaves of it, what is read is what was once true."""
+"""The upload journal: after any damage, reading returns an earlier state of the journal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from swansongd.flush.journal import (
 from swansongd.model import StagedFile, StoredShard
 from swansongd.stores.base import PartReceipt, Upload
 
-from testkit.flush_rig import PART, Flush, staged_set
+from testkit.flush_rig import PART, FlushRig, staged_set
 
 FILE = StagedFile(path="d/a", size_bytes=2500, mtime_ns=17, inode=4)
 HEADER = {"is": "journal", "version": 1, "run": "r", "store": "s3://b"}
@@ -57,15 +57,15 @@ def opened(directory: Path, *, run: str = "r", store_url: str = "s3://b") -> Upl
 
 
 def facts(contents: Contents) -> list[object]:
-    """What the contents say, comparable."""
+    """The contents in a comparable form."""
     return list(contents.entries())
 
 
 def written(directory: Path, seed: int) -> list[list[object]]:
-    """Write a journal at random; what it said after each record, beginning with nothing."""
+    """Write random entries; returns the contents before the first entry and after each one."""
     choose = random.Random(seed)
     journal = opened(directory)
-    said = [facts(journal._contents)]
+    states = [facts(journal._contents)]
     uploads: list[tuple[str, UploadRecord]] = []
     keys = count()
     for _ in range(choose.randrange(1, 25)):
@@ -76,19 +76,19 @@ def written(directory: Path, seed: int) -> list[list[object]]:
                 upload = replace(UPLOAD, key=f"k{next(keys)}", upload_id=f"u{next(keys)}")
                 uploads.append((name, journal.upload_begun(name, replace(FILE, path=path), upload)))
             case 1 | 2 if uploads:
-                name, held = choose.choice(uploads)
+                name, record = choose.choice(uploads)
                 receipt = PartReceipt(
                     choose.randrange(1, 4), f"e{next(keys)}", choose.getrandbits(32)
                 )
-                journal.part_stored(name, held, receipt, choose.randbytes(32))
+                journal.part_stored(name, record, receipt, choose.randbytes(32))
             case 3:
                 journal.shard_stored(name, a_shard(path, f"k{next(keys)}"))
             case _:
-                held_now = journal.records_of(name).values()
-                shards = [held.shard for held in held_now if isinstance(held, ShardRecord)]
+                records = journal.records_of(name).values()
+                shards = [record.shard for record in records if isinstance(record, ShardRecord)]
                 journal.committed(name, shards[: choose.randrange(3)])
-        said.append(facts(copy.deepcopy(journal._contents)))
-    return said
+        states.append(facts(copy.deepcopy(journal._contents)))
+    return states
 
 
 damages = st.sampled_from(["cut", "hole", "noise", "twice", "swapped", "flipped"])
@@ -97,13 +97,13 @@ damages = st.sampled_from(["cut", "hole", "noise", "twice", "swapped", "flipped"
 @pytest.mark.fault("D05", "D06", "H01")
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), damage=damages, at=st.floats(0, 1), length=st.integers(1, 400))
-def test_a_damaged_tail_says_what_was_true_once(
+def test_a_damaged_journal_is_read_up_to_a_whole_line(
     seed: int, damage: str, at: float, length: int
 ) -> None:
-    """Cut, zeroed, overwritten, doubled, reordered: what is read is the journal after some whole line."""
+    """The file is truncated, zeroed, overwritten, doubled or reordered."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        said = written(directory, seed)
+        states = written(directory, seed)
         data = (directory / FILE_NAME).read_bytes()
         lines = data.splitlines(keepends=True)
         cut = int(at * len(data))
@@ -121,11 +121,11 @@ def test_a_damaged_tail_says_what_was_true_once(
             else data,
         }[damage]
         read = facts(replay(damaged, HEADER))
-        # A commit is several lines, so that there are states in between: none of them says more.
+        # A commit is several lines, so also the states between them are valid.
         whole = [facts(replay(b"".join(lines[:n]), HEADER)) for n in range(len(lines) + 1)]
         assert read in whole
-        assert facts(replay(data, HEADER)) == said[-1]
-        # The next life writes on, and a third one reads it all.
+        assert facts(replay(data, HEADER)) == states[-1]
+        # The next daemon appends, and a third one reads everything.
         (directory / FILE_NAME).write_bytes(damaged)
         second = opened(directory)
         second.shard_stored("9.n", a_shard("z"))
@@ -134,17 +134,17 @@ def test_a_damaged_tail_says_what_was_true_once(
 
 @settings(max_examples=25)
 @given(cut=st.floats(0, 1), failing=st.integers(1, 20), seed=st.integers(0, 2**32))
-def test_from_any_tail_the_set_arrives_whole(cut: float, failing: int, seed: int) -> None:
-    """A flush is cut off, then its journal: the next life stores the set, whole, whatever is left."""
+def test_a_set_arrives_whole_whatever_the_journal_lost(cut: float, failing: int, seed: int) -> None:
+    """A flush fails and its journal is truncated; the next daemon stores the set completely."""
     with tempfile.TemporaryDirectory() as name:
-        flush = Flush(Path(name))
+        flush = FlushRig(Path(name))
         content = random.Random(seed).randbytes(9 * PART + 5)
         staged = staged_set(flush.run_directory, {"a": content, "b": content[:PART], "c": b""})
         numbers = count(1)
 
         def before(what: str, key: str) -> None:
             if next(numbers) >= failing:
-                raise Transient("over")
+                raise Transient("503")
 
         flush.store.before = before
         flush.engine.start("f", staged, 1)
@@ -158,11 +158,11 @@ def test_from_any_tail_the_set_arrives_whole(cut: float, failing: int, seed: int
         assert not flush.store.overwritten
 
 
-def test_all_of_it_is_there_in_the_next_life(tmp_path: Path) -> None:
-    """Uploads with their parts, shards, and what is known of the newest commit."""
+def test_the_next_daemon_reads_all_records(tmp_path: Path) -> None:
+    """Uploads with their parts, shards, and the shards of the newest commit."""
     first = opened(tmp_path)
-    held = first.upload_begun("1.a", FILE, UPLOAD)
-    first.part_stored("1.a", held, PartReceipt(2, '"e;%"', 5), b"d" * 32)
+    record = first.upload_begun("1.a", FILE, UPLOAD)
+    first.part_stored("1.a", record, PartReceipt(2, '"e;%"', 5), b"d" * 32)
     first.shard_stored("1.a", a_shard("x"))
     first.shard_stored("0.a", a_shard("y"))
     first.committed("0.a", [a_shard("y").shard])
@@ -180,16 +180,15 @@ def test_all_of_it_is_there_in_the_next_life(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"run": "another"}, {"store_url": "s3://another"}])
-def test_the_journal_of_another_run_or_store_is_not_believed(
+def test_the_journal_of_another_run_or_store_is_ignored(
     tmp_path: Path, other: dict[str, str]
 ) -> None:
-    """Whoever points staging at another bucket begins anew."""
     opened(tmp_path).shard_stored("1.a", a_shard("x"))
     assert opened(tmp_path, **other).records_of("1.a") == {}
 
 
-def test_only_what_the_manifest_names_is_known(tmp_path: Path) -> None:
-    """A shard that was stored and then not committed may be deleted by anybody."""
+def test_only_shards_in_the_manifest_are_known(tmp_path: Path) -> None:
+    """A shard that was stored but not committed may be deleted, so no set may reference it."""
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("x", "k1"))
     journal.shard_stored("1.a", a_shard("y", "k2"))
@@ -199,8 +198,8 @@ def test_only_what_the_manifest_names_is_known(tmp_path: Path) -> None:
         assert one.known("y") is None
 
 
-def test_a_seed_is_for_who_knows_nothing(tmp_path: Path) -> None:
-    """What this VM has committed itself counts more than what it has read."""
+def test_a_commit_of_this_vm_takes_precedence_over_a_seed(tmp_path: Path) -> None:
+    """``seed`` is ignored after a commit of this VM."""
     journal = opened(tmp_path)
     journal.seed([a_shard("x", "old").shard])
     known = journal.known("x")
@@ -214,32 +213,32 @@ def test_a_seed_is_for_who_knows_nothing(tmp_path: Path) -> None:
     assert known.shard.key == "new"
 
 
-def test_a_few_sets_are_remembered(tmp_path: Path) -> None:
-    """The oldest one goes when there are too many."""
+def test_the_number_of_sets_is_limited(tmp_path: Path) -> None:
+    """A further set replaces the oldest one."""
     journal = opened(tmp_path)
     for number in range(SETS_MAX + 3):
         journal.shard_stored(f"{number}.a", a_shard("x"))
     for one in (journal, opened(tmp_path)):
-        held = [number for number in range(SETS_MAX + 3) if one.records_of(f"{number}.a")]
-        assert held == list(range(3, SETS_MAX + 3))
+        sets = [number for number in range(SETS_MAX + 3) if one.records_of(f"{number}.a")]
+        assert sets == list(range(3, SETS_MAX + 3))
 
 
-def test_the_file_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written anew when most of it is past; nothing is lost by that."""
+def test_the_size_of_the_file_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compacted when most entries are obsolete, and loses nothing."""
     monkeypatch.setattr(journals, "_COMPACT_OVER_BYTES", 5_000)
     journal = opened(tmp_path)
     for number in range(500):
         journal.shard_stored("1.a", a_shard(f"f{number % 3}", f"k{number}"))
         assert (tmp_path / FILE_NAME).stat().st_size < 12_000
     assert opened(tmp_path).records_of("1.a") == journal.records_of("1.a")
-    assert len(list(tmp_path.iterdir())) == 1, "no temporary file stays"
+    assert len(list(tmp_path.iterdir())) == 1, "no temporary file is left"
 
 
 @pytest.mark.fault("D02")
-def test_a_torn_write_ends_the_journal_and_not_the_daemon(
+def test_after_a_torn_write_only_memory_is_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk was full in mid-line: nothing more is appended, for it would not be read; memory goes on."""
+    """The disk was full: lines after a torn line would not be read, so none is appended."""
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("x"))
 
@@ -256,11 +255,11 @@ def test_a_torn_write_ends_the_journal_and_not_the_daemon(
     assert set(opened(tmp_path).records_of("1.a")) == {"x"}
 
 
-def a_journal(*records: object) -> bytes:
-    """A file whose chain is right, whatever its records contain."""
+def a_journal(*entries: object) -> bytes:
+    """A file with valid digests and these entries, valid or not."""
     data, chain = b"", ""
-    for record in (HEADER, *records):
-        body = record if isinstance(record, bytes) else json.dumps(record).encode()
+    for entry in (HEADER, *entries):
+        body = entry if isinstance(entry, bytes) else json.dumps(entry).encode()
         line, chain = journals._line(body, chain)
         data += line
     return data
@@ -288,22 +287,22 @@ fields = st.sampled_from(
 
 @pytest.mark.fault("S13")
 @given(
-    record=st.sampled_from([UPLOADED, PART_OF_IT, STORED]),
+    entry=st.sampled_from([UPLOADED, PART_OF_IT, STORED]),
     changes=st.dictionaries(fields, anything),
     raw=st.none() | st.binary(max_size=50),
 )
-def test_no_record_raises_or_is_taken_over_unchecked(
-    record: dict[str, object], changes: dict[str, object], raw: bytes | None
+def test_no_entry_raises_or_is_applied_unchecked(
+    entry: dict[str, object], changes: dict[str, object], raw: bytes | None
 ) -> None:
-    """With a right chain any record may follow: reading ends there, or what is read can be used."""
-    bad = record | changes if raw is None else raw.replace(b"\n", b" ")
+    """After an invalid entry with a valid digest, reading ends, or the records are usable."""
+    bad = entry | changes if raw is None else raw.replace(b"\n", b" ")
     contents = replay(a_journal(UPLOADED, bad), HEADER)
-    for held in contents.sets.get("1.a", {}).values():
-        if isinstance(held, UploadRecord):
-            assert not held.is_whole
-            assert all(held.upload.part_length_bytes(number) > 0 for number in held.parts)
+    for record in contents.sets.get("1.a", {}).values():
+        if isinstance(record, UploadRecord):
+            assert not record.is_whole
+            assert all(record.upload.part_length_bytes(number) > 0 for number in record.parts)
         else:
-            assert len(held.part_digests) in (0, 3)
+            assert len(record.part_digests) in (0, 3)
     assert facts(contents) == facts(replay(a_journal(*contents.entries()), HEADER))
 
 
@@ -326,17 +325,17 @@ def test_no_record_raises_or_is_taken_over_unchecked(
         {"is": ["shard"]},
     ],
 )
-def test_reading_ends_at_a_record_that_no_daemon_writes(bad: object) -> None:
-    """What stood before it counts."""
+def test_reading_ends_at_an_invalid_entry(bad: object) -> None:
+    """The entries before it are valid."""
     contents = replay(a_journal(UPLOADED, PART_OF_IT, bad, STORED), HEADER)
     assert facts(contents) == facts(replay(a_journal(UPLOADED, PART_OF_IT), HEADER))
     assert len(facts(contents)) == 2
 
 
 @pytest.mark.fault("S1", "S3", "S7")
-@pytest.mark.parametrize("plant", ["link", "hard link", "directory", "fifo", "2 TiB of nothing"])
-def test_a_file_that_this_daemon_did_not_write_is_no_journal(tmp_path: Path, plant: str) -> None:
-    """It is neither followed, nor read, nor waited for; the new journal takes its place where it can."""
+@pytest.mark.parametrize("plant", ["link", "hard link", "directory", "fifo", "2 TiB hole"])
+def test_a_file_that_this_daemon_did_not_write_is_ignored(tmp_path: Path, plant: str) -> None:
+    """Links are not followed, a FIFO does not block, and a new journal replaces the file if possible."""
     own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
     own.mkdir()
     opened(own).shard_stored("1.a", a_shard("x"))
@@ -366,8 +365,8 @@ def test_a_file_that_this_daemon_did_not_write_is_no_journal(tmp_path: Path, pla
 
 
 @pytest.mark.fault("S1")
-def test_a_link_in_the_place_of_the_new_file_is_not_written_through(tmp_path: Path) -> None:
-    """As a daemon that was killed, or another process, may have left it."""
+def test_a_link_with_the_name_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    """Another process may have created it."""
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / f".{FILE_NAME}.new").symlink_to(tmp_path / "secret")
@@ -377,8 +376,8 @@ def test_a_link_in_the_place_of_the_new_file_is_not_written_through(tmp_path: Pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_journal_of_another_user_is_not_believed(tmp_path: Path) -> None:
-    """Nor is anything read or written in a directory of another user."""
+def test_a_journal_of_another_user_is_ignored(tmp_path: Path) -> None:
+    """In a directory of another user, nothing is read or written."""
     opened(tmp_path).shard_stored("1.a", a_shard("x"))
     os.chown(tmp_path / FILE_NAME, 65534, 65534)
     assert opened(tmp_path).records_of("1.a") == {}
@@ -386,11 +385,11 @@ def test_a_journal_of_another_user_is_not_believed(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("y"))
-    assert set(journal.records_of("1.a")) == {"y"}, "memory is kept"
+    assert set(journal.records_of("1.a")) == {"y"}, "the records in memory remain"
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
-    """Upload ids are for the daemon alone."""
+def test_only_the_daemon_may_read_the_journal(tmp_path: Path) -> None:
+    """It contains upload ids."""
     opened(tmp_path)
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0

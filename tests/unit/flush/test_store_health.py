@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health of the store: what attempts and operations make of it."""
+"""The health of the store, as it follows from attempts and operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from swansongd.core.events import Event, SourceChanged
 from swansongd.errors import Permanent, Transient
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 from swansongd.model import Health
-from swansongd.observe.health import HealthTracker
 
 
 class Clock:
@@ -22,15 +21,12 @@ class Clock:
 
 
 class Watched:
-    """A StoreHealth, and what it reports."""
+    """A StoreHealth, and the events that it posts."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.events: list[Event] = []
-        tracker = HealthTracker(
-            "store", blind_after_s=60, monotonic=self.clock, post=self.events.append
-        )
-        self.health = StoreHealth(tracker, monotonic=self.clock)
+        self.health = StoreHealth(self.events.append, monotonic=self.clock)
 
     def attempt(self, took_s: float, error: str = "") -> None:
         began_mono_s = self.clock.now_s
@@ -44,8 +40,8 @@ class Watched:
 
 
 @pytest.mark.fault("O02")
-def test_a_store_that_answers_nothing_is_degraded_after_the_first_attempt() -> None:
-    """An attempt that timed out after 8 s has shown enough; nobody waits for the end of its retries."""
+def test_a_store_that_does_not_answer_is_degraded_after_the_first_attempt() -> None:
+    """An attempt that timed out after 8 s suffices; the health does not wait for the end of the retries."""
     watched = Watched()
     watched.attempt(0.1)
     watched.attempt(8.0, "timed out")
@@ -54,19 +50,19 @@ def test_a_store_that_answers_nothing_is_degraded_after_the_first_attempt() -> N
     assert watched.now == (Health.OK, "answers")
 
 
-def test_attempts_that_fail_at_once_count_from_the_first_one() -> None:
-    """Refused connections are degraded once they have lasted two seconds, under the first reason."""
+def test_attempts_that_fail_immediately_count_from_the_first_one() -> None:
+    """Refused connections for two seconds make the store degraded, with the first reason."""
     watched = Watched()
     watched.attempt(0.1)
     for number in range(10):
         watched.attempt(0.3, f"part {number}: connection refused")
     assert watched.clock.now_s - 1000 > FAILING_AFTER_S
     assert watched.now == (Health.DEGRADED, "part 0: connection refused")
-    assert len(watched.events) == 2, "each further attempt is no news"
+    assert len(watched.events) == 2, "further attempts change nothing"
 
 
-def test_a_store_that_throttles_now_and_then_is_healthy() -> None:
-    """While other attempts succeed, single failures change nothing, however many there are."""
+def test_a_store_that_throttles_some_requests_is_healthy() -> None:
+    """Any number of failures changes nothing while other attempts succeed."""
     watched = Watched()
     for _ in range(50):
         watched.attempt(0.1)
@@ -74,8 +70,8 @@ def test_a_store_that_throttles_now_and_then_is_healthy() -> None:
     assert len(watched.events) == 1
 
 
-def test_a_refusal_says_nothing_of_health() -> None:
-    """A store that refuses its very first request is not healthy for an instant: the operation reports it."""
+def test_a_refused_attempt_does_not_change_the_health() -> None:
+    """A store that refuses its first request never counts as healthy: the operation reports the refusal."""
     watched = Watched()
     watched.health.attempted(watched.clock.now_s, Permanent("404 NoSuchBucket"))
     assert watched.now is None
@@ -84,8 +80,8 @@ def test_a_refusal_says_nothing_of_health() -> None:
     assert len(watched.events) == 1
 
 
-def test_an_operation_that_was_given_up_is_not_healed_by_other_answers() -> None:
-    """A store that refuses the flush still answers listings; only a flush that succeeds clears the error."""
+def test_a_failed_operation_counts_until_the_operation_succeeds() -> None:
+    """A store that refuses the flush still answers listings; only a successful flush clears the error."""
     watched = Watched()
     watched.health.failed("flush", "403 AccessDenied")
     watched.attempt(0.1)
@@ -95,8 +91,8 @@ def test_an_operation_that_was_given_up_is_not_healed_by_other_answers() -> None
     assert watched.now == (Health.OK, "answers")
 
 
-def test_many_threads_report_without_losing_the_last_word() -> None:
-    """Thirty threads that fail and recover leave the store healthy when all of them have recovered."""
+def test_concurrent_reports_end_with_the_last_state() -> None:
+    """The store is healthy once the operations of all thirty threads have succeeded."""
     watched = Watched()
 
     def work(number: int) -> None:

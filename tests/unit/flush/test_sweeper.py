@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads that nobody will finish are aborted; the others are let be."""
+"""The sweeper aborts abandoned uploads, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sweeper(
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Three uploads of this run, one of its doctor and one of another run, all an hour old."""
+    """Three uploads of this run, one of its doctor and one of another run; all are one hour old."""
     made = MemoryStore()
     for key in (
         "r/data/1/a",
@@ -54,27 +54,26 @@ def store() -> MemoryStore:
 
 @pytest.mark.fault("O19")
 def test_old_uploads_of_this_run_are_aborted(store: MemoryStore) -> None:
-    """All but those of others, and the one that the journal holds."""
+    """Uploads of other runs and uploads in the journal are not aborted."""
     (mine,) = [i for i, known in store.open.items() if known.upload.key.endswith("b")]
     assert sweeper(store, holds=lambda upload_id: upload_id == mine).sweep()
     assert [known.upload.key for known in store.open.values()] == ["r/data/1/b", "other/data/1/d"]
 
 
-def test_a_young_upload_may_be_of_somebody_alive(store: MemoryStore) -> None:
-    """Nothing younger than configured is touched."""
+def test_recent_uploads_are_not_aborted(store: MemoryStore) -> None:
+    """Another VM may still use an upload that is younger than configured."""
     assert sweeper(store, after_s=3601.0).sweep()
     assert len(store.open) == 5
 
 
-def test_an_evacuation_has_the_wire_for_itself(store: MemoryStore) -> None:
-    """It stops where it is when a notice comes."""
+def test_an_evacuation_interrupts_the_sweep(store: MemoryStore) -> None:
+    """The evacuation gets the full bandwidth."""
     assert not sweeper(store, is_urgent=lambda: len(store.open) == 3).sweep()
     assert len(store.open) == 3
 
 
-def test_it_sweeps_at_the_start_and_tries_again_after_a_failure(store: MemoryStore) -> None:
-    """A store that is away at the start is asked again."""
-    failures = iter([Transient("away"), ZeroDivisionError("ours")])
+def test_it_sweeps_at_the_start_and_retries_after_a_failure(store: MemoryStore) -> None:
+    failures = iter([Transient("503"), ZeroDivisionError("a fault of the daemon")])
 
     def before(what: str, key: str) -> None:
         if what == "uploads" and (error := next(failures, None)) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of values from outside: each check returns the declared type, or names the field in one line."""
+"""Bounds of input values: each check returns the declared type, or names the field in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECKS: list[tuple[Callable[[Any], Any], type]] = [
 def test_a_check_returns_its_type_or_names_the_field(
     check: Callable[[Any], Any], kind: type, value: Any
 ) -> None:
-    """No value whatsoever raises anything else, and the message is one short line."""
+    """No value raises another error, and the message is one short line."""
     try:
         assert type(check(value)) is kind
     except BoundsError as error:
@@ -72,7 +72,7 @@ def test_only_a_finite_number_within_the_range_is_a_number(value: Any) -> None:
         (b" " * 2_000_000, "limit"),
     ],
 )
-def test_json_that_plays_tricks_is_refused(data: bytes, reason: str) -> None:
+def test_hostile_json_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BoundsError, match=reason):
         bounds.json_object(data, "the answer", 1_000_000)
 
@@ -92,7 +92,7 @@ def test_a_large_integer_is_not_printed_in_full() -> None:
 
 
 def test_facts_are_flat_scalars() -> None:
-    """What a manifest says of its trainer."""
+    """Facts are the entries of a manifest about its trainer."""
     good = {"a": 1, "b": -(2**63), "c": 0.5, "d": "text", "e": True, "f": None}
     assert bounds.facts(good, "trainer") == good
     for bad in (2**63, math.inf, [1], {}, "x" * 5000, "\ud800", b"x"):
@@ -104,7 +104,7 @@ def test_facts_are_flat_scalars() -> None:
 
 @pytest.mark.fault("S13")
 def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
-    """Three bytes of JSON would become seventy of memory."""
+    """Three bytes of JSON would take seventy bytes of memory."""
     count = bounds.JSON_VALUES_MAX
     for many in (b"[],", b"{},", b"0,"):
         data = b'{"x":[' + many * count + b"0]}"
@@ -131,7 +131,7 @@ PATHS = [
 @pytest.mark.fault("S6", "S7")
 @pytest.mark.parametrize(("path", "reason"), PATHS)
 def test_each_limit_of_a_path_is_named(path: Any, reason: str) -> None:
-    """Length, depth, names and characters: in one line that gives the limit, for hooks and daemon alike."""
+    """The error has the limit of length, depth, names or characters in one line."""
     with pytest.raises(BoundsError, match=f"^the file .*{reason}") as caught:
         bounds.path(path, "the file")
     assert "\n" not in str(caught.value)

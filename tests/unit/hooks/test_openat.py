@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File operations below directories that others may write to: no link is followed, and nothing escapes."""
+"""File operations below directories that other users may write to: no link is followed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def top(tmp_path: Path) -> Iterator[int]:
 
 @pytest.mark.fault("S1", "S4")
 def test_links_and_special_files_are_not_opened(tmp_path: Path, top: int) -> None:
-    """Neither a link, a FIFO, a directory nor a hard link passes for a file, and none blocks the reader."""
+    """A link, FIFO, directory or hard link is not opened as a file, and does not block the reader."""
     (tmp_path / "secret").write_text("secret")
     os.symlink(tmp_path / "secret", "link", dir_fd=top)
     os.mkfifo("fifo", dir_fd=top)
@@ -68,7 +68,7 @@ def test_modes_are_exact_whatever_the_umask(top: int, umask: int) -> None:
 
 
 def test_a_file_above_the_limit_is_not_read(top: int) -> None:
-    """A sparse file of a tebibyte costs no more than the limit."""
+    """A sparse file of a tebibyte takes no more memory than the limit."""
     fd = openat.create_file("large", dir_fd=top)
     os.ftruncate(fd, 2**40)
     os.close(fd)

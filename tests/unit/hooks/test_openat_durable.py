@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small file holds the old content or the new one, wherever the writer dies."""
+"""A small file has the old content or the new one, wherever the writer dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def child(path, strike, after):
             nonlocal calls
             calls += 1
             if calls == strike:
-                if name == "write":  # half of it got through
+                if name == "write":  # half of the bytes are written
                     real["write"](arguments[0], bytes(arguments[1])[: 7 if after else 0])
                 elif after:
                     real[name](*arguments, **options)
@@ -104,7 +104,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("D05")
-def test_whoever_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path: Path) -> None:
     """A real process dies before and after each system call; the content changes at the rename, once."""
     found = json.loads(output_of(_KILLED_EVERYWHERE, str(tmp_path)))
     killed = [content for _, _, code, content in found if code == -9]
@@ -116,22 +116,22 @@ def test_whoever_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> 
     assert [content for *_, code, content in found if code == 0] == [NEW.decode()] * 2
 
 
-def test_what_is_written_is_read(path: Path) -> None:
-    """Replaced whole, for nobody else to read, with nothing left beside it."""
+def test_the_new_content_is_read(path: Path) -> None:
+    """Replaced completely, readable for its owner only, without a temporary file."""
     write(path, NEW)
     assert path.read_bytes() == NEW
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_file_that_was_not_there_is_made(tmp_path: Path) -> None:
+def test_a_missing_file_is_created(tmp_path: Path) -> None:
     write(tmp_path / "first.json", b"")
     assert (tmp_path / "first.json").read_bytes() == b""
 
 
 @pytest.mark.fault("D02")
 def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
-    """The kernel takes half of the bytes and then no more: an error, and no rubbish left."""
+    """The kernel writes half of the bytes and then fails: an error, and no temporary file."""
     assert output_of(_FULL, str(path)) == str(errno.EFBIG)
     assert path.read_bytes() == OLD
     assert os.listdir(path.parent) == [path.name]
@@ -139,7 +139,7 @@ def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
 
 @pytest.mark.fault("D04")
 def test_a_failed_fsync_keeps_the_old_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may not be on the disk does not take the place of what is."""
+    """Content that may not be on the disk does not replace the old content."""
 
     def fails(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -154,7 +154,7 @@ def test_a_failed_fsync_keeps_the_old_content(path: Path, monkeypatch: pytest.Mo
 def test_the_data_is_synced_before_the_name_and_the_name_after(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order in which a power cut can do no harm."""
+    """In this order a power cut does no harm."""
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
 

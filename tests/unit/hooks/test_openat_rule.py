@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that works in staging, or beside a destination that others may write to, goes through descriptors.
+"""Code that works in staging, or in a destination that others may write to, uses descriptors.
 
 A path is resolved again at each call, and a user who may write to one of its directories decides where to.
 """
@@ -22,7 +22,7 @@ MODULES = [
     ROOT / "training_hooks/swansong/openat.py",
     ROOT / "training_hooks/swansong/_checkpoint/staging.py",
 ]
-"""All modules that touch what lies in staging."""
+"""All modules that work on files in staging."""
 
 BY_NAME = {
     "access", "chmod", "chown", "link", "lstat", "makedirs", "mkdir", "mkfifo", "mknod", "open", "readlink",
@@ -44,7 +44,7 @@ TRUSTED = {
     ("target.py", "makedirs"): "the operator names the destination of swansong restore",
     ("target.py", "open()"): "reads the umask from /proc",
 }
-"""(module, call) that may stand there, and why."""
+"""(module, call): why the call may resolve a path."""
 
 
 def offences(module: Path) -> Iterator[str]:
@@ -76,13 +76,13 @@ def offences(module: Path) -> Iterator[str]:
 @pytest.mark.fault("S1", "S2")
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
 def test_staging_is_touched_by_descriptor_only(module: Path) -> None:
-    """No call resolves a path, but for those that are listed with their reason."""
+    """No call resolves a path, except those in the list."""
     found = [each for each in offences(module) if (module.name, each) not in TRUSTED]
     assert not found, "use swansong.openat"
 
 
 def test_the_rule_sees_what_it_forbids(tmp_path: Path) -> None:
-    """Each kind of offence, so that an empty result means something."""
+    """It finds each kind of offence, so an empty result is meaningful."""
     module = tmp_path / "module.py"
     module.write_text(
         "import os, shutil\n"
@@ -95,6 +95,6 @@ def test_the_rule_sees_what_it_forbids(tmp_path: Path) -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """What is no longer there is taken off the list."""
+    """An exception whose call is gone must leave the list."""
     used = {(module.name, each) for module in MODULES for each in offences(module)}
     assert TRUSTED.keys() <= used

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of ``tests/check_prose.py`` finds a sentence that breaks it and passes the same one repaired."""
+"""Each rule of ``tests/check_prose.py`` finds a sentence that breaks it and passes the corrected sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALQUES = {
 @pytest.mark.parametrize("kind", ["doc", "row", "docstring", "comment", "string", "shell"])
 @pytest.mark.parametrize(("bad", "good"), CALQUES.items())
 def test_calques(kind: str, bad: str, good: str) -> None:
-    """They are found in every kind of text, also across a line break."""
+    """Calques are found in every kind of text, also across a line break."""
     wrap = {
         "doc": ("p.md", lambda text: f"# A page\n\n{text}\n"),
         "row": (
@@ -69,7 +69,7 @@ def test_calques(kind: str, bad: str, good: str) -> None:
     ],
 )
 def test_opening_of_a_sentence_in_a_page(bad: str, good: str) -> None:
-    """Each sentence of a page begins with the thing that acts; questions are welcome."""
+    """Each sentence of a page begins with the thing that acts; questions may begin otherwise."""
     assert rules("p.md", f"It is fast.\n{bad}\n") == [(2, "opening")]
     assert not rules("p.md", f"It is fast.\n{good}\n")
 
@@ -83,7 +83,7 @@ def test_opening_of_a_sentence_in_a_page(bad: str, good: str) -> None:
     ],
 )
 def test_opening_of_a_docstring(bad: str, good: str) -> None:
-    """Docstrings of functions and of attributes name a thing first."""
+    """Docstrings of functions and of attributes name the thing first."""
     for text, line in ('def f() -> None:\n    """{}"""\n', 2), ('X = 1\n\n"""{}"""\n', 3):
         assert (line, "opening") in rules("m.py", text.format(bad))
         assert not rules("m.py", text.format(good))

@@ -18,7 +18,7 @@ TESTS = REPOSITORY / "tests"
 PAGE = (REPOSITORY / "docs" / "concepts.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| ([IV][0-9]+) \| .+ \| `([a-z0-9_/]+\.py)::(\w+)` \|$", re.MULTILINE)
 CITED = re.compile(r"(?<![\w-])([IV][0-9]{1,2})(?![\w\"])")
-"""Not ``"I64"``, a type of safetensors, which stands in quotation marks."""
+"""Does not match ``"I64"``, a type of safetensors, which is always quoted."""
 CITING = ("daemon", "training_hooks", "tests", "testkit", "demo", "bench", "docs")
 
 
@@ -29,12 +29,12 @@ def citing_files() -> Iterator[Path]:
 
 
 def test_the_page_defines_all_invariants_in_order() -> None:
-    """I1 to I18 and V1 to V7, each once."""
+    """I1 to I18 and V1 to V7, once each."""
     defined = [number for number, _, _ in ROW.findall(PAGE)]
     assert defined == [*(f"I{n}" for n in range(1, 19)), *(f"V{n}" for n in range(1, 8))]
 
 
-def test_every_invariant_that_is_cited_is_defined() -> None:
+def test_every_cited_invariant_is_defined() -> None:
     """Each number in code, tests and pages has a row."""
     defined = {number for number, _, _ in ROW.findall(PAGE)}
     cited = {

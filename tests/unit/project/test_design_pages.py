@@ -27,7 +27,7 @@ ROOTS = (REPOSITORY, DAEMON, DAEMON / "stores", HOOKS, REPOSITORY / "training_ho
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_and_package_that_a_page_names_exists(page: Path) -> None:
-    """In the daemon, the hooks, or below the root of the repository."""
+    """The daemon, the hooks or the root of the repository contains it."""
     named = set(NAMED.findall(page.read_text(encoding="utf-8"))) - BUCKET
     missing = {
         name for name in named if not any((root / name.rstrip("/")).exists() for root in ROOTS)
@@ -35,7 +35,7 @@ def test_every_module_and_package_that_a_page_names_exists(page: Path) -> None:
     assert missing == set()
 
 
-def test_the_overview_has_every_package_of_the_daemon() -> None:
+def test_the_overview_lists_every_package_of_the_daemon() -> None:
     """One row for each package, and no other rows."""
     page = (REPOSITORY / "docs" / "design" / "overview.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+)/` \|", page, re.MULTILINE)
@@ -43,8 +43,8 @@ def test_the_overview_has_every_package_of_the_daemon() -> None:
     assert sorted(rows) == sorted(packages)
 
 
-def test_the_evacuation_page_has_every_state_plan_and_verdict() -> None:
-    """By the names that ``swansong status`` shows."""
+def test_the_evacuation_page_names_every_state_plan_and_verdict() -> None:
+    """The names are those that ``swansong status`` prints."""
     page = (REPOSITORY / "docs" / "design" / "evacuation.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
     assert words >= {*Phase, *PlanKind, *Verdict}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators copy: first-boot scripts are run for real, the Terraform examples are read."""
+"""Files that operators copy: first-boot scripts are executed, Terraform examples are parsed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = {
 
 
 class Vm:
-    """A root to work in, and a systemctl that remembers."""
+    """A root directory, and a systemctl that records its calls."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -50,7 +50,7 @@ class Vm:
         (root / "bin/systemctl").chmod(0o755)
 
     def here(self, text: str) -> str:
-        """The text with all paths below our root."""
+        """Rewrite all absolute paths in the text to paths below the root directory."""
         return re.sub(r"(?<![\w}])/(etc|usr/share)/", rf"{self._root}/\1/", text)
 
     def run(self, *command: str) -> None:
@@ -73,7 +73,7 @@ def first_boot(name: str) -> str:
 
 
 def test_aws_user_data_names_run_bucket_and_group(vm: Vm) -> None:
-    """Run as cloud-init does, twice: the configuration is valid, and the trainer's unit has its drop-in."""
+    """The commands run twice, as under cloud-init; configuration and drop-in are then complete."""
     text = first_boot("aws-user-data.yaml")
     assert text.startswith("#cloud-config\n")
     body = yaml.safe_load(text)
@@ -92,7 +92,7 @@ def test_aws_user_data_names_run_bucket_and_group(vm: Vm) -> None:
 
 
 def test_gcp_startup_script_names_run_and_bucket(vm: Vm) -> None:
-    """At the first boot the daemon is restarted with the names; at the next ones it is left alone."""
+    """The first boot writes the names and restarts the daemon; later boots change nothing."""
     script = vm.here(first_boot("gcp-startup.sh"))
     vm.run("bash", "-c", script)
     config = load(vm.config)
@@ -108,7 +108,7 @@ def test_gcp_startup_script_names_run_and_bucket(vm: Vm) -> None:
 
 
 def test_first_boot_changes_only_what_it_names(vm: Vm) -> None:
-    """Every other key, and every comment, stays as it was."""
+    """All other keys and all comments are unchanged."""
     vm.run("bash", "-c", vm.here(first_boot("gcp-startup.sh")))
     before, after = EXAMPLE.splitlines(), vm.config.read_text().splitlines()
     changed = [new for old, new in zip(before, after, strict=True) if old != new]
@@ -119,8 +119,8 @@ def test_first_boot_changes_only_what_it_names(vm: Vm) -> None:
     ]
 
 
-def test_startup_script_can_be_run() -> None:
-    """It is a program, as the metadata server hands it on, and shellcheck reads it (make check)."""
+def test_startup_script_is_executable() -> None:
+    """The script has a shebang and the mode of a program; make check runs shellcheck on it."""
     script = FIRST_BOOT / "gcp-startup.sh"
     assert script.read_text().startswith("#!/bin/bash\n")
     assert script.stat().st_mode & stat.S_IXUSR
@@ -139,8 +139,8 @@ def names(blocks: list[dict[str, Any]]) -> set[str]:
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
-def test_terraform_example_holds_together(cloud: str) -> None:
-    """It parses; variables and locals are used and exist; references and files lead somewhere."""
+def test_terraform_example_is_consistent(cloud: str) -> None:
+    """Variables and locals are declared and used; references and files exist."""
     text, body = terraform(cloud)
     variables = names(body["variable"])
     assert set(re.findall(r"\bvar\.(\w+)", text)) == variables
@@ -168,8 +168,8 @@ def test_terraform_example_holds_together(cloud: str) -> None:
 @pytest.mark.parametrize(
     ("cloud", "file"), [("aws", "aws-user-data.yaml"), ("gcp", "gcp-startup.sh")]
 )
-def test_terraform_fills_in_every_word(cloud: str, file: str) -> None:
-    """The words of the first-boot file are those that the example hands to it: Terraform refuses others."""
+def test_terraform_passes_every_template_variable(cloud: str, file: str) -> None:
+    """The example passes exactly the variables of the first-boot file; Terraform refuses others."""
     text, _ = terraform(cloud)
     handed = re.search(rf"{re.escape(file)}\", \{{(.*?)\}}\)", text, re.DOTALL)
     assert handed
@@ -178,7 +178,7 @@ def test_terraform_fills_in_every_word(cloud: str, file: str) -> None:
 
 
 def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """Of all resources of a kind, what stands in them."""
+    """The bodies of all resources of a kind."""
     return [
         facts
         for resource in body["resource"]
@@ -189,8 +189,8 @@ def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_gcp_example_reaches_the_bucket_and_is_told_of_preemptions() -> None:
-    """A way out, subnetwork, kind of disk and notice can be chosen; runs share no account or role."""
+def test_gcp_example_reaches_the_bucket_and_gets_preemption_notices() -> None:
+    """External address, subnetwork, disk type and notice are variables; runs share no account or role."""
     _, body = terraform("gcp")
     (template,) = blocks(body, "google_compute_instance_template")
     (interface,) = template["network_interface"]
@@ -206,8 +206,8 @@ def test_gcp_example_reaches_the_bucket_and_is_told_of_preemptions() -> None:
     assert "${local.id}" in role["role_id"]
 
 
-def test_aws_example_has_a_way_in_and_an_encrypted_root_disk_in_every_partition() -> None:
-    """Session Manager, the size of the root disk, and no ARN of one partition."""
+def test_aws_example_has_session_manager_and_an_encrypted_root_disk() -> None:
+    """The size of the root disk is a variable, and no ARN names a partition."""
     text, body = terraform("aws")
     (session,) = blocks(body, "aws_iam_role_policy_attachment")
     assert session["policy_arn"].strip('"').endswith(":policy/AmazonSSMManagedInstanceCore")
@@ -217,13 +217,13 @@ def test_aws_example_has_a_way_in_and_an_encrypted_root_disk_in_every_partition(
     (facts,) = disk["ebs"]
     assert (facts["volume_size"], facts["encrypted"]) == ("${var.disk_gb}", True)
     fixed = re.findall(r'"[^"]*(?:arn:aws:|\.amazonaws\.com)[^"]*"', text)
-    assert fixed == ['"arn:aws:"']  # what is replaced in the policy
+    assert fixed == ['"arn:aws:"']  # the text that the example replaces in the policy
     policy = (PACKER / "permissions" / "aws-vm.json").read_text()
     assert set(re.findall(r"arn:[a-z*-]+:", policy)) == {"arn:aws:"}
 
 
-def test_lifecycle_hook_is_the_one_that_the_daemon_completes() -> None:
-    """Name and time of the hook in the group are those that the user data configures."""
+def test_lifecycle_hook_of_the_group_is_the_configured_one() -> None:
+    """Name and timeout of the group's hook match the user data."""
     text, _ = terraform("aws")
     hook = re.search(r"initial_lifecycle_hook \{(.*?)\n  \}", text, re.DOTALL)
     assert hook
@@ -236,7 +236,7 @@ def test_lifecycle_hook_is_the_one_that_the_daemon_completes() -> None:
 
 @pytest.mark.fault("S20")
 def test_containers_get_no_credentials_of_the_vm() -> None:
-    """The AWS example lets metadata answer over one hop and to a token only."""
+    """The AWS example limits the metadata service to one hop and requires tokens."""
     text, _ = terraform("aws")
     options = re.search(r"metadata_options \{(.*?)\}", text, re.DOTALL)
     assert options
@@ -249,7 +249,7 @@ def test_containers_get_no_credentials_of_the_vm() -> None:
 
 
 def test_example_configuration_has_the_lines_that_are_edited() -> None:
-    """Each line that first-boot files and provision.sh replace occurs once, in the section that is meant."""
+    """Each line that first-boot files and provision.sh replace occurs once, in the right section."""
     for line in ("name = ", "url = ", "# asg_name = ", "# asg_hook = ", "# asg_grace_s = "):
         assert len(re.findall(rf"^{line}", EXAMPLE, re.MULTILINE)) == 1, line
     body = tomllib.loads(EXAMPLE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault matrix and the tests say the same of what is covered."""
+"""The fault matrix and the marks of the tests agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MATRIX = tomllib.loads((TESTS / "faults.toml").read_text())
 
 
 def marked(source: str) -> Iterator[str]:
-    """The rows named by ``pytest.mark.fault(...)`` anywhere in a file."""
+    """The rows in ``pytest.mark.fault(...)`` anywhere in a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
             yield from (ast.literal_eval(argument) for argument in node.args)
@@ -23,7 +23,7 @@ def marked(source: str) -> Iterator[str]:
 
 @cache
 def covered() -> dict[str, set[str]]:
-    """Row to the files that cover it."""
+    """The test files that cover each row."""
     found: dict[str, set[str]] = {}
     for path in TESTS.rglob("*.py"):
         for row in marked(path.read_text()):
@@ -31,30 +31,30 @@ def covered() -> dict[str, set[str]]:
     return found
 
 
-def test_every_row_says_what_where_and_who() -> None:
-    """A line of words, the layers, and nothing that nobody reads."""
+def test_every_row_has_a_fault_and_layers() -> None:
+    """Each row has a description and its layers, and no unknown field."""
     for row, facts in MATRIX.items():
         assert facts["fault"], row
         assert facts["layers"], row
         assert facts.keys() <= {"fault", "layers", "open"}, row
 
 
-def test_no_test_names_a_row_that_does_not_exist() -> None:
+def test_every_marked_row_exists() -> None:
     unknown = {row: files for row, files in covered().items() if row not in MATRIX}
     assert not unknown
 
 
 def test_every_row_is_covered_or_open() -> None:
     missing = [row for row in MATRIX if row not in covered() and "open" not in MATRIX[row]]
-    assert not missing, "cover them, or say with open = ... which issue will"
+    assert not missing, "cover them, or name the issue that will with open = ..."
 
 
-def test_no_covered_row_is_called_open() -> None:
+def test_no_covered_row_is_open() -> None:
     stale = {row: files for row, files in covered().items() if "open" in MATRIX.get(row, {})}
-    assert not stale, "take the word open away"
+    assert not stale, "remove the field open"
 
 
-def test_marks_are_found_wherever_they_stand() -> None:
-    """On a function, and on a parameter set."""
+def test_marks_are_found_on_parameter_sets() -> None:
+    """A mark in ``pytest.param`` counts as one on a function."""
     source = 'x = [pytest.param(1, marks=pytest.mark.fault("A1", "B2"))]'
     assert list(marked(source)) == ["A1", "B2"]

@@ -16,18 +16,19 @@ from swansongd.bucket import manifest as manifests
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.digests import PART_SIZE_BYTES_MAX, part_digest, shard_digest
+from swansongd.digests import PART_SIZE_BYTES_MAX, shard_digest
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
     CommitRef,
-    Part,
     StoredShard,
     Verdict,
+    VmPart,
 )
 from swansongd.observe.timeline import ENTRIES_MAX
 
 from testkit import REPOSITORY
+from testkit.committed import part_digest
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def first_names(text: str) -> list[str]:
 
 
 def snippet(page: str, title: str) -> dict[str, Any]:
-    """What the Python of a section defines."""
+    """The names that the Python code of a section defines."""
     code = re.search(r"```python\n(.*?)```", section(page, title), re.DOTALL)
     assert code, f"no Python in {title}"
     names: dict[str, Any] = {}
@@ -130,7 +131,7 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
 
 
 def test_the_fields_of_a_manifest() -> None:
-    """The page has the fields of the object, no more and no less."""
+    """The page lists exactly the fields of the object."""
     body = json.loads(manifests.encode(MANIFEST, SIGNER))
     of_manifest, of_shard = section(OBJECTS_PAGE, "The manifest").split("| field of a shard")
     assert sorted(first_names(of_manifest)) == sorted(body)
@@ -138,14 +139,14 @@ def test_the_fields_of_a_manifest() -> None:
 
 
 def test_the_fields_of_a_claim() -> None:
-    """The page has the fields of the object, no more and no less."""
+    """The page lists exactly the fields of the object."""
     body = json.loads(claims.encode(CLAIM, SIGNER))
     assert sorted(first_names(section(OBJECTS_PAGE, "The claim"))) == sorted(body)
 
 
 def test_the_fields_of_a_farewell() -> None:
-    """The page has the fields of the object, no more and no less."""
-    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, Part(REF, 2))
+    """The page lists exactly the fields of the object."""
+    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
     farewell = farewells.Farewell(
         run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
     )

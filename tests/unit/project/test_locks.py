@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock files: what comes from a package index has one version and known bytes."""
+"""The lock files: each package from an index has one version and known hashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pin:
 
 
 def pins(lock: Path) -> dict[str, list[Pin]]:
-    """name -> its pins, one for each marker."""
+    """The pins of each package, one per marker."""
     found: dict[str, list[Pin]] = {}
     for name, version, marker, hashes in _PINNED.findall(lock.read_text()):
         known = frozenset(re.findall(r"sha256:([0-9a-f]+)", hashes))
@@ -43,15 +43,15 @@ def pins(lock: Path) -> dict[str, list[Pin]]:
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_lock_has_pinned_versions_with_hashes_and_nothing_else(lock: Path) -> None:
-    """Each requirement has one version and at least one hash; no option, address or path is in the file."""
+    """Each requirement has one version and a hash; the file contains no option, address or path."""
     assert pins(lock)
     rest = _PINNED.sub("", lock.read_text())
     assert [line for line in rest.splitlines() if not line.startswith("#")] == []
     assert "://" not in rest
 
 
-def test_all_that_provisioning_installs_has_a_hash() -> None:
-    """The lock holds what both distributions need to run and to be built, in the versions tested here."""
+def test_every_package_that_provisioning_installs_has_a_hash() -> None:
+    """The lock contains all runtime and build dependencies, in the versions that the tests use."""
     locked = pins(DAEMON)
     for name, distribution in installed_dependencies().items():
         (pin,) = (pin for pin in locked[canonicalize_name(name)] if pin.applies())
@@ -59,6 +59,6 @@ def test_all_that_provisioning_installs_has_a_hash() -> None:
 
 
 def test_tests_run_with_the_daemons_lock() -> None:
-    """What the daemon's lock pins, the developer's pins as well: the same version, the same files."""
+    """Each pin of the daemon's lock is also in the developer's lock, with the same hashes."""
     developer = pins(DEVELOPER)
     assert {name: developer.get(name) for name in pins(DAEMON)} == pins(DAEMON)

@@ -15,7 +15,7 @@ PAGES = results.PAGES
 
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copies of all pages, which a benchmark writes to instead."""
+    """Copies of all pages, to which a benchmark writes instead."""
     for page in PAGES.glob("*.md"):
         (tmp_path / page.name).write_text(page.read_text())
     monkeypatch.setattr(results, "PAGES", tmp_path)

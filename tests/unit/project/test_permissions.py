@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rights of a VM are those that the code needs: neither more nor fewer, and each with its reason."""
+"""The permissions of a VM are exactly those that the code needs, each with a reason."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from testkit import REPOSITORY
 
 PERMISSIONS = REPOSITORY / "packer" / "permissions"
 
-# What the clouds' own documentation demands for each thing that the daemon does with a store.
-# Of S3 and of GCS, by the method of the contract.
+# Permissions that the clouds document for each method of the store's contract: of S3, and of GCS.
 NEEDS: dict[str, tuple[set[str], set[str]]] = {
-    # A create that is refused asks whether the name is taken, and by what.
+    # After a refused create the store reads the existing object.
     "put": ({"PutObject"}, {"objects.create", "objects.get", "objects.list"}),
     "get": ({"GetObject"}, {"objects.get"}),
     "get_range": ({"GetObject"}, {"objects.get"}),
-    # Both ask for a listing as well, to tell a missing object from a missing bucket.
+    # With the right to list, the store distinguishes a missing object from a missing bucket.
     "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
     "list": ({"ListBucket"}, {"objects.list"}),
     "page": ({"ListBucket"}, {"objects.list"}),
@@ -42,11 +41,11 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "abort": ({"AbortMultipartUpload"}, {"multipartUploads.abort"}),
     "check": ({"ListBucket"}, {"objects.list"}),
     "warm": ({"ListBucket"}, {"objects.list"}),
-    # Only doctor deletes, its own rehearsal, and does without.
+    # Only doctor deletes objects, those of its rehearsal, and works without the permission.
     "delete": (set(), set()),
 }
 
-# The same for each operation of AWS that the code names in its calls.
+# Permissions of each AWS operation in the calls of the code.
 OPERATIONS: dict[str, set[str]] = {
     "PutObject": {"s3:PutObject"},
     "UploadPart": {"s3:PutObject"},
@@ -95,7 +94,7 @@ def gcp() -> list[str]:
 
 
 def operations(module: Any) -> set[str]:
-    """The operations of AWS that the module names in its calls."""
+    """The AWS operations in the calls of a module."""
     return {
         node.args[0].value
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -108,8 +107,8 @@ def operations(module: Any) -> set[str]:
     }
 
 
-def test_every_method_of_the_contract_is_accounted_for() -> None:
-    """A new kind of request to a store cannot come without the rights that it needs."""
+def test_every_method_of_the_contract_has_its_permissions() -> None:
+    """A new kind of request needs a row in this table."""
     methods = {
         name
         for name, member in vars(ObjectStore).items()
@@ -120,7 +119,7 @@ def test_every_method_of_the_contract_is_accounted_for() -> None:
 
 @pytest.mark.fault("S21")
 def test_aws_policy_allows_what_the_code_does_and_no_more() -> None:
-    """Methods of the contract, doctor and the lifecycle hook together; nothing twice, nothing with a star."""
+    """Contract, doctor and lifecycle hook together: no duplicates, no wildcards, no delete."""
     needed = {f"s3:{action}" for on_s3, _ in NEEDS.values() for action in on_s3}
     assert aws() == needed | HOOK | DOCTOR
     listed = [action for statement in statements() for action in actions(statement)]
@@ -129,7 +128,7 @@ def test_aws_policy_allows_what_the_code_does_and_no_more() -> None:
 
 
 def test_every_operation_of_aws_is_allowed() -> None:
-    """As the code names them; only doctor's delete goes without."""
+    """Each operation in the code has its permission, except doctor's delete."""
     named = operations(store) | operations(asg)
     assert named == set(OPERATIONS)
     assert aws() == {action for needed in OPERATIONS.values() for action in needed}
@@ -137,7 +136,7 @@ def test_every_operation_of_aws_is_allowed() -> None:
 
 @pytest.mark.fault("S21")
 def test_aws_policy_is_limited_to_prefix_and_group() -> None:
-    """Objects below the prefix, listings of it, one bucket, one group: no other resource."""
+    """The resources are objects below the prefix, its listing, one bucket and one group."""
     resources = {statement["Sid"]: statement["Resource"] for statement in statements()}
     assert resources == {
         "Checkpoints": "arn:aws:s3:::BUCKET/PREFIX/*",
@@ -152,14 +151,14 @@ def test_aws_policy_is_limited_to_prefix_and_group() -> None:
 
 @pytest.mark.fault("S21")
 def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
-    """Methods of the contract together; sorted, nothing twice, no delete."""
+    """The permissions of all methods, sorted, without duplicates, without delete."""
     needed = {f"storage.{permission}" for _, on_gcs in NEEDS.values() for permission in on_gcs}
     assert gcp() == sorted(needed)
     assert "storage.objects.delete" not in gcp()
 
 
 def test_each_permission_has_its_reason() -> None:
-    """The README's tables name exactly the permissions of the files, each with words beside it."""
+    """The README's tables list exactly the permissions of the files, each with a reason."""
     readme = (PERMISSIONS / "README.md").read_text()
     rows = re.findall(r"^\| `([a-z0-9]+[:.][A-Za-z.]+)` \| (.+) \|$", readme, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted([*aws(), *gcp()])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threat model names tests that exist, and every security row of the fault matrix has some."""
+"""The threat model names existing tests, and every security row of the fault matrix is covered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def functions(path: Path) -> set[str]:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    """A renamed test is renamed on the page as well."""
+    """A renamed test must be renamed on the page."""
     assert len(NAMED) > 50
     missing = [
         f"{file}::{name}"
@@ -33,7 +33,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_cannot_has_a_test() -> None:
-    """Each row of each table of what an actor cannot do names at least one."""
+    """Each row of the tables of what an actor cannot do names a test."""
     tables = PAGE.split("\n## What a trainer cannot do")[1]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
     bare = [row for row in rows if "cannot | tests" not in row and ".py" not in row]
@@ -41,7 +41,7 @@ def test_every_cannot_has_a_test() -> None:
 
 
 def test_no_security_row_of_the_fault_matrix_is_open() -> None:
-    """S1 to S27 have tests, each of them."""
+    """Each of S1 to S27 has a test."""
     rows = [row for row in MATRIX if re.fullmatch(r"S[0-9]+", row)]
     assert len(rows) == 27
     assert [row for row in rows if row not in covered() or "open" in MATRIX[row]] == []

@@ -18,7 +18,7 @@ from swansongd.restore.target import RestoreTarget
 from swansongd.util.concurrency import FIRST
 
 from testkit.committed import commit
-from testkit.flush_rig import Flush, staged_set
+from testkit.flush_rig import FlushRig, staged_set
 from testkit.memory_store import MemoryStore
 from testkit.waiting import until
 
@@ -28,7 +28,7 @@ FILES = 12
 @contextmanager
 def reading(tmp_path: Path) -> Iterator[list[str]]:
     """Read from a store that blocks until the end of the block; yields the keys requested so far."""
-    flush = Flush(tmp_path)
+    flush = FlushRig(tmp_path)
     contents = {f"f{number}": b"x" * (number + 1) for number in range(FILES)}
     done = flush.flushed(staged_set(flush.run_directory, contents))
     answers = threading.Event()

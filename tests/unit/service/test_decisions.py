@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault of our own costs the event or the action that caused it, never the decision loop."""
+"""A fault in our code costs the event or the action that caused it, never the decision loop."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from swansongd.decisions import UNDECIDED_MAX, Decisions
 from swansongd.errors import StagingError
 from swansongd.model import TrainerView
 from swansongd.service import Service
+from swansongd.staging import scan
 
 from testkit.story import a_notice, a_set
 from testkit.waiting import until
@@ -43,7 +44,7 @@ Faulty = Callable[[Callable[[State, Event], bool]], None]
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Makes the state machine raise where the test says so."""
+    """Makes the state machine raise where the test wants it."""
     real = machine.step
 
     def inject(is_fault: Callable[[State, Event], bool]) -> None:
@@ -58,7 +59,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 
 class Loop:
-    """Decisions about a VM with one trainer."""
+    """The decisions for a VM with one trainer."""
 
     def __init__(self) -> None:
         self.log = CapturingLogger()
@@ -88,7 +89,7 @@ def is_poison(_: State, event: Event) -> bool:
 
 @pytest.mark.fault("H09", "S13")
 def test_an_event_that_raises_is_dropped_and_the_state_stays(loop: Loop, faulty: Faulty) -> None:
-    """It is counted and logged with its type and trace; what comes next is decided as ever."""
+    """It is counted and logged with its type and trace; later events are decided as usual."""
     faulty(is_poison)
     before = loop.decisions.state
     assert loop.tell(TrainerProgress(1, 666)) == ()
@@ -104,8 +105,8 @@ def test_an_event_that_raises_is_dropped_and_the_state_stays(loop: Loop, faulty:
 
 
 @pytest.mark.fault("H09", "S12")
-def test_a_flood_of_events_that_raise_does_not_stop_what_is_due(loop: Loop, faulty: Faulty) -> None:
-    """In place of each a tick is decided, so deadlines pass; the log has a few lines, the status all."""
+def test_a_flood_of_events_that_raise_does_not_stop_deadlines(loop: Loop, faulty: Faulty) -> None:
+    """A tick replaces each event; the log has a few lines, the status all faults."""
     loop.tell(NoticeRaised(a_notice(deadline_mono_s=1050.0)))
     faulty(is_poison)
     for number in range(1000):
@@ -116,10 +117,8 @@ def test_a_flood_of_events_that_raise_does_not_stop_what_is_due(loop: Loop, faul
 
 
 @pytest.mark.fault("H09")
-def test_a_state_that_is_spoiled_is_rebuilt_and_the_notice_is_acted_on(
-    loop: Loop, faulty: Faulty
-) -> None:
-    """What a trainer has reported makes every step raise: it is forgotten, and nothing else is."""
+def test_a_corrupt_state_is_rebuilt_and_the_notice_is_evacuated(loop: Loop, faulty: Faulty) -> None:
+    """A trainer's report makes every step raise: the report is forgotten, and nothing else."""
 
     def is_spoiled(state: State, event: Event) -> bool:
         return any(trainer.save_s == 1e308 for trainer in state.trainers)
@@ -141,8 +140,8 @@ def test_a_state_that_is_spoiled_is_rebuilt_and_the_notice_is_acted_on(
 
 
 @pytest.mark.fault("H09")
-def test_what_is_found_in_staging_does_not_spoil_the_evacuation(loop: Loop, faulty: Faulty) -> None:
-    """A scan that raises is dropped like a message: trainers decide what staging holds."""
+def test_a_scan_that_raises_does_not_end_the_evacuation(loop: Loop, faulty: Faulty) -> None:
+    """It is dropped like a message: trainers decide the content of staging."""
     loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
     faulty(lambda _, event: isinstance(event, Scanned))
     evacuation = loop.decisions.state.evacuation
@@ -154,9 +153,7 @@ def test_what_is_found_in_staging_does_not_spoil_the_evacuation(loop: Loop, faul
 
 
 @pytest.mark.fault("H09")
-def test_when_nothing_can_be_decided_any_more_the_process_is_restarted(
-    loop: Loop, faulty: Faulty
-) -> None:
+def test_when_no_event_can_be_decided_the_process_is_restarted(loop: Loop, faulty: Faulty) -> None:
     """Not before several events in a row have failed with a rebuilt state as well."""
     faulty(lambda *_: True)
     for _ in range(UNDECIDED_MAX - 1):
@@ -170,7 +167,7 @@ def test_when_nothing_can_be_decided_any_more_the_process_is_restarted(
 
 @pytest.fixture
 def service(tmp_path: Path) -> Service:
-    """A whole daemon that does not run: a test hands it the events."""
+    """A whole daemon that does not run: a test passes the events to it."""
     (tmp_path / "staging").mkdir()
     config = tmp_path / "swansong.toml"
     config.write_text(
@@ -206,12 +203,12 @@ def report(service: Service) -> dict[str, Any]:
 def test_the_service_survives_an_event_that_raises_and_shows_it(
     service: Service, faulty: Faulty
 ) -> None:
-    """The status has the number of faults and the last one; the next events are handled as ever."""
+    """The status has the number of faults and the last one; later events are handled as usual."""
     assert report(service)["decision_faults"] == {"count": 0, "last": None}
     faulty(is_poison)
     service._post(TrainerProgress(1, 666))
     service._post(StopRequested("enough"))
-    service._turn()  # the events of the daemon's own parts come first
+    service._turn()  # the daemon's own events are read first
     assert service._exit == Exit(0, "enough")
     service._turn()
     assert report(service)["decision_faults"] == {
@@ -224,7 +221,7 @@ def test_the_service_survives_an_event_that_raises_and_shows_it(
 def test_the_service_survives_an_action_that_raises(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other actions of the turn are carried out, and a flush that could not begin is tried again."""
+    """The other actions of the turn are executed, and a flush that could not begin is retried."""
 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -248,7 +245,7 @@ def test_the_service_survives_an_action_that_raises(
 @pytest.mark.fault("H07", "S12")
 def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) -> None:
     """Neither for removals nor for signals, however many there are and however long each takes."""
-    service._pruner.start()
+    service._remover.start()
     service._sigterm_judge.start()
     before = set(threading.enumerate())
     for number in range(500):
@@ -266,7 +263,7 @@ def machine_prune(directory: str) -> Action:
 
 
 def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
-    """A loss that is finite and not, in turns, at each message: a bounded number of lines and marks."""
+    """A loss that turns finite and not finite with each message: a bounded number of lines and marks."""
     written: list[str] = []
 
     class Log:
@@ -276,7 +273,7 @@ def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
         def __getattr__(self, _: str) -> Any:
             return lambda event, **__: written.append(event)
 
-    from swansongd import service as module
+    from swansongd.observe import decision_log as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_log", Log())
@@ -293,12 +290,11 @@ def test_sets_that_cannot_be_removed_cost_one_line_for_each_commit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer write-protects its sets: the log does not get a line for each of them."""
-    from swansongd import service as module
 
     def refuses(*_: object) -> None:
         raise StagingError("cannot be deleted: Permission denied")
 
-    monkeypatch.setattr(module.scan, "remove_set", refuses)
+    monkeypatch.setattr(scan, "remove_set", refuses)
     with capture_logs() as logs:
-        service._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
+        service._remover._prune(tuple(f"step-{number:012d}.x" for number in range(400)))
     assert [(line["event"], line["sets"]) for line in logs] == [("not_pruned", 400)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inbox of the decision loop: in order, bounded, and never held up by trainers."""
+"""The inbox of the decision loop: in order, bounded, with priority over events from trainers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_events_come_out_in_the_order_in_which_they_came() -> None:
 
 @pytest.mark.fault("S12")
 def test_a_flood_of_messages_does_not_delay_a_notice() -> None:
-    """Whatever trainers have said before is read after it."""
+    """Earlier messages of trainers are read after it."""
     inbox = Inbox()
     for number in range(5000):
         inbox.put(TrainerProgress(1, number))
@@ -40,7 +40,7 @@ def test_a_flood_of_messages_does_not_delay_a_notice() -> None:
 
 @pytest.mark.fault("H07")
 def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
-    """Nothing is lost, and the trainers' events have no part in the room of the others."""
+    """No event is lost, and the events of trainers take no room from the others."""
     inbox = Inbox(events_max=3)
     over = threading.Event()
 
@@ -64,8 +64,8 @@ def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
 
 
 @pytest.mark.fault("H07")
-def test_the_decision_loop_never_waits_for_itself() -> None:
-    """It alone makes room, so it posts even to a full inbox."""
+def test_the_decision_loop_posts_to_a_full_inbox() -> None:
+    """Only the decision loop makes room, so its own posts never block."""
     inbox = Inbox(events_max=2)
     for number in range(10):
         inbox.put(WokeUp(number))
@@ -73,8 +73,8 @@ def test_the_decision_loop_never_waits_for_itself() -> None:
     assert inbox.get(0.0) == WokeUp(0)
 
 
-def test_at_the_end_nobody_waits_for_room() -> None:
-    """The thread of the channel still has messages to send when the decision loop has ended."""
+def test_a_closed_inbox_blocks_no_thread() -> None:
+    """The thread of the channel still has messages to post when the decision loop has ended."""
     inbox = Inbox(events_max=1)
     inbox.put(Tick())
     waiting = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)

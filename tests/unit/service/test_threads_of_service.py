@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the daemon's threads have in common, read from its source."""
+"""Rules for all threads of the daemon, checked in its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCES = sorted(Path(swansongd.__file__).parent.rglob("*.py"))
 
 
 def calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
-    """Every call of one of these, by the name that it is written with."""
+    """Every call of one of these names, as written."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
             yield node
@@ -24,8 +24,8 @@ def keywords(call: ast.Call) -> dict[str | None, str]:
     return {word.arg: ast.unparse(word.value) for word in call.keywords}
 
 
-def test_no_thread_can_keep_the_daemon_from_its_end() -> None:
-    """Every thread is a daemon thread, so that exit waits for none of them."""
+def test_no_thread_delays_the_exit_of_the_daemon() -> None:
+    """Every thread is a daemon thread, so the interpreter waits for none of them."""
     found = 0
     for path in SOURCES:
         for call in calls(ast.parse(path.read_text()), "threading.Thread", "Thread", "Timer"):
@@ -34,8 +34,8 @@ def test_no_thread_can_keep_the_daemon_from_its_end() -> None:
     assert found > 5
 
 
-def test_nothing_sleeps_that_cannot_be_woken() -> None:
-    """Waiting is done on an event or a socket, which an end or a notice cuts short.  Commands have Ctrl-C."""
+def test_no_thread_sleeps_without_a_way_to_wake_it() -> None:
+    """Threads wait on an event or a socket, which a stop or a notice can end.  Commands have Ctrl-C."""
     for path in (path for path in SOURCES if path.parent.name not in ("cli", "doctor")):
         for call in calls(ast.parse(path.read_text()), "time.sleep", "sleep"):
             raise AssertionError(f"{path.name}:{call.lineno} sleeps")
@@ -49,12 +49,12 @@ EVENT_DRIVEN = (
     "connection.py",
     "signals.py",
 )
-"""What runs for each event and each message, and must not start a thread for it."""
+"""Modules that run for each event or message, and must not start a thread for it."""
 
 
 @pytest.mark.fault("H07")
 def test_no_event_and_no_message_starts_a_thread() -> None:
-    """Threads are made with the object that has them, or when the daemon starts."""
+    """Threads start with the object that owns them, or with the daemon."""
     checked = set()
     for path in (path for path in SOURCES if path.name in EVENT_DRIVEN):
         checked.add(path.name)
@@ -65,7 +65,7 @@ def test_no_event_and_no_message_starts_a_thread() -> None:
     assert checked == set(EVENT_DRIVEN)
 
 
-def test_calls_are_found_as_they_are_written() -> None:
+def test_calls_are_found_by_their_written_name() -> None:
     tree = ast.parse("threading.Thread(target=f, daemon=True)\nx = other()")
     (call,) = calls(tree, "threading.Thread")
     assert keywords(call) == {"target": "f", "daemon": "True"}

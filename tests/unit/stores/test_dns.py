@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that resolved once go on resolving when nobody resolves names any more."""
+"""A name that resolved once still resolves when the resolver fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swansongd.stores.http.dns import AddressMemory
 
 
 class Resolver:
-    """A resolver that can die."""
+    """A resolver that can fail."""
 
     def __init__(self) -> None:
         self.is_dead = False
@@ -25,8 +25,8 @@ class Resolver:
 
 
 @pytest.mark.fault("O16")
-def test_the_last_answer_stands_in_for_a_dead_resolver() -> None:
-    """What resolved before is found, with its newest address; what never did is an error as ever."""
+def test_cached_addresses_replace_a_failed_resolver() -> None:
+    """A known name has its newest addresses; an unknown name is an error."""
     resolver = Resolver()
     memory = AddressMemory(resolver)
     memory("bucket.example", 443, proto=6)
@@ -38,8 +38,8 @@ def test_the_last_answer_stands_in_for_a_dead_resolver() -> None:
         memory("other.example", 443, proto=6)
 
 
-def test_a_living_resolver_is_always_asked() -> None:
-    """A store that moves is found where it is now."""
+def test_a_working_resolver_is_always_called() -> None:
+    """A store that moves is found at its new address."""
     resolver = Resolver()
     memory = AddressMemory(resolver)
     memory("bucket.example", 443)
@@ -47,8 +47,8 @@ def test_a_living_resolver_is_always_asked() -> None:
     assert memory("bucket.example", 443)[0][4][0] == "192.0.2.3"
 
 
-def test_the_libraries_ask_the_memory() -> None:
-    """What urllib3, under boto3 and requests, connects to goes through the memory."""
+def test_the_libraries_use_the_cache() -> None:
+    """Connections of urllib3, and so of boto3 and requests, use the cache."""
     program = """
 import socket, urllib3
 from swansongd.stores.http import dns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the retry wrapper repeats, how long, and what it says about it."""
+"""The retry wrapper: which errors it retries, for how long, and its log lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 
 
 class Moody(FileStore):
-    """A real store, whose calls first go through a list of moods: an error, or None for a good one.
+    """A real store; a list of moods decides the result of each call: an error, or None for success.
 
-    ``after`` says that the error comes after the call has taken effect.
+    With ``after`` the error is raised after the call took effect.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,7 +59,7 @@ class Moody(FileStore):
             raise mood
 
     def page(self, prefix: str, token: str | None) -> Page:
-        """Two keys a page, in the reverse of their order, each page but the first with one of the last."""
+        """Two keys a page, in reverse order; each page except the first repeats a key."""
         self.attempts += 1
         mood = self.moods.pop(0) if self.moods else None
         if mood is not None:
@@ -71,7 +71,7 @@ class Moody(FileStore):
 
 
 class Clock:
-    """Stands where it is put; each look at it lets ``step_s`` pass."""
+    """A manual clock; each call advances it by ``step_s``."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.now_s = 1000.0
@@ -83,7 +83,7 @@ class Clock:
 
 
 class Waits(threading.Event):
-    """A stop event that writes down for how long it was waited on, and does not wait."""
+    """A stop event that records the waits on it, and does not wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ def retrying(
     )
 
 
-def test_transient_is_repeated_until_it_works(moody: Moody) -> None:
-    """Some Transient errors in a row do not reach the caller."""
+def test_transient_errors_are_retried_until_success(moody: Moody) -> None:
+    """Several Transient errors in a row do not reach the caller."""
     moody.moods = [Transient("503"), Transient("reset"), None]
     retrying(moody).put("key", b"content")
     assert moody.attempts == 3
@@ -121,8 +121,8 @@ def test_transient_is_repeated_until_it_works(moody: Moody) -> None:
 
 
 @pytest.mark.parametrize("error", [Permanent("403"), NotFound("404"), Exists("412")])
-def test_nothing_else_is_repeated(moody: Moody, error: StoreError) -> None:
-    """What trying again does not fix is raised as it is, at once."""
+def test_other_errors_are_not_retried(moody: Moody, error: StoreError) -> None:
+    """Other errors are raised immediately."""
     moody.moods = [error]
     with pytest.raises(type(error)) as caught:
         retrying(moody).put("key", b"content")
@@ -130,16 +130,16 @@ def test_nothing_else_is_repeated(moody: Moody, error: StoreError) -> None:
     assert moody.attempts == 1
 
 
-def test_exists_after_an_ambiguous_attempt_is_handed_on(moody: Moody) -> None:
-    """The name may be taken by our own first attempt: only the caller can tell, and is told."""
+def test_exists_after_an_ambiguous_attempt_is_raised(moody: Moody) -> None:
+    """The object may be from our own first attempt: the caller decides."""
     moody.moods, moody.after = [Transient("no reply")], True
     with pytest.raises(Exists):
         retrying(moody).put("key", b"mine", if_absent=True)
     assert moody.get("key") == b"mine"
 
 
-def test_no_attempt_begins_after_the_deadline(moody: Moody) -> None:
-    """Not even the first; and without any limit there is none."""
+def test_no_attempt_starts_after_the_deadline(moody: Moody) -> None:
+    """Not even the first one; without a limit there is no deadline."""
     for give_up_mono_s in (1000.0, 995.0):
         late = retrying(moody, give_up=[give_up_mono_s].pop, monotonic=Clock())
         with pytest.raises(Transient):
@@ -150,7 +150,7 @@ def test_no_attempt_begins_after_the_deadline(moody: Moody) -> None:
 
 
 def test_the_last_error_is_raised_when_the_time_is_up(moody: Moody) -> None:
-    """A store that stays down uses the time left for attempts, and then says what was wrong."""
+    """All the time left is used for attempts; then the last error is raised."""
     moody.moods = [Transient(f"attempt {n}") for n in range(1, 1000)]
     clock = Clock(step_s=0.05)
     with pytest.raises(Transient) as caught:
@@ -160,8 +160,8 @@ def test_the_last_error_is_raised_when_the_time_is_up(moody: Moody) -> None:
     assert clock.now_s >= 1000.8
 
 
-def test_a_deadline_that_moves_is_obeyed(moody: Moody) -> None:
-    """It is asked for before every attempt, not once per call."""
+def test_a_deadline_that_moves_takes_effect(moody: Moody) -> None:
+    """The deadline is read before every attempt, not once for each call."""
     moody.moods = [Transient("down")] * 1000
 
     def give_up() -> float | None:
@@ -173,7 +173,7 @@ def test_a_deadline_that_moves_is_obeyed(moody: Moody) -> None:
 
 
 def test_a_deadline_that_comes_during_a_wait(moody: Moody) -> None:
-    """An emergency that begins while a call waits is obeyed when the wait is over."""
+    """A notice during a backoff takes effect at the end of that backoff."""
     moody.moods = [Transient("down")] * 1000
     stop = Waits()
 
@@ -185,8 +185,8 @@ def test_a_deadline_that_comes_during_a_wait(moody: Moody) -> None:
     assert moody.attempts == 1
 
 
-def test_stop_ends_the_waiting(moody: Moody) -> None:
-    """With stop set there is one attempt and no wait; its error is raised."""
+def test_stop_ends_the_backoff(moody: Moody) -> None:
+    """After stop there is one attempt without a wait; its error is raised."""
     stop = threading.Event()
     stop.set()
     moody.moods = [Transient("down")] * 1000
@@ -196,7 +196,7 @@ def test_stop_ends_the_waiting(moody: Moody) -> None:
 
 
 def test_backoff_is_bounded_and_jittered(moody: Moody) -> None:
-    """Waits stay below 0.1 s doubled each time, below 2 s for ever, and are not all alike."""
+    """The bound doubles from 0.1 s to 2 s, and the waits differ."""
     stop = Waits()
     moody.moods = [Transient("down")] * 60
     retrying(moody, stop=stop).put("key", b"")
@@ -207,8 +207,8 @@ def test_backoff_is_bounded_and_jittered(moody: Moody) -> None:
     assert min(stop.seconds[10:]) < 1.0
 
 
-def test_the_time_left_is_not_waited_away(moody: Moody) -> None:
-    """However long the backoff has become, the next attempt comes while there is time."""
+def test_the_backoff_leaves_time_for_an_attempt(moody: Moody) -> None:
+    """The next attempt starts before the deadline, after any backoff."""
     stop = Waits()
     moody.moods = [Transient("down")] * 60
     retrying(moody, give_up=lambda: 1000.5, stop=stop, monotonic=Clock()).put("key", b"")
@@ -216,8 +216,8 @@ def test_the_time_left_is_not_waited_away(moody: Moody) -> None:
 
 
 @pytest.mark.fault("O04")
-def test_the_store_is_left_alone_as_long_as_it_wants(moody: Moody) -> None:
-    """What the store asks for comes on top of the jitter, so that callers told the same do not meet."""
+def test_retry_after_is_added_to_the_jitter(moody: Moody) -> None:
+    """Callers with the same Retry-After do not retry together."""
     stop = Waits()
     moody.moods = [Transient("503", retry_after_s=7.0), Transient("503", retry_after_s=0.3), None]
     retrying(moody, stop=stop).put("key", b"")
@@ -225,8 +225,8 @@ def test_the_store_is_left_alone_as_long_as_it_wants(moody: Moody) -> None:
 
 
 @pytest.mark.fault("O04")
-def test_no_store_is_left_alone_for_ever(moody: Moody) -> None:
-    """Whatever it asks for, a minute is the most."""
+def test_retry_after_is_limited(moody: Moody) -> None:
+    """To one minute."""
     stop = Waits()
     moody.moods = [Transient("503", retry_after_s=86400.0), None]
     retrying(moody, stop=stop).put("key", b"")
@@ -234,8 +234,8 @@ def test_no_store_is_left_alone_for_ever(moody: Moody) -> None:
 
 
 @pytest.mark.fault("O04")
-def test_what_the_store_wants_leaves_time_for_an_attempt(moody: Moody) -> None:
-    """Asked to wait for longer than there is time, it waits for no more than half and tries again."""
+def test_retry_after_leaves_time_for_an_attempt(moody: Moody) -> None:
+    """A wait longer than the time left is limited to half of it."""
     for wanted_s in (11.0, 3600.0):
         stop = Waits()
         clock = Clock()
@@ -253,8 +253,8 @@ def test_what_the_store_wants_leaves_time_for_an_attempt(moody: Moody) -> None:
 
 
 @pytest.mark.fault("O04")
-def test_a_deadline_cuts_short_what_the_store_wants(moody: Moody) -> None:
-    """A notice that comes while a call leaves the store alone is obeyed within half a second."""
+def test_a_deadline_shortens_retry_after(moody: Moody) -> None:
+    """A notice during the wait takes effect within half a second."""
     stop = Waits()
 
     def give_up() -> float | None:
@@ -266,16 +266,16 @@ def test_a_deadline_cuts_short_what_the_store_wants(moody: Moody) -> None:
     assert max(stop.seconds) <= 0.5
 
 
-def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
-    """A shard, a part and a range that failed once come through whole, in a second pass."""
+def test_bodies_and_sinks_are_rewound(moody: Moody) -> None:
+    """A shard, a part and a range are complete after a second pass."""
     content = b"content" * 1000
     down = Transient("reset")
     store = retrying(moody)
-    body = BytesBody(content)
+    body = CountedBody(content)
     moody.moods = [down]
     assert store.put_shard("shard", body) == crc32c(content)
     assert (body.passes, moody.get("shard")) == (2, content)
-    body = BytesBody(content)
+    body = CountedBody(content)
     upload = store.begin("large", len(content), len(content))
     moody.moods = [down]
     receipt = store.put_part(upload, 1, body)
@@ -283,14 +283,14 @@ def test_bodies_and_sinks_begin_again(moody: Moody) -> None:
     assert store.parts(upload) == [receipt]
     assert [found.upload_id for found in store.uploads("la")] == [upload.upload_id]
     store.complete(upload, [receipt])
-    sink = BytesSink()
+    sink = CountedSink()
     moody.moods = [down]
     store.get_range("large", 1, len(content) - 1, sink)
     assert (sink.passes, sink.data) == (2, content[1:])
 
 
 def test_an_abort_by_its_id(moody: Moody) -> None:
-    """What was begun elsewhere can be forgotten by whoever knows key and id."""
+    """Key and id are enough to abort an upload of another process."""
     store = retrying(moody)
     upload = store.begin("large", 1, 1)
     store.abort(upload.key, upload.upload_id)
@@ -298,7 +298,7 @@ def test_an_abort_by_its_id(moody: Moody) -> None:
 
 
 def test_a_listing_resumes_with_the_page_that_failed(moody: Moody) -> None:
-    """Every key comes once, in whatever order, though pages fail before and between others."""
+    """Each key occurs once, in any order, although pages fail."""
     keys = [f"key-{n}" for n in range(6)]
     for key in keys:
         moody.put(key, b"")
@@ -318,7 +318,7 @@ def test_a_listing_that_is_refused(moody: Moody) -> None:
 
 
 def test_one_log_line_at_the_first_retry_and_one_at_recovery(moody: Moody) -> None:
-    """Not one per attempt, and none when all is well."""
+    """Not one for each attempt, and none without a retry."""
     moody.moods = [Transient("503 SlowDown"), Transient("again"), Transient("again"), None]
     with capture_logs() as lines:
         store = retrying(moody)
@@ -333,7 +333,7 @@ def test_one_log_line_at_the_first_retry_and_one_at_recovery(moody: Moody) -> No
     assert lines[1]["attempts"] == 4
 
 
-def test_it_shows_the_store_that_it_wraps(moody: Moody) -> None:
-    """URL and smallest part are those of the store within."""
+def test_it_has_the_properties_of_the_wrapped_store(moody: Moody) -> None:
+    """URL and smallest part size."""
     store = retrying(moody)
     assert (store.url, store.part_size_bytes_min) == (moody.url, moody.part_size_bytes_min)

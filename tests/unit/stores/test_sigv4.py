@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures: the same as botocore's for whatever request."""
+"""Signatures equal those of botocore for any request."""
 
 from __future__ import annotations
 

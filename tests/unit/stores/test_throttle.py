@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the throttle lets through, and when it lets go."""
+"""The throttle: its rate, and the end of waits when the limit changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swansongd.stores.base import WINDOW_BYTES, Body
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.throttle import Throttled
 
-from testkit.bodies import BytesBody, BytesSink
+from testkit.bodies import CountedBody, CountedSink
 from testkit.waiting import until
 
 RATE = 8.0 * WINDOW_BYTES
@@ -30,7 +30,7 @@ class Limit:
 
 
 class Watched(FileStore):
-    """A real store that knows how many bodies are under way."""
+    """A real store that counts the bodies in flight."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory.as_uri())
@@ -68,14 +68,14 @@ def joined(threads: list[threading.Thread]) -> None:
 
 
 def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
-    """Shards and parts of several threads share one limit; the first window only is free."""
+    """Shards and parts of several threads share one limit; only the first window is free."""
     store = Throttled(files, Limit(RATE))
     upload = store.begin("large", 4 * WINDOW_BYTES, WINDOW_BYTES)
     began_s = time.monotonic()
 
     def send(number: int) -> None:
-        store.put_shard(f"shard-{number}", BytesBody(bytes(WINDOW_BYTES)))
-        store.put_part(upload, number + 1, BytesBody(bytes(WINDOW_BYTES)))
+        store.put_shard(f"shard-{number}", CountedBody(bytes(WINDOW_BYTES)))
+        store.put_part(upload, number + 1, CountedBody(bytes(WINDOW_BYTES)))
 
     joined(started(4, send))
     took_s = time.monotonic() - began_s
@@ -84,13 +84,13 @@ def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
 
 
 def test_no_credit_for_idle_times(files: Watched) -> None:
-    """However long nothing was sent, what comes then goes no faster."""
+    """Idle time does not increase the rate afterwards."""
     now_s = [0.0]
     store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
-    store.put_shard("first", BytesBody(bytes(WINDOW_BYTES)))
+    store.put_shard("first", CountedBody(bytes(WINDOW_BYTES)))
     now_s[0] += 3600
-    store.put_shard("second", BytesBody(bytes(WINDOW_BYTES)))
-    (third,) = started(1, lambda _: store.put_shard("third", BytesBody(bytes(WINDOW_BYTES))))
+    store.put_shard("second", CountedBody(bytes(WINDOW_BYTES)))
+    (third,) = started(1, lambda _: store.put_shard("third", CountedBody(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == 1, what="the third to begin")
     third.join(timeout=0.2)
     assert third.is_alive()
@@ -98,13 +98,13 @@ def test_no_credit_for_idle_times(files: Watched) -> None:
     joined([third])
 
 
-def test_lifting_frees_who_waits(files: Watched) -> None:
-    """Those in the middle of a body and those that wait for their turn go on at once."""
-    limit = Limit(1000.0)  # a quarter of an hour for a window
+def test_removing_the_limit_ends_all_waits(files: Watched) -> None:
+    """Bodies in flight and waiting bodies continue immediately."""
+    limit = Limit(1000.0)  # 15 minutes for one window
     store = Throttled(files, limit)
     windows: list[int] = []
 
-    class Body(BytesBody):
+    class Body(CountedBody):
         def read_into(self, window: memoryview) -> None:
             super().read_into(window)
             windows.append(window.nbytes)
@@ -120,11 +120,11 @@ def test_lifting_frees_who_waits(files: Watched) -> None:
 
 
 @pytest.mark.parametrize(("rate", "most"), [(WINDOW_BYTES / 2, 1), (3.5 * WINDOW_BYTES, 3)])
-def test_few_bodies_at_once(files: Watched, rate: float, most: int) -> None:
-    """No more are under way than can each move a window in about a second."""
+def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> None:
+    """Each one in flight can send a window about once a second."""
     limit = Limit(rate)
     store = Throttled(files, limit)
-    threads = started(8, lambda n: store.put_shard(f"shard-{n}", BytesBody(bytes(WINDOW_BYTES))))
+    threads = started(8, lambda n: store.put_shard(f"shard-{n}", CountedBody(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == most, what=f"{most} under way")
     most_under_way = files.most_under_way
     limit.rate_bytes_per_s = None
@@ -132,10 +132,10 @@ def test_few_bodies_at_once(files: Watched, rate: float, most: int) -> None:
     assert most_under_way == most
 
 
-def test_a_body_that_is_not_wanted_any_more(files: Watched) -> None:
-    """Its refusal comes through, and its turn goes to the next one."""
+def test_a_cancelled_body_frees_its_slot(files: Watched) -> None:
+    """Its error is raised, and the next body takes the slot."""
 
-    class Unwanted(BytesBody):
+    class Unwanted(CountedBody):
         def read_into(self, window: memoryview) -> None:
             raise InterruptedError("unwanted")
 
@@ -143,12 +143,12 @@ def test_a_body_that_is_not_wanted_any_more(files: Watched) -> None:
     for _ in range(3):
         with pytest.raises(InterruptedError, match="unwanted"):
             store.put_shard("shard", Unwanted(b"x"))
-    store.put_shard("shard", BytesBody(b"x"))
+    store.put_shard("shard", CountedBody(b"x"))
     assert files.get("shard") == b"x"
 
 
-def test_all_else_passes(files: Watched) -> None:
-    """Small objects and reads are not held up by a limit that lets next to nothing through."""
+def test_other_calls_are_not_limited(files: Watched) -> None:
+    """Small objects and reads pass with a limit close to 0."""
     store = Throttled(files, Limit(1e-3))
     assert (store.url, store.part_size_bytes_min) == (files.url, files.part_size_bytes_min)
     store.check()
@@ -156,12 +156,12 @@ def test_all_else_passes(files: Watched) -> None:
     content = bytes(2 * WINDOW_BYTES)
     store.put("key", content, if_absent=True)
     assert store.get("key") == content
-    sink = BytesSink()
+    sink = CountedSink()
     store.get_range("key", 1, WINDOW_BYTES, sink)
     assert sink.data == content[1 : WINDOW_BYTES + 1]
     assert store.head("key") == next(store.list("k"))
     upload = store.begin("large", 1, 1)
-    receipt = store.put_part(upload, 1, BytesBody(b"1"))
+    receipt = store.put_part(upload, 1, CountedBody(b"1"))
     assert store.parts(upload) == [receipt]
     store.complete(upload, [receipt])
     left = store.begin("left", 1, 1)

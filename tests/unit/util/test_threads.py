@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running tasks in parallel: all of them once, or the first error."""
+"""Tasks in parallel threads, and tasks in order in one thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from swansongd.util.threads import Worker, parallel
 from testkit.waiting import until
 
 
-def test_every_task_is_done_once() -> None:
-    """No task is lost or done twice, with more threads than tasks and with fewer."""
+def test_every_task_runs_once() -> None:
+    """With fewer threads than tasks, and with more."""
     for threads in (1, 3, 50):
         done: list[int] = []
         parallel(range(20), done.append, threads=threads)
         assert sorted(done) == list(range(20))
 
 
-def test_tasks_run_at_the_same_time_and_no_more_than_told() -> None:
-    """Three threads meet at a barrier; a fourth would be counted."""
+def test_tasks_run_in_parallel_up_to_the_limit() -> None:
+    """Three threads meet at a barrier; a fourth thread would be counted."""
     barrier = threading.Barrier(3)
     lock = threading.Lock()
     running = 0
@@ -43,8 +43,8 @@ def test_tasks_run_at_the_same_time_and_no_more_than_told() -> None:
     assert most == 3
 
 
-def test_the_first_error_ends_it_and_no_thread_is_left() -> None:
-    """Tasks not begun are dropped, the one under way is waited for, and the error is raised."""
+def test_after_the_first_error_no_task_begins_and_no_thread_is_left() -> None:
+    """The running task is waited for, and the error is raised."""
     begun: list[int] = []
     both_begun = threading.Barrier(2)
     failed = threading.Event()
@@ -65,8 +65,8 @@ def test_the_first_error_ends_it_and_no_thread_is_left() -> None:
     assert len(begun) <= 4
 
 
-def test_stop_is_an_error_of_its_own() -> None:
-    """Whoever stops it learns that it is not done."""
+def test_a_stop_raises_stopped() -> None:
+    """The caller must not take the tasks for done."""
     stop = threading.Event()
     done: list[int] = []
 
@@ -79,16 +79,15 @@ def test_stop_is_an_error_of_its_own() -> None:
     assert done == [0]
 
 
-def test_a_stop_after_the_last_task_is_none() -> None:
-    """What is done is done."""
+def test_a_stop_after_the_last_task_has_no_effect() -> None:
     stop = threading.Event()
     parallel([1], lambda _task: stop.set(), threads=1, stop=threading.Event())
     assert stop.is_set()
 
 
 @pytest.mark.fault("H07")
-def test_a_worker_does_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and whatever one of them raises; each fault is logged."""
+def test_a_worker_runs_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a task is logged, and does not end the thread."""
     log = CapturingLogger()
     monkeypatch.setattr(module, "_log", log)
     worker = Worker("test", tasks_max=1000)
@@ -110,8 +109,8 @@ def test_a_worker_does_its_tasks_in_order_in_one_thread(monkeypatch: pytest.Monk
 
 
 @pytest.mark.fault("H07")
-def test_a_worker_with_a_full_queue_refuses_at_once() -> None:
-    """Who submits never waits, and nothing grows without bound."""
+def test_a_worker_with_a_full_queue_refuses_a_task_immediately() -> None:
+    """The caller never blocks, and the queue does not grow without limit."""
     worker = Worker("test", tasks_max=2)
     held = threading.Event()
     assert [worker.submit(held.wait) for _ in range(4)] == [True, True, False, False]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the daemon for the newest whole checkpoint, and loads one rank's part of it."""
+"""Asks the daemon for a checkpoint, and loads this rank's part of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from swansong.protocol import Message, RankManifest, Refused, Restored, RestoreQ
 from swansong.state import Snapshots
 
 PATIENCE_S = 120.0
-"""How long a restore may go without any progress."""
+"""Longest time of a restore without any progress."""
 
 log = logging.getLogger("swansong")
 
 
 class RestoreError(Exception):
-    """There is a checkpoint, but it cannot be restored.  To start from scratch would be worse."""
+    """A checkpoint exists but cannot be restored.  Training must not start from step 0 instead."""
 
 
 class RestoreClient:
@@ -188,19 +188,19 @@ def load_checkpoint(
     """Load this rank's part of a checkpoint.
 
     Args:
-        directory: as it lay in staging: with a manifest for each rank.
-        ranks: the job as it is now; must be as large as the one that saved, unless ``state`` reads
-            whole sets.
-        state: loads it.
-        wanted_step: the step that it must be of, if that is known.
-        owners: of a directory that the daemon named: user ids that all of it must belong to, and links are
-            refused.  None for one that the trainer's user chose.
+        directory: of the checkpoint, with a rank manifest for each rank.
+        ranks: position of this process.  The job must have as many ranks as the one that saved, unless
+            ``state`` reads whole sets.
+        state: the objects to load.
+        wanted_step: step that the checkpoint must have; None accepts any step.
+        owners: user ids that the directory and its files may belong to; links are refused.  None for a
+            directory that the trainer's user named, without these checks.
 
     Returns:
-        Its number of completed steps.
+        Number of completed optimizer steps.
 
     Raises:
-        RestoreError: whatever is wrong, naming the directory.
+        RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
     """
     try:
         with _opened(directory, owners) as directory_fd:
@@ -213,7 +213,7 @@ def load_checkpoint(
                 manifest = _check_part(directory_fd, ranks.rank, wanted_step, owners)
                 if manifest.world_size != ranks.world_size:
                     raise ValueError(
-                        f"{manifest.world_size} ranks saved it, and {ranks.world_size} are here now"
+                        f"{manifest.world_size} ranks saved it, and this job has {ranks.world_size}"
                     )
                 part = Path(directory, protocol.rank_directory(ranks.rank))
         state.load(part)
@@ -257,7 +257,7 @@ def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
 
 
 def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
-    """Open a file of a checkpoint; with ``owners`` one component at a time, following no link."""
+    """Open a file of a checkpoint; with ``owners`` component by component, without following links."""
     if owners is None:
         fd = os.open(path, openat.FILE & ~os.O_NOFOLLOW, dir_fd=directory_fd)
         return os.fdopen(fd, "rb")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes this rank's checkpoints: copies the state between two steps, writes the copy behind the loop.
+"""Takes this rank's checkpoints: copies the state between two steps, and writes the copy in the background.
 
-A state that cannot be copied is written in the training loop's own thread instead.
+A state that cannot be copied is written in the thread of the training loop instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from swansong._ranks.agreement import Agreement, Due
 from swansong.protocol import Failed, RankManifest, Sealed
 
 COPIES = 2
-"""So many copies of the state exist at most; a third save waits for the first to be written."""
+"""Largest number of copies of the state.  A third save waits until the first copy is written."""
 COPY_PATIENCE_S = 60.0
-"""Longest wait for that; the save has failed then."""
+"""Longest wait for a free copy, after which the save fails."""
 CLOSE_PATIENCE_S = 60.0
-"""How long the end of the trainer waits for what is still being written."""
+"""Longest wait of a trainer that ends for its copies to be written."""
 _HARMLESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 log = logging.getLogger("swansong")
@@ -40,38 +40,38 @@ class _Save:
     begun_mono_s: float
     snapshot_s: float = 0.0
     outcome: Sealed | Failed | None = None
-    """None also when this rank's part is written and another rank will seal the set."""
+    """None until the save is over, and also if another rank will seal the set."""
     is_over: bool = False
 
 
 @dataclass
-class Measured:
-    """What the last save cost.  Written here, read by whoever reports it."""
+class SaveCost:
+    """Time and size of the last save."""
 
     save_s: float | None = None
-    """From the step boundary until this rank's part was in staging."""
+    """Time from the step boundary until this rank's part was in staging."""
     snapshot_s: float | None = None
-    """The part of it for which the training loop stood still."""
+    """Time for which that save blocked the training loop."""
     size_bytes: int | None = None
     blocked_s: float = 0.0
-    """How long all saves together have held up the training loop."""
+    """Time for which all saves together have blocked the training loop."""
     saved_mono_s: float = field(default_factory=time.monotonic)
 
 
 class Saver:
-    """Between the training loop, which takes copies, and one thread, which writes them in order.
+    """Copies in the thread of the training loop, and writes the copies, in order, in another thread.
 
     Args:
-        take: copies the state and returns what writes the copy into a directory; or, if not
-            ``in_background``, returns what writes the live state.  May use its last but one copy's
-            memory again: that one is written, or given up, before ``take`` is called.
-        in_background: whether the loop may go on before the state is written.
+        take: copies the state and returns a function that writes the copy into a directory.  It may reuse the
+            memory of the last copy but one, which is written or dropped before the call.  Without
+            ``in_background`` the returned function writes the live state.
+        in_background: whether training may continue before the state is written.
     """
 
     def __init__(
         self, take: Callable[[], Callable[[Path], object]], *, in_background: bool
     ) -> None:
-        self.measured = Measured()
+        self.cost = SaveCost()
         self._take = take
         self._in_background = in_background
         self._changed = threading.Condition()
@@ -83,12 +83,19 @@ class Saver:
     def save(
         self, agreement: Agreement, staging: str, nonce: str, due: Due, manifest: RankManifest
     ) -> bool:
-        """Take a checkpoint of the state as it is now, and tell ``agreement`` what became of it.
+        """Take a checkpoint of the current state, and report the result to ``agreement``.
+
+        Args:
+            agreement: of this rank.
+            staging: staging directory of the run.
+            nonce: for the name of the set, the same for all ranks that save it.
+            due: kind of the checkpoint, and the request that it answers.
+            manifest: all of the rank manifest but ``files``.
 
         Returns:
-            False when it failed already; True when it is in staging, or on its way there.
+            True if this rank's part is in staging or copied; False if the save failed.
         """
-        if self._is_there(agreement, staging, due, manifest.step):
+        if self._is_saved(agreement, staging, due, manifest.step):
             return True
         begun_mono_s = time.monotonic()
         ids = [due.request_id] if due.request_id else []
@@ -98,7 +105,7 @@ class Saver:
             write = self._take()
         except _HARMLESS:
             raise
-        except BaseException as error:  # some frameworks' errors are no Exception
+        except BaseException as error:  # some frameworks raise errors that are not an Exception
             self._fail(save, error)
         else:
             if self._in_background:
@@ -112,17 +119,17 @@ class Saver:
         return not isinstance(save.outcome, Failed)
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until all copies are written; whether they are."""
+        """Wait until all copies are written; returns False if the limit passed first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._outstanding == 0, limit_s)
 
     def forget(self) -> None:
-        """What was saved so far answers no request any more: training goes back to before it."""
+        """Forget the last save before a rollback, so that it answers no later request."""
         with self._changed:
             self._last = None
 
-    def _is_there(self, agreement: Agreement, staging: str, due: Due, step: int) -> bool:
-        # A set of that step that is in staging, or on its way there, answers the request.
+    def _is_saved(self, agreement: Agreement, staging: str, due: Due, step: int) -> bool:
+        # A set of the same step that is in staging, or being written, answers the request.
         with self._changed:
             last = self._last
             if last is None or (last.staging, last.manifest.step) != (staging, step):
@@ -154,10 +161,10 @@ class Saver:
         self._queue.put((save, write))
 
     def _blocked(self, save: _Save) -> None:
-        self.measured.saved_mono_s = time.monotonic()
-        save.snapshot_s = self.measured.saved_mono_s - save.begun_mono_s
-        self.measured.snapshot_s = save.snapshot_s
-        self.measured.blocked_s += save.snapshot_s
+        self.cost.saved_mono_s = time.monotonic()
+        save.snapshot_s = self.cost.saved_mono_s - save.begun_mono_s
+        self.cost.snapshot_s = save.snapshot_s
+        self.cost.blocked_s += save.snapshot_s
 
     def _run(self) -> None:
         while True:
@@ -186,7 +193,7 @@ class Saver:
             self._fail(save, error)
             return
         save_s = time.monotonic() - save.begun_mono_s
-        self.measured.save_s, self.measured.size_bytes = save_s, written.size_bytes
+        self.cost.save_s, self.cost.size_bytes = save_s, written.size_bytes
         if written.is_sealed:
             save.outcome = Sealed(
                 step=manifest.step,
@@ -203,7 +210,7 @@ class Saver:
 
 
 def _answers(save: _Save) -> list[Sealed | Failed]:
-    """One for each request that waits for this save; one without a request id when none does."""
+    """Return one answer for each request that this save serves; without requests, one with an empty id."""
     outcome = save.outcome
     if outcome is None:
         return []

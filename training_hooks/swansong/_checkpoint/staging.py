@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one checkpoint into staging: partial directory, files, rank manifest, rename.
 
-A set has its sealed name only when every rank of this node has put its manifest there, and a rank puts
-its manifest there only when all its files are written.  A process may die between any two system calls.
+A rank writes its manifest after all its files.  The set gets its sealed name after the manifests of all ranks
+of this VM.  A process may die between any two system calls, and the daemon still never takes half a set.
 
-A rank writes below ``rank-00000.writing/``, and a file moves to ``rank-00000/`` once it is complete: at
-the end of the save, or when :func:`finish` says so before.  What lies there is final, and the daemon
-may store it while the rest is still being written.
+A rank writes below ``rank-00000.writing/``.  A complete file moves to ``rank-00000/``: at the end of the
+save, or earlier by :func:`finish`.  Files there are final, and the daemon may upload them before the set is
+sealed.
 
-Other members of the group may write to the staging directory of the run.  So each name is opened relative to
-the descriptor of its directory, no link is followed, and nothing of another user is touched.  A set
-is writable for its own user, and through the default ACL of the staging directory for the daemon, which
-removes it later.  With that ACL the group has no access to a set; without ACLs it may read one.  Therefore
-all ranks of one VM must run as one user, and the paths that a save function gets are safe: no other user can
-create anything below the partial directory.
+Other members of the group may write to the staging directory of the run.  Therefore each name is opened
+relative to the descriptor of its directory, no link is followed, and entries of other users are left
+alone.  A set is writable for its own user and, through the default ACL of the staging directory, for the
+daemon, which removes it later.  With that ACL the group has no access to a set; without ACLs it may read
+one.  Therefore all ranks of one VM must run as one user.  The paths that a save function gets are safe,
+because no other user can create an entry below the partial directory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong import bounds, openat, protocol
 from swansong.openat import UnsafeFileError
@@ -38,39 +36,24 @@ from swansong.protocol import FileEntry, RankManifest
 _FILE_MODE = 0o640
 _DIRECTORY_MODE = stat.S_ISGID | 0o750
 _WRITING_MODE = stat.S_ISGID | 0o700
-"""Files that a save function creates there keep the mode of its umask until they are finished."""
+"""Mode of a writing directory.  Its files keep the mode of the trainer's umask until they are finished."""
 _MODE_WITH_ACL = stat.S_ISGID | 0o770
-"""With an ACL the group bits are its mask: the daemon has ``rwx`` by its own entry, and the group nothing."""
+"""With an ACL the group bits are its mask.  The daemon has ``rwx`` by its own entry, and the group
+nothing."""
 
 log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of one rank's part of a checkpoint."""
+    """The result of writing one rank's part of a checkpoint."""
 
     directory: str
     """The sealed name, relative to the staging directory of the run."""
     size_bytes: int
-    """Of this rank's files."""
+    """Total size of this rank's files."""
     is_sealed: bool
-    """Whether the set has its sealed name; else other ranks of this node are still writing."""
-
-
-def health_of(loss: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite ones among loss and metrics, and whether the loss is (``loss_is_finite``, 0 or 1)."""
-    health: dict[str, float] = {}
-    for name, value in {**metrics, "loss": loss}.items():
-        try:
-            # A loss that still has its graph would be warned of, and the warning may be an error.
-            number = float(value.detach() if hasattr(value, "detach") else value)
-        except Exception:  # noqa: S112 - no metric must cost a checkpoint
-            continue
-        if math.isfinite(number):
-            health[name] = number
-        if name == "loss":
-            health["loss_is_finite"] = float(math.isfinite(number))
-    return health
+    """Whether the set has its sealed name.  If not, other ranks of this VM are still writing."""
 
 
 def write_checkpoint(
@@ -85,15 +68,14 @@ def write_checkpoint(
 
     Args:
         staging: staging directory of the run; must exist.
-        nonce: the same for all ranks of this node that save this set.
-        manifest: all but ``files``, which are found.
-        save: writes the rank's files into the directory that it is given, and may :func:`finish` them
-            one by one.
-        durable: whether the set must outlive a crash of the operating system (fsync).
+        nonce: the same for all ranks that save this set.
+        manifest: all of the rank manifest but ``files``.
+        save: writes the rank's files into a given directory, and may :func:`finish` them one by one.
+        durable: whether the set must survive a crash of the operating system (fsync).
 
     Raises:
-        OSError: the file system refused.
-        Exception: whatever ``save`` raised.  In either case the partial directory is gone.
+        OSError: the file system returned an error.
+        Exception: ``save`` raised it.  In both cases the partial directory is removed.
     """
     name = protocol.sealed_name(manifest.step, nonce)
     partial = protocol.partial_name(name)
@@ -107,7 +89,7 @@ def write_checkpoint(
                 files = _write_part(partial_fd, place, manifest, save, durable=durable)
                 sealed = _seal(run_fd, partial_fd, name, manifest.local_world_size, durable=durable)
         except BaseException:
-            # Without this rank's files the set can never be whole: make room, even while other ranks write.
+            # Without this rank's files the set can never be complete: free the space.
             _remove_own(partial, run_fd)
             raise
     size_bytes = sum(file.size_bytes for file in files)
@@ -115,10 +97,10 @@ def write_checkpoint(
 
 
 def remove_leftovers(staging: str, rank: int) -> None:
-    """Remove what this rank left in partial directories when it last died.
+    """Remove the files that an earlier process of this rank left in partial directories.
 
-    To be called by a new process before its first save: a manifest that an earlier job start put into
-    a set of the same name must not help to seal that set.  Directories of other users are left alone.
+    A new process calls it before its first save.  Otherwise a manifest that the earlier process left in a set
+    of the same name could seal that set too early.  Directories of other users are left alone.
 
     Raises:
         OSError: the staging directory cannot be read.
@@ -127,7 +109,7 @@ def remove_leftovers(staging: str, rank: int) -> None:
         for partial in os.listdir(run_fd):
             if protocol.parse_partial_name(partial) is None:
                 continue
-            with contextlib.suppress(OSError):  # of another user, or gone
+            with contextlib.suppress(OSError):  # of another user, or already removed
                 with _held(_open_own(partial, run_fd)) as partial_fd:
                     own = [
                         each for each in os.listdir(partial_fd) if protocol.is_of_rank(each, rank)
@@ -140,14 +122,14 @@ def remove_leftovers(staging: str, rank: int) -> None:
 
 
 def finish(path: str | os.PathLike[str]) -> None:
-    """Declare a file complete that a save function has written; from here on nobody may touch it.
+    """Declare a file complete that a save function has written, so that the daemon may upload it early.
 
-    It leaves its place, so a save function must not look for it again.  Outside of a save, where the
-    files are nobody else's business, this does nothing.
+    The file moves to its final directory, and must not change any more.  For a file that is not part of a
+    save this does nothing.
 
     Raises:
         ValueError: it is not a regular file with a single name, or the name is not allowed.
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     parts = Path(path).absolute().parts
     for place in range(1, len(parts) - 1):
@@ -170,7 +152,7 @@ def _write_part(
     *,
     durable: bool,
 ) -> list[FileEntry]:
-    """Write a rank's files and, last, its manifest."""
+    """Write a rank's files and then its manifest."""
     rank = manifest.rank
     own, writing = protocol.rank_directory(rank), protocol.writing_directory(rank)
     begun = protocol.rank_begun_name(rank)
@@ -213,8 +195,8 @@ def _finish(partial_fd: int, rank: int, path: Sequence[str]) -> None:
         except OSError as error:
             if isinstance(error, UnsafeFileError) or error.errno in (errno.ELOOP, errno.ENXIO):
                 raise ValueError(
-                    f"{relative} is not a regular file of this user with a single name; links and others"
-                    " are not uploaded"
+                    f"{relative} is not a regular file of this user with a single name, which alone can be"
+                    " uploaded"
                 ) from error
             raise
         with _held(fd):
@@ -225,7 +207,7 @@ def _finish(partial_fd: int, rank: int, path: Sequence[str]) -> None:
 
 
 def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Paths of everything that is not a directory; ``prefix`` goes before them.
+    """Yield the path, beginning with ``prefix``, of each entry that is not a directory.
 
     Raises:
         ValueError: a name is not allowed, or the tree is too deep.
@@ -241,7 +223,7 @@ def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileEntry]:
-    """The files below a directory; with ``durable`` they and their directories are fsynced."""
+    """Yield the files below a directory; ``durable`` calls fsync for the files and their directories."""
     for name in os.listdir(directory_fd):
         path = f"{prefix}/{name}"
         if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
@@ -257,9 +239,9 @@ def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileE
 
 
 def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
-    """Size of one rank's files in a sealed set, 0 when it has no such rank; None without such a set.
+    """Return the size of one rank's files in a sealed set: 0 without that rank, None without the set.
 
-    A directory of another user under that name is not such a set.
+    A directory of another user under that name does not count as the set.
     """
     manifest = protocol.rank_manifest_name(rank)
     limit = protocol.RANK_MANIFEST_MAX_BYTES
@@ -282,16 +264,16 @@ def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
 def _seal(
     run_fd: int, partial_fd: int, name: str, local_world_size: int, *, durable: bool
 ) -> str | None:
-    """Give the set its sealed name if all ranks of this node have put their manifests there.
+    """Rename the set if the manifests of all ranks of this VM are there.
 
     Returns:
-        The name; None while other ranks are still writing.
+        The sealed name; None while other ranks are still writing.
     """
     if sum(map(protocol.is_rank_manifest, os.listdir(partial_fd))) < local_world_size:
         return None
     try:
         sealed = _rename(run_fd, name)
-    except FileNotFoundError:  # another rank found all manifests too, and was faster
+    except FileNotFoundError:  # another rank has found all manifests and renamed the set first
         found = _name_of(partial_fd, run_fd)
         if found is None:
             raise
@@ -302,9 +284,10 @@ def _seal(
 
 
 def _rename(run_fd: int, name: str) -> str:
-    """Rename the partial directory of a set; the name that it got.
+    """Rename the partial directory of a set, and return the sealed name.
 
-    The partial directory shows the name to all members of the group, and one of them can take it.
+    Members of the group can read the name from the partial directory, and create an entry of that name first.
+    Then the set gets another nonce.
     """
     partial = protocol.partial_name(name)
     try:
@@ -320,13 +303,15 @@ def _rename(run_fd: int, name: str) -> str:
         if owner is None:
             raise
     other = f"{name}{secrets.token_hex(8)}"
-    log.warning("%s is taken by user id %s; the set is sealed as %s", name, owner, other)
+    log.warning(
+        "%s already exists and belongs to user id %s; the set is sealed as %s", name, owner, other
+    )
     os.rename(partial, other, src_dir_fd=run_fd, dst_dir_fd=run_fd)
     return other
 
 
 def _name_of(set_fd: int, run_fd: int) -> str | None:
-    """The sealed name that another rank gave to an open set."""
+    """Return the sealed name that another rank has given to an open set."""
     inode = os.fstat(set_fd).st_ino
     with os.scandir(run_fd) as entries:
         for entry in entries:
@@ -344,7 +329,7 @@ def _us() -> frozenset[int]:
 
 @contextlib.contextmanager
 def _held(fd: int) -> Iterator[int]:
-    """The descriptor, which is closed at the end."""
+    """Close a descriptor at the end of the block."""
     try:
         yield fd
     finally:
@@ -357,7 +342,7 @@ def _open_own(name: str, directory_fd: int) -> int:
 
 @contextlib.contextmanager
 def _below(directory_fd: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """Descriptor of a directory below, opened one component at a time; ``make`` creates what is missing."""
+    """Open a directory below, one component at a time; ``make`` creates missing ones."""
     with contextlib.ExitStack() as stack:
         for part in parts:
             inner_fd = _own_directory(part, directory_fd) if make else _open_own(part, directory_fd)
@@ -383,17 +368,16 @@ def _partial_directory(name: str, run_fd: int) -> int:
 def _own_directory(
     name: str, directory_fd: int, mode: int = _DIRECTORY_MODE, *, is_new: bool = False
 ) -> int:
-    """Open a directory of this user, and create it first unless another rank or thread has done so.
+    """Open a directory of this user, and create it if it does not exist.
 
     Args:
         name: of the directory.
-        directory_fd: the one that holds it.
-        mode: its mode where no ACL is inherited.
-        is_new: whether no other rank may have created it.
+        directory_fd: parent directory.
+        mode: mode of the directory where it inherits no ACL.
+        is_new: whether the directory must not exist yet.
     """
     try:
-        # For this user alone: whatever the umask, the group must not put anything into it before it has
-        # its mode.
+        # First for this user alone: the group must not create entries before the directory has its mode.
         os.mkdir(name, 0o700, dir_fd=directory_fd)
     except FileExistsError:
         if is_new:
@@ -409,7 +393,7 @@ def _own_directory(
 
 
 def _give_to_group(fd: int, parent_fd: int) -> None:
-    """Give a file or directory to the group of the directory above: without ACLs the daemon reads by it."""
+    """Give a file or directory to the group of its parent, by which the daemon reads without ACLs."""
     group = os.fstat(parent_fd).st_gid
     if os.fstat(fd).st_gid != group:
         with contextlib.suppress(PermissionError):  # this user is not in that group
@@ -417,7 +401,7 @@ def _give_to_group(fd: int, parent_fd: int) -> None:
 
 
 def _remove_own(name: str, directory_fd: int) -> None:
-    """Remove a directory of this user, as far as possible."""
+    """Remove a directory of this user; errors are ignored."""
     with contextlib.suppress(OSError):
         os.close(_open_own(name, directory_fd))
         openat.remove_tree(name, dir_fd=directory_fd)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to the daemon: one background thread, which connects again whenever it is lost.
+"""The connection to the daemon: a background thread that connects, receives and reconnects.
 
-Knows nothing of checkpoints.  The training loop never waits here: sending does not block.
+Sending never blocks, so the training loop can do it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swansong.protocol import Message, ProtocolError
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 5.0
 RESTART_PATIENCE_S = 30.0
-"""How long a restore waits for a daemon that was there a moment ago."""
+"""Longest wait of a restore for a daemon whose socket exists but refuses connections."""
 CONNECT_TIMEOUT_S = 2.0
 TICK_S = 1.0
-SAY_EVERY_S = 60.0
-"""Least time between two log lines of one kind."""
+LOG_INTERVAL_S = 60.0
+"""Shortest time between two log lines of one kind."""
 
 log = logging.getLogger("swansong")
 
@@ -36,10 +36,10 @@ class Channel:
 
     Args:
         path: of the daemon's socket.
-        expected: whether somebody said that there is a daemon; its absence is then worth a warning.
-        hello: the first message of each connection; called in the thread, like the others.
-        connected: called after it was sent.
-        handle: gets each message of the daemon.
+        expected: whether the path was configured; the daemon's absence is then logged as a warning.
+        hello: returns the first message of each connection.  The thread calls it, and the functions below.
+        connected: called after the first message was sent.
+        handle: called with each message of the daemon.
         tick: called at least once a second, connected or not.
     """
 
@@ -55,17 +55,17 @@ class Channel:
     ) -> None:
         self.path = path
         self.trusted_uids = frozenset({0, os.geteuid()})
-        """Root, this user, and since the first connection the daemon's user."""
+        """Root, this user and, after the first connection, the daemon's user."""
         self._absence = logging.WARNING if expected else logging.INFO
         self._hello = hello
         self._connected = connected
         self._handle = handle
         self._tick = tick
-        self._said: dict[str, tuple[str, float]] = {}
-        """By the kind of log line: the last one, and when it was written."""
+        self._logged: dict[str, tuple[str, float]] = {}
+        """By kind of log line: the last line, and its time in seconds of ``time.monotonic()``."""
         self._closing = threading.Event()
         self._tried = threading.Event()
-        self._lock = threading.Lock()  # over the life of the socket, not over reads from it
+        self._lock = threading.Lock()  # guards the lifetime of the socket, not reads from it
         self._socket: socket.socket | None = None
         self._opening: socket.socket | None = None
         self._was_refused = False
@@ -73,14 +73,14 @@ class Channel:
         self._thread = threading.Thread(target=self._run, name="swansong", daemon=True)
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start the thread, which begins to connect."""
         self._thread.start()
 
     def is_connected(self) -> bool:
-        """Whether there is a connection; waits until the first attempt has come to an end.
+        """Whether a connection exists.  Blocks until the first attempt has ended.
 
-        A socket that is there and refuses belongs to a daemon that is being restarted: that one is
-        waited for, up to :data:`RESTART_PATIENCE_S`.
+        A socket that refuses connections belongs to a daemon that restarts.  For that daemon it waits up to
+        :data:`RESTART_PATIENCE_S`.
         """
         self._tried.wait(2 * CONNECT_TIMEOUT_S)
         if self._socket is None and self._was_refused:
@@ -89,13 +89,15 @@ class Channel:
         return self._socket is not None
 
     def send(self, message: Message) -> bool:
-        """Send without waiting.  False when it cannot be said now; a reconnect says what matters again."""
+        """Send a message without blocking.
+
+        Returns:
+            False if the message was not sent.  After a reconnect the callers repeat what matters.
+        """
         try:
             data = protocol.encode(message)
         except ValueError as error:
-            self._say(
-                "unsent", logging.WARNING, f"a {message.TYPE} message cannot be sent: {error}"
-            )
+            self._log("unsent", logging.WARNING, f"cannot send a {message.TYPE} message: {error}")
             return False
         with self._lock:
             if self._socket is None:
@@ -103,12 +105,12 @@ class Channel:
             try:
                 self._socket.send(data)
                 return True
-            except OSError:  # BlockingIOError among them: the daemon has stopped to read
+            except OSError:  # such as BlockingIOError: the daemon has stopped reading
                 self._hang_up()
                 return False
 
     def close(self, farewell: Message) -> None:
-        """Say farewell and end the thread; waits for it a second at most."""
+        """Send a last message and end the thread; blocks for at most 1 s."""
         if not self._closing.is_set():
             self.send(farewell)
             self._closing.set()
@@ -118,8 +120,8 @@ class Channel:
                 self._thread.join(1.0)
 
     def forked(self) -> None:
-        """In the child of a fork, where the thread does not exist: let go of the parent's connection."""
-        # New ones, for the thread may have held the locks of the old ones.
+        """Close the parent's connection in the child of a fork, where the thread does not exist."""
+        # New objects: at the fork, the thread may have held the locks of the old ones.
         self._lock = threading.Lock()
         self._closing, self._tried = threading.Event(), threading.Event()
         self._closing.set()
@@ -141,9 +143,9 @@ class Channel:
         while not self._closing.is_set():
             connected = self._connect()
             self._tried.set()
-            if connected and self._converse():
+            if connected and self._receive_all():
                 backoff_s = BACKOFF_MIN_S
-            self._let_go()
+            self._disconnect()
             resume_mono_s = time.monotonic() + backoff_s
             while (left_s := resume_mono_s - time.monotonic()) > 0 and not self._closing.is_set():
                 self._guarded(self._tick)
@@ -157,23 +159,23 @@ class Channel:
             connection.connect(self.path)
             connection.setblocking(False)
             self.trusted_uids |= {check_listener(connection, self.path)}
-            connection.send(protocol.encode(self._hello()))  # before anybody else can say a word
+            connection.send(protocol.encode(self._hello()))  # before another thread can send
         except StrangerError as error:
-            self._say("stranger", logging.WARNING, str(error))
+            self._log("stranger", logging.WARNING, str(error))
         except PermissionError:
-            self._say(
+            self._log(
                 "permission",
                 logging.WARNING,
-                f"no permission to use {self.path}: add this user to the group that owns it (see"
-                f" ls -l {self.path}) and log in again; training goes on without checkpoints",
+                f"cannot connect to {self.path}: permission denied; add this user to the group that owns it"
+                f" (see ls -l {self.path}) and log in again; training continues without checkpoints",
             )
         except (OSError, ProtocolError) as error:
             self._was_refused |= isinstance(error, ConnectionRefusedError)
             why = getattr(error, "strerror", None) or str(error)
-            self._say(
+            self._log(
                 "absence",
                 self._absence,
-                f"no swansongd at {self.path} ({why}); the hooks do nothing",
+                f"no swansongd at {self.path} ({why}); training continues without checkpoints",
             )
         else:
             with self._lock:
@@ -183,14 +185,14 @@ class Channel:
         connection.close()
         return False
 
-    def _converse(self) -> bool:
-        """Until the connection ends.  Whether the daemon ever said anything."""
+    def _receive_all(self) -> bool:
+        """Receive messages until the connection ends; returns whether any message arrived."""
         connection = self._socket
         assert connection is not None
         self._guarded(self._connected)
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        heard = False
+        has_received = False
         while not self._closing.is_set():
             if poll.poll(TICK_S * 1000):
                 try:
@@ -198,48 +200,46 @@ class Channel:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    return heard
+                    return has_received
                 if not data:
-                    return heard
-                heard = True
+                    return has_received
+                has_received = True
                 self._received(data)
             self._guarded(self._tick)
-        return heard
+        return has_received
 
     def _received(self, data: bytes) -> None:
         try:
             message = protocol.decode(data)
         except ProtocolError as error:
-            self._say(
-                "unread", logging.WARNING, f"a message of the daemon is not understood: {error}"
-            )
+            self._log("unread", logging.WARNING, f"cannot decode a message of the daemon: {error}")
             return
         self._guarded(lambda: self._handle(message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        # The thread must outlive every surprise, for without it no request is ever heard.
+        # The thread must survive every error: without it, no request would be answered.
         try:
             call()
         except Exception as error:
             text = f"an error in the hooks of Swansong; training continues: {error!r:.300}"
-            self._say("fault", logging.ERROR, text, trace=True)
+            self._log("fault", logging.ERROR, text, trace=True)
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
 
-    def _say(self, kind: str, level: int, text: str, *, trace: bool = False) -> None:
-        """Log a line when it differs from the last one of its kind, once a minute at most."""
+    def _log(self, kind: str, level: int, text: str, *, trace: bool = False) -> None:
+        """Log a line if it differs from the last one of its kind; at most once a minute."""
         now = time.monotonic()
-        said, said_mono_s = self._said.get(kind, ("", -math.inf))
-        if text != said and now - said_mono_s >= SAY_EVERY_S:
-            self._said[kind] = text, now
+        last, logged_mono_s = self._logged.get(kind, ("", -math.inf))
+        if text != last and now - logged_mono_s >= LOG_INTERVAL_S:
+            self._logged[kind] = text, now
             log.log(level, "%s", text, exc_info=trace)
 
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:
-    """Where the daemon listens, and whether somebody said so."""
+    """Return the path of the daemon's socket, and whether the caller or the environment named it."""
     named = given or os.environ.get(protocol.SOCKET_ENV)
     return (os.fspath(named), True) if named else (protocol.DEFAULT_SOCKET, False)

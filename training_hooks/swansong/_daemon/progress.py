@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the daemon, at most once a second, how fast the trainer steps and saves: what it plans with.
+"""Reports to the daemon, at most once a second, how fast the trainer steps and saves.
 
-Also notices pauses in which no request would be heard.
+Also warns about pauses in which no request could be served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swansong._checkpoint.saver import Measured
+from swansong._checkpoint.saver import SaveCost
 from swansong.protocol import Message, Progress
 
 INTERVAL_S = 1.0
@@ -21,29 +21,29 @@ log = logging.getLogger("swansong")
 
 
 class Reporter:
-    """Lives in the background thread, so that a step need not look at the clock.
+    """Measures the time of a step.  It runs in the background thread, so that a step reads no clock.
 
     Args:
-        send: says something to the daemon, without waiting.
+        send: sends a message to the daemon, without blocking.
     """
 
     def __init__(self, send: Callable[[Message], object]) -> None:
         self._send = send
         self._last = Progress(step=-1)
         self._unsent: Progress | None = None
-        """A start that could not be reported yet."""
+        """A start of the training that was not sent yet."""
         self._last_polls = 0
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
 
-    def tick(self, step: int, loss: Any, measured: Measured, polls: int = 0) -> None:
-        """Report if there is news, or a poll at least, and the last report is old enough.
+    def tick(self, step: int, loss: Any, cost: SaveCost, polls: int = 0) -> None:
+        """Report after a step, a save or a poll, if the last report is at least :data:`INTERVAL_S` old.
 
         Args:
-            step: last completed one.
-            loss: of that step; only a plain number is sent, for to read a tensor waits for the device.
-            measured: what the last save cost; while the loop was held up, it made no steps.
-            polls: how often the loop has polled so far.
+            step: last completed step.
+            loss: of that step.  Only a plain number is sent, because reading a tensor blocks on its device.
+            cost: of the last save.  The time for which saves blocked the loop does not count as step time.
+            polls: number of polls so far.
         """
         if self._unsent is not None and self._send(self._unsent):
             self._unsent = None
@@ -51,40 +51,40 @@ class Reporter:
         elapsed_s = now - self._last_mono_s
         last = self._last
         known = (last.step, last.save_s, self._last_polls)
-        if elapsed_s < INTERVAL_S or (step, measured.save_s, polls) == known:
+        if elapsed_s < INTERVAL_S or (step, cost.save_s, polls) == known:
             return
         step_s = last.step_s
         if step > last.step >= 0 and not last.start_id:
-            stepping_s = elapsed_s - (measured.blocked_s - self._last_blocked_s)
+            stepping_s = elapsed_s - (cost.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
         number = _plain(loss)
         is_finite = None if number is None else math.isfinite(number)
-        self._last_mono_s, self._last_blocked_s = now, measured.blocked_s
+        self._last_mono_s, self._last_blocked_s = now, cost.blocked_s
         self._last_polls = polls
         self._last = Progress(
             step=step,
             loss=number if is_finite else None,
             loss_is_finite=is_finite,
             step_s=step_s,
-            save_s=measured.save_s,
-            save_bytes=measured.size_bytes,
-            snapshot_s=measured.snapshot_s,
+            save_s=cost.save_s,
+            save_bytes=cost.size_bytes,
+            snapshot_s=cost.snapshot_s,
         )
         self._send(self._last)
 
     def is_behind(self, step: int) -> bool:
-        """Whether a later step was reported: the script has loaded an older state by itself."""
+        """Whether a later step was reported before, because the script has loaded an older state."""
         return 0 <= step < self._last.step
 
     def started(self, step: int, start_id: str) -> None:
-        """Report that training starts from ``step``: at once, or as soon as the daemon is connected."""
+        """Report that training starts from ``step``, now or as soon as the daemon is connected."""
         self._last = start = Progress(step=step, start_id=start_id)
         self._last_mono_s = time.monotonic()
         self._unsent = None if self._send(start) else start
 
 
 def _plain(loss: Any) -> float | None:
-    """A loss that is a plain number; None for a tensor and other values that may block."""
+    """Return a loss that is a plain number; None for a tensor or another value that may block."""
     if not isinstance(loss, (int, float)):
         return None
     try:
@@ -94,9 +94,9 @@ def _plain(loss: Any) -> float | None:
 
 
 class PauseWatch:
-    """Warns when the loop neither steps nor polls for longer than a notice leaves it.
+    """Warns when the loop neither steps nor polls for longer than the grace period.
 
-    Lives in the background thread; its resolution is that of its calls, a second or so.
+    It runs in the background thread, with a resolution of about a second.
     """
 
     def __init__(self) -> None:
@@ -105,12 +105,12 @@ class PauseWatch:
         self._has_warned = False
 
     def tick(self, step: int, polls: int, grace_s: float) -> None:
-        """Look at where the loop is.
+        """Check the progress of the loop.
 
         Args:
-            step: last completed one; before the first nothing can be saved, and nothing is said.
-            polls: how often the loop has polled so far.
-            grace_s: shortest notice to be expected; 0 when unknown.
+            step: last completed step; -1 before the first, when nothing can be saved.
+            polls: number of polls so far.
+            grace_s: shortest grace period to expect, in seconds; 0 if unknown.
         """
         now = time.monotonic()
         if (step, polls) != self._seen or step < 0:

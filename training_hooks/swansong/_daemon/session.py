@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this rank and the daemon of its VM say to each other; the training loop only reads what came of it.
+"""One rank's session with the daemon of its VM.
 
-All that is heard is heard in the channel's background thread, and answered there at once.
+The channel's background thread receives all messages and answers them.  The training loop only reads the
+resulting state.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ log = logging.getLogger("swansong")
 
 
 class DaemonSession:
-    """One rank's; its parts are the channel, the agreement of the ranks, and the question where to go on.
+    """Dispatches the daemon's messages to the agreement of the ranks and to the restore client.
 
     Args:
-        ranks: which part of the job this process is.
-        run: name of the run; empty takes the daemon's.
-        every_steps: periodic checkpoints at multiples of this step.
-        plans_periodic: whether the trainer, and not the daemon, says when periodic checkpoints are due.
-        socket: where the daemon listens, if somebody says so.
+        ranks: position of this process in the job.
+        run: name of the run; empty takes the name from the daemon.
+        every_steps: interval of periodic checkpoints, in steps.
+        plans_periodic: whether the trainer, and not the daemon, schedules periodic checkpoints.
+        socket: path of the daemon's socket; None: see :func:`socket_path`.
         tick: called at least once a second, connected or not.
     """
 
@@ -66,16 +67,16 @@ class DaemonSession:
         self.ranks = ranks
         self.run = run
         self.staging: str | None = None
-        """Where to write checkpoints; None before the welcome, and after the end."""
+        """Staging directory of the run; None before the welcome and after the end."""
         self.start_id = secrets.token_hex(8)
-        """Of this start of the training: tells the daemon which sets are of the current line of states."""
+        """Id of this start of the training.  The daemon tells the sets of abandoned states apart by it."""
         self.naming_secret = ""
-        """Goes into the names of sets, so that other users cannot compute them; the same for all ranks."""
+        """Part of the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
-        """Shortest notice that is to be expected; 0 when nobody knows."""
+        """Shortest grace period to expect, in seconds; 0 if unknown."""
         self.is_fenced = False
         self.refusal = ""
-        """Why the daemon refused this process the last time; empty while it does not."""
+        """Reason of the daemon's last refusal; empty after a welcome."""
         self.last_committed: Committed | None = None
         self._capabilities = [] if plans_periodic else ["periodic"]
         path, is_expected = socket_path(socket)
@@ -99,7 +100,7 @@ class DaemonSession:
         self.restore = RestoreClient(self.channel.send, choice)
 
     def hello(self) -> Hello:
-        """Who this is, and how far it has come."""
+        """Return the first message of each connection: identity and progress of this rank."""
         return Hello(
             run=self.run,
             step=int(self.agreement.step),
@@ -109,16 +110,18 @@ class DaemonSession:
         )
 
     def rolled_back(self, ranks: Ranks) -> None:
-        """Training has gone back: say under which attempt it goes on.  What fenced it was our own."""
+        """Continue after a rollback, under another restart id.
+
+        The rollback itself has fenced this run's old generation, so the fence is lifted.
+        """
         self.ranks = ranks
         self.is_fenced = False
-        # The first checkpoint of the new generation: without it, what was taken back would still be
-        # the newest one that is committed.
+        # Without a checkpoint of the new generation, the newest commit would be of an abandoned state.
         self.agreement.periodic_is_due()
         self.channel.send(self.hello())
 
     def end(self, reason: str) -> None:
-        """Take leave of the daemon and of the other ranks."""
+        """Disconnect from the daemon, and leave the job of the ranks."""
         self.staging = None
         if self._rounds is not None:
             self._rounds.close()
@@ -126,7 +129,7 @@ class DaemonSession:
         self.channel.close(Bye(reason))
 
     def forked(self) -> None:
-        """In the child of a fork, which is no rank: do nothing, and hold no connection."""
+        """Close the connection in the child of a fork, which is not a rank."""
         self.staging = None
         self.channel.forked()
         if self._rounds is not None:
@@ -172,8 +175,10 @@ class DaemonSession:
             self.is_fenced = True
         elif isinstance(message, (Restoring, Restored, Refused)):
             if isinstance(message, Refused) and message.reason != self.refusal:
-                self.refusal = message.reason  # each attempt to connect gets it again
-                log.warning("the daemon at %s refuses us: %s", self.channel.path, message.reason)
+                self.refusal = message.reason  # repeated at each attempt to connect
+                log.warning(
+                    "the daemon at %s refuses this process: %s", self.channel.path, message.reason
+                )
             self.restore.receive(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -187,16 +192,16 @@ class DaemonSession:
             return
         if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
             self._cannot_save(
-                f"cannot write to {welcome.staging}: add this user to the group that owns it (see ls -ld)"
-                " and log in again"
+                f"cannot write to {welcome.staging}: it is missing, or this user has no permission; add this"
+                " user to the group that owns it (see ls -ld) and log in again"
             )
             return
         try:
             os.close(openat.open_absolute(welcome.staging, owners=self.channel.trusted_uids))
         except OSError as error:
             self._cannot_save(
-                f"cannot use the staging directory: {error}; it must be an absolute path to a directory of"
-                " root, of this user or of the daemon's user"
+                f"cannot use the staging directory: {error}; it must be an absolute path to a directory that"
+                " root, this user or the daemon's user owns"
             )
             return
         remove_leftovers(welcome.staging, self.ranks.rank)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of the ranks on the step at which all of them save."""
+"""The ranks of a job: agreement on the step at which all save, over one or several VMs."""

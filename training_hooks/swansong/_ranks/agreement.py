@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's side of agreeing with the others on the step at which all of them save.
+"""One rank's part in the agreement on the step at which all ranks save.
 
-The background thread answers a request with the last step that the rank has completed, and from that
-moment the training loop stops at its next step boundary until it knows the target.  The daemon takes
-the greatest step of all ranks plus one, so no rank can have passed the target when it hears of it.
+The background thread answers a request with the last step that the rank has completed.  From then on the
+training loop stops at its next step boundary until it receives the target.  The daemon, or a round of the
+ranks, chooses the greatest step of all ranks plus one.  So no rank has passed the target when it arrives.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
 AGREEMENT_LIMIT_S = 5.0
-"""Longest wait at a step boundary; a tenth of the time left if that is shorter."""
+"""Longest wait at a step boundary.  The limit is a tenth of the time left if that is shorter."""
 NEVER = sys.maxsize
 _ANSWERS_MAX = 16
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of the job this process is."""
+    """Position of this process in the job, and the size of the job."""
 
     rank: int = 0
     local_rank: int = 0
@@ -35,15 +35,16 @@ class Ranks:
     local_world_size: int = 1
     node: int = 0
     nodes: int = 1
-    """How many VMs the job has."""
+    """Number of VMs of the job."""
     restart_id: str = ""
+    """Identity of this start of the trainer processes by torchrun; empty without torchrun."""
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """As torchrun says it in the environment.
+        """Read the environment variables that torchrun sets; the defaults are those of one process.
 
         Raises:
-            ValueError: a variable is no number, or it is not said how many ranks this VM has.
+            ValueError: a variable is not a number, or LOCAL_WORLD_SIZE is missing.
         """
 
         def number(name: str, default: int) -> int:
@@ -55,8 +56,8 @@ class Ranks:
         world_size = number("WORLD_SIZE", 1)
         if world_size > 1 and not os.environ.get("LOCAL_WORLD_SIZE"):
             raise ValueError(
-                f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set: Swansong must know how"
-                " many ranks run on this VM (torchrun sets it)"
+                f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set; set it to the number of ranks"
+                " on this VM, as torchrun does"
             )
         local_world_size = number("LOCAL_WORLD_SIZE", 1)
         elastic_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -72,35 +73,39 @@ class Ranks:
         )
 
     def nonce(self, step: int, request_id: str, secret: str) -> str:
-        """Tells two sets of one step apart; the same for all ranks that save together.
+        """Return the nonce in the name of a set, the same for all ranks that save together.
 
         Args:
             step: of the set.
-            request_id: that it answers, or empty.
-            secret: from the daemon; without one, other users can compute the name of the next set, and
-                create it before the ranks do.
+            request_id: of the request that the set answers, or empty.
+            secret: from the daemon.  Without a secret, other users could compute the name of the next set,
+                and create it before the ranks do.
+
+        Returns:
+            16 hexadecimal digits.
         """
         if self.world_size == 1:
             return secrets.token_hex(8)
-        # The generation is no part of it: ranks may hear of it at different moments.
+        # Without the generation: ranks may learn it at different moments.
         facts = "\0".join((secret, self.restart_id, str(step), request_id))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """The daemon wants a checkpoint because the VM goes away."""
+    """The daemon's request for a checkpoint, because the VM will be terminated."""
 
     id: str
     reason: str
     deadline_mono_s: float
-    """When the power goes, as far as anyone knows; seconds of ``time.monotonic()``."""
+    """Expected end of the VM, in seconds of ``time.monotonic()``."""
     urgency: str
+    """``emergency``; or ``drain``: a precaution, for which training need not stop early."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """A checkpoint that is to be written now."""
+    """A checkpoint that the training loop must take now."""
 
     kind: str
     request_id: str = ""
@@ -113,46 +118,46 @@ class _Active:
     accepted: Accepted
     target: int | None = None
     timed_out_at: int | None = None
-    """Boundary that the rank has passed without knowing the target."""
+    """Step boundary that the rank has passed without a target."""
 
     @property
     def due(self) -> Due:
-        """What is asked for.  A drain is a precaution: nothing has to stop for it, or to hurry."""
+        """The checkpoint to take."""
         is_drain = self.request.urgency == "drain"
         return Due("periodic" if is_drain else "emergency", self.request.id)
 
     @property
     def answer(self) -> Accepted | Declined:
-        """How things stand.
+        """The answer to the daemon.
 
-        The step of an acceptance stays the one first said: the rank has kept its word since, and a
-        daemon that has forgotten all arrives at the same target.
+        A repeated acceptance contains the first step again.  The rank has begun no step since, so a restarted
+        daemon computes the same target.
         """
         if self.timed_out_at is None:
             return self.accepted
-        return Declined(self.request.id, "the ranks' common step did not come in time")
+        return Declined(self.request.id, "the target step did not arrive in time")
 
 
 @dataclass
 class Agreement:
-    """Between the training loop and the background thread of one rank.
+    """State that the training loop and the background thread of one rank share.
 
     Args:
         world_size: number of ranks of the job.
-        every_steps: periodic checkpoints at multiples of this step.
-        send: says something to the daemon, without waiting.
+        every_steps: interval of periodic checkpoints, in steps; None without them.
+        send: sends a message to the daemon, without blocking.
     """
 
     world_size: int
     every_steps: int | None
     send: Callable[[Message], object]
     step: int = -1
-    """Last completed step.  Written by the training loop, before it looks at ``attend_at``."""
+    """Last completed step.  The training loop writes it before it reads ``attend_at``."""
     attend_at: int = NEVER
-    """From this step on the loop must call :meth:`decide`.
+    """First step after which the loop must call :meth:`decide`.
 
-    The thread lowers it before it reads ``step``, the loop writes ``step`` before it reads this: one
-    of the two sees the other's write, so the loop needs no lock in a step that asks nothing of it.
+    The thread lowers it before it reads ``step``; the loop writes ``step`` before it reads this.  One of the
+    two sees the other's write, so the loop needs no lock at a step without a request.
     """
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _active: _Active | None = None
@@ -165,10 +170,10 @@ class Agreement:
     # ------------------------------------------------------------ background thread
 
     def request(self, request: Request) -> int:
-        """Answer a request, at once; one that was answered before gets the same answer again.
+        """Answer a request immediately.  A repeated request gets the same answer again.
 
         Returns:
-            The last completed step, after which the loop begins none until it knows the target.
+            The last completed step.  The loop begins no further step until it receives the target.
         """
         with self._changed:
             if request.id in self._answers:
@@ -192,7 +197,7 @@ class Agreement:
             return self._active.accepted.step
 
     def repeat_answer(self, request_id: str) -> bool:
-        """Say once more how things stand with a request; False when it is not known."""
+        """Send the answer to a request again; returns False if the request is unknown."""
         with self._changed:
             active = self._active
             if active is not None and active.request.id == request_id:
@@ -204,13 +209,13 @@ class Agreement:
             return True
 
     def abort(self, request_id: str, reason: str) -> None:
-        """The ranks have given the request up."""
+        """Decline the request, because the ranks did not agree on a target."""
         with self._changed:
             if self._active is not None and self._active.request.id == request_id:
                 self._answer(Declined(request_id, reason))
 
     def wait_finished(self, request_id: str, limit_s: float) -> None:
-        """Wait until this rank has saved for the request, or will not."""
+        """Wait until the request is no longer in progress at this rank."""
 
         def is_over() -> bool:
             return self._active is None or self._active.request.id != request_id
@@ -219,7 +224,7 @@ class Agreement:
             self._changed.wait_for(is_over, limit_s)
 
     def target(self, target: Target) -> None:
-        """The ranks' common step is known.  The first target that is heard stands."""
+        """Set the step at which all ranks save.  Later targets for the same request are ignored."""
         with self._changed:
             active = self._active
             if (
@@ -231,13 +236,13 @@ class Agreement:
                 self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
-        """The request no longer stands."""
+        """Drop a request that the daemon has withdrawn."""
         with self._changed:
             if self._active is not None and self._active.request.id == request_id:
                 self._end_request()
 
     def resend(self) -> None:
-        """Say again, after a reconnect, how things stand."""
+        """Repeat the last answer after a reconnect."""
         with self._changed:
             if self._active is not None:
                 self.send(self._active.answer)
@@ -245,7 +250,7 @@ class Agreement:
                 self.send(list(self._answers.values())[-1])
 
     def periodic_is_due(self) -> None:
-        """A periodic checkpoint is due at the next step boundary."""
+        """Take a periodic checkpoint at the next step boundary."""
         with self._changed:
             self._periodic_at = -1
             self._update_attend_at()
@@ -254,12 +259,12 @@ class Agreement:
 
     @property
     def current(self) -> CheckpointRequest | None:
-        """The request that is under way."""
+        """The request in progress, unless this rank has declined it."""
         active = self._active
         return active.request if active is not None and active.timed_out_at is None else None
 
     def decide(self, step: int) -> Due | None:
-        """What is to be done at the boundary after ``step``; waits for the target, within limits."""
+        """Return the checkpoint to take after ``step``; waits for the target, within limits."""
         with self._changed:
             due = self._decide_request(step)
             if due is None and step >= self._periodic_at:
@@ -268,16 +273,16 @@ class Agreement:
             return due
 
     def between_steps(self) -> Due | None:
-        """What may be done while no step is under way; never waits.
+        """Return the checkpoint that may be taken while no step is in progress.  Never blocks.
 
-        A lone rank can save the state of its last completed step.  Several cannot: they have no
-        target that they have already reached.
+        A job of one rank can save the state of its last completed step.  Several ranks cannot: their target
+        is always a later step.
         """
         with self._changed:
             active = self._active
             if active is None or self.world_size > 1 or active.timed_out_at is not None:
                 return None
-            # A target beyond the next boundary is meant: somebody wants that very step.
+            # A target beyond the next boundary is intended: save at that step only.
             is_later = active.target is not None and active.target > self.step + 1
             return None if is_later else active.due
 
@@ -289,7 +294,7 @@ class Agreement:
             self._changed.wait_for(
                 lambda: self._active is not active or active.target is not None, active.limit_s
             )
-        if self._active is not active:  # withdrawn, or another one has come
+        if self._active is not active:  # withdrawn, or replaced by another request
             return None if self._active is None else self._decide_request(step)
         if active.target is None:
             is_news = active.timed_out_at is None
@@ -307,16 +312,19 @@ class Agreement:
             and active.timed_out_at >= active.target
         ):
             self._answer(
-                Failed(active.request.id, step, f"step {active.target} had passed already")
+                Failed(active.request.id, step, f"step {active.target} had already passed")
             )
             return None
         return active.due
 
     def done(self, due: Due, step: int, answer: Sealed | Failed | Declined | None) -> None:
-        """A checkpoint was written, or failed.  ``answer`` goes to the daemon, now and when it asks again.
+        """Record that the checkpoint was taken, or failed.
 
-        None: this rank's part is written, and other ranks of this node will seal the set; or it is
-        copied, and :meth:`report` will tell what becomes of it.
+        Args:
+            due: the checkpoint.
+            step: last completed step.
+            answer: for the daemon, now and when it repeats the request.  None if another rank of this VM will
+                seal the set, or if the state is only copied and :meth:`report` will follow.
         """
         with self._changed:
             active = self._active
@@ -330,7 +338,7 @@ class Agreement:
             self.plan_periodic(step)
 
     def report(self, answer: Sealed | Failed) -> None:
-        """A checkpoint that was written behind the training loop is sealed, or failed."""
+        """Send the result of a checkpoint that was written in the background."""
         with self._changed:
             if answer.request_id:
                 self._answer(answer)
@@ -338,7 +346,7 @@ class Agreement:
                 self.send(answer)
 
     def plan_periodic(self, step: int) -> None:
-        """The last checkpoint is that of ``step``: from when is the next periodic one due?"""
+        """Schedule the next periodic checkpoint; the last one is that of ``step``."""
         with self._changed:
             every = self.every_steps
             self._periodic_at = (step // every + 1) * every if every else NEVER

@@ -121,7 +121,7 @@ class RoundRunner:
         self._agreement = agreement
         self._lock = threading.Lock()
         self._number = 1
-        """Of the round that this rank takes part in, or waits for."""
+        """Number of the round that this rank takes part in, or waits for."""
         self._in_progress: Call | None = None
         self._peer_call: tuple[Call, float] | None = None
         """The last urgent call from another VM, and its deadline in seconds of ``time.monotonic()``."""

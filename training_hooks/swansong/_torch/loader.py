@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives any ``DataLoader`` the means to go on in the middle of an epoch."""
+"""A ``DataLoader`` that resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ log = logging.getLogger("swansong")
 
 
 class ResumableLoader:
-    """Yields what ``loader`` yields, and knows how far it is.
+    """Yields the batches of ``loader``, and saves the position in the epoch.
 
-    After a restore the first epoch begins as it began then, with torch's generator of that moment, and
-    batches that were seen already are fetched again and dropped: samplers and workers are then where they
-    were, bit for bit.  That costs the time to load them; torchdata's ``StatefulDataLoader`` avoids it
-    for data sets that support it.
+    After a restore, the first epoch begins with the generator state that it had before.  Batches that were
+    already yielded are loaded again and dropped.  Samplers and workers then have the same state, bit by bit.
+    This costs the time to load those batches.  torchdata's ``StatefulDataLoader`` avoids it for data sets
+    that support it.
+
+    Each ``iter()`` is one epoch.  Begin the next one only after the last one is exhausted or abandoned.
+    All other attributes, such as ``dataset`` and ``batch_size``, are those of ``loader``.
 
     Args:
-        loader: a ``torch.utils.data.DataLoader``.  If it or its sampler has ``set_epoch``, that is called.
-
-    Each ``iter()`` is one epoch; begin the next one only when one is exhausted or given up.  Whatever else
-    is asked of it (``dataset``, ``batch_size``) the loader within answers.
+        loader: a ``torch.utils.data.DataLoader``.  Its ``set_epoch``, and that of its sampler, is called if
+            it exists.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.epoch = 0
-        """Number of the epoch that is under way, or comes next."""
+        """Number of the current epoch or, between epochs, of the next one; counted from 0."""
         self.batches = 0
-        """How many batches of it were yielded."""
+        """Number of batches of this epoch that were yielded."""
         self._begun_with: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._is_restored = False
 
@@ -40,19 +41,19 @@ class ResumableLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """What is asked of the loader itself: ``dataset``, ``batch_size``, ``sampler``."""
-        if name == "loader":  # not made yet: by copy or pickle
+        """Attributes of the loader, such as ``dataset`` and ``batch_size``."""
+        if name == "loader":  # not set yet, in copy or pickle
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         own = getattr(self.loader, "generator", None)
-        was_given_up = self._begun_with is not None and not self._is_restored
-        if was_given_up:
+        was_abandoned = self._begun_with is not None and not self._is_restored
+        if was_abandoned:
             if self.batches <= 1:
                 log.warning(
-                    "epoch %s of the loader was given up after %s batches; for a mere look at the data ask"
-                    " the loader within: next(iter(loader.loader))",
+                    "epoch %s of the loader was abandoned after %s batches; to inspect a batch, use"
+                    " next(iter(loader.loader))",
                     self.epoch,
                     self.batches,
                 )
@@ -80,17 +81,17 @@ class ResumableLoader:
         self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its batches were yielded, and the generators that it began with."""
+        """Return the epoch, the number of its yielded batches, and the generator states at its begin."""
         return {"epoch": self.epoch, "batches": self.batches, "begun_with": self._begun_with}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next ``iter()`` goes on from there."""
+        """Continue from this state at the next ``iter()``."""
         self.epoch, self.batches = state["epoch"], state["batches"]
         self._begun_with = state["begun_with"]
         self._is_restored = self._begun_with is not None
 
     def end_epoch(self) -> None:
-        """The epoch is over, though nobody asked for a batch after the last one."""
+        """End the epoch, for a framework that does not call ``next()`` after the last batch."""
         self.epoch += 1
         self.batches = 0
         self._begun_with = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters to frameworks share: several objects as one, and one directory of all ranks' files."""
+"""Parts of the adapters to frameworks: several objects as one, and one directory of all ranks' files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swansong import protocol
 
 
 class Parts:
-    """Several objects with ``state_dict`` as one, in their order."""
+    """Several objects with ``state_dict()`` as one object, by their order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = list(parts)
@@ -23,19 +23,21 @@ class Parts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state) != len(self._parts):
-            raise ValueError(f"{len(state)} were saved, and there are {len(self._parts)} now")
+            raise ValueError(
+                f"{len(state)} objects were saved, and this job has {len(self._parts)}"
+            )
         for number, part in enumerate(self._parts):
             part.load_state_dict(state[str(number)])
 
 
 class JointDirectory:
-    """A state that a framework writes and reads as one directory of all ranks.
+    """A state that a framework saves and loads as one directory of all ranks.
 
-    Each rank writes into a directory of its own; to be read, links to all their files stand in one.
+    Each rank writes into a separate directory.  For loading, one temporary directory has links to all files.
 
     Args:
-        save: writes this rank's files into the directory given; may talk to the other ranks.
-        load: reads from one that holds the files of all ranks, and stays until the process ends.
+        save: writes this rank's files into a directory; it may use collectives.
+        load: reads from the directory with the files of all ranks, which exists until the process ends.
     """
 
     in_background = False
@@ -46,14 +48,14 @@ class JointDirectory:
         self._joint: tempfile.TemporaryDirectory[str] | None = None
 
     def snapshot(self) -> Callable[[Path], object]:
-        """The function that writes: nothing is copied."""
+        """Return the save function: nothing is copied."""
         return self._save
 
     def load(self, directory: Path) -> None:
-        """Read what all ranks wrote.
+        """Load the files of all ranks.
 
         Raises:
-            OSError: the links cannot be made.
+            OSError: the links cannot be created.
         """
         self._joint = tempfile.TemporaryDirectory(prefix="swansong-")
         for own in sorted(directory.iterdir()):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of the file store on files and directories, and the classes of their errors.
+"""Operations of the file store on files and directories, and the classification of their errors.
 
-Everything below the root is reached by descriptors, one name at a time, and no link is followed.
+Everything below the root is opened by descriptors, one name at a time, and no link is followed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HINTS = {
 
 
 def classified(error: OSError, what: str) -> StoreError:
-    """The error of the contract for what the file system said."""
+    """The error of the contract for an error of the file system."""
     number = error.errno or 0
     message = f"{what}: {os.strerror(number)}"
     if isinstance(error, FileExistsError):
@@ -52,7 +52,7 @@ def classified(error: OSError, what: str) -> StoreError:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Turns what the file system says into an error of the contract that says ``what`` it was."""
+    """Turn errors of the file system into errors of the contract that name the operation ``what``."""
     try:
         yield
     except OSError as error:
@@ -64,34 +64,35 @@ def errors_of(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permission bits of what the store creates; umask and default ACLs have no effect."""
+    """Permission bits of new directories and files; umask and default ACLs have no effect."""
 
     directory: int
     file: int
 
 
 def opened_or_made(name: str, dir_fd: int, modes: Modes) -> int:
-    """A directory, made if it is not there, and open.
+    """Open a directory; create it if it does not exist.
 
-    FileNotFoundError when the directory above it was removed meanwhile.  Never FileExistsError, which would
-    be taken for an object that exists.
+    Raises:
+        FileNotFoundError: the directory above it was removed meanwhile.
+        OSError: the file system refused.  Never FileExistsError, which would mean that the object exists.
     """
     for _ in range(_MAKE_ATTEMPTS):
         with suppress(FileNotFoundError):
             return open_directory(name, dir_fd=dir_fd)
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=dir_fd)
-            # A delete may remove it at once: it leaves no empty directory behind.
+            # A concurrent delete may remove it: a delete removes empty directories.
             with suppress(FileNotFoundError):
                 return _widened(open_directory(name, dir_fd=dir_fd), modes.directory)
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
 def new_directory(name: str, dir_fd: int, modes: Modes) -> int:
-    """A directory that was not there, open.
+    """Create and open a directory.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the name exists.
         OSError: the file system refused.
     """
     os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -99,10 +100,10 @@ def new_directory(name: str, dir_fd: int, modes: Modes) -> int:
 
 
 def new_file(name: str, dir_fd: int, modes: Modes) -> int:
-    """A file that was not there, open for writing.
+    """Create a file and open it for writing.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the name exists.
         OSError: the file system refused.
     """
     fd = os.open(name, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
@@ -110,9 +111,9 @@ def new_file(name: str, dir_fd: int, modes: Modes) -> int:
 
 
 def _widened(fd: int, mode: int) -> int:
-    """Give ``mode`` to what was created for its owner alone, and return its descriptor.
+    """Set ``mode`` of a file or directory that was created for its owner alone; returns its descriptor.
 
-    File servers that give all files one owner and one mode refuse this: there the file stays as it is.
+    File servers that give all files one owner and one mode refuse this: the file then keeps its mode.
     """
     try:
         drop_acls(fd)
@@ -128,7 +129,7 @@ def _widened(fd: int, mode: int) -> int:
 
 
 def write_body(fd: int, body: Body, offset: int, what: str) -> int:
-    """Write a body, and return its CRC32C; what the body raises passes unchanged."""
+    """Write a body, and return its CRC32C; exceptions of the body pass unchanged."""
     body.rewind()
     buffer = memoryview(bytearray(min(body.size_bytes, WINDOW_BYTES)))
     value = 0
@@ -149,7 +150,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def read_all(fd: int, into: memoryview, offset: int, key: str) -> None:
-    """Fill ``into`` from ``offset``; raises Transient when the file ends early."""
+    """Fill ``into`` from ``offset``; raises Transient if the file ends early."""
     done = 0
     while done < into.nbytes:
         count = os.preadv(fd, [into[done:]], offset + done)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mount targets of this machine that are not mounted now.
+"""Mount points of this machine at which nothing is mounted now.
 
-A directory below such a target is on the disk of the VM, and what a store of files wrote there would be lost
-with the VM.  The targets are those of ``/etc/fstab`` and of systemd's mount and automount units.
+A directory below such a mount point is on the disk of the VM, and a store there would be lost with the VM.
+The mount points are those of ``/etc/fstab`` and of systemd's mount and automount units.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ UNITS = (
     Path("/run/systemd/generator"),
     Path("/run/systemd/transient"),
 )
-"""Directories of the operator's units, and of those that systemd makes of ``/etc/fstab``.  Units of the
-distribution do not count: it ships some, such as ``tmp.mount``, that are not in use."""
+"""Directories of the operator's units, and of those that systemd generates from ``/etc/fstab``.  Units of the
+distribution are not read: some of them, such as ``tmp.mount``, are not in use."""
 MOUNTS = Path("/proc/self/mountinfo")
 _FILE_BYTES_MAX = 2**24
 _UNITS_MAX = 1000
@@ -38,21 +38,21 @@ class Mount:
     device: str
     """Major and minor number."""
     root: str
-    """Directory of the file system that is mounted."""
+    """Directory of the file system that is visible at the mount point."""
     point: str
     kind: str
-    """Of the file system, for example ``nfs4``."""
+    """Type of the file system, for example ``nfs4``."""
     source: str = ""
     """A device, a server or a word."""
 
 
 def mounted() -> list[Mount]:
-    """The mounts that this process sees, in the order in which they were made."""
+    """The mounts of this process's namespace, oldest first."""
     return parsed(_content(MOUNTS))
 
 
 def parsed(mountinfo: str) -> list[Mount]:
-    """The mounts of the text of ``/proc/self/mountinfo``; lines that make no sense are left out."""
+    """Parse ``/proc/self/mountinfo``; malformed lines are left out."""
     found = []
     for line in mountinfo.splitlines():
         head, _, tail = line.partition(" - ")
@@ -73,10 +73,10 @@ def parsed(mountinfo: str) -> list[Mount]:
 
 
 def missing_mount(path: str) -> str | None:
-    """The mount target at or above ``path`` that is not mounted now; None when there is none."""
+    """The mount point at or above ``path`` at which nothing is mounted now; None if there is none."""
     own = (Path(path), Path(os.path.realpath(path)))
     above = {str(each) for at in own for each in (at, *at.parents)}
-    # Only targets above are resolved: others may be on file servers that do not respond.
+    # Only mount points above are resolved: others may be on file servers that do not respond.
     targets = {os.path.realpath(target) for target in _targets() if target in above} - {"/"}
     if not targets:
         return None
@@ -87,8 +87,8 @@ def missing_mount(path: str) -> str | None:
 def is_mounted(target: str, mounts: list[Mount]) -> bool:
     """Whether a file system is mounted at ``target``.
 
-    A directory that is bound to itself does not count: ``ReadWritePaths=`` of a unit does that to each
-    directory that it names.  An automount that did not succeed does not count either.
+    A bind mount of a directory on itself does not count: ``ReadWritePaths=`` of a unit makes one for each
+    directory.  An automount that did not succeed does not count either.
     """
     there = [mount for mount in mounts if mount.point == target]
     parents = {mount.parent for mount in there}
@@ -125,7 +125,7 @@ def _plain(text: str) -> str:
 
 
 def _content(path: Path) -> str:
-    """Text of a small file of the system; empty when it cannot be read, as a masked unit is."""
+    """Text of a small system file; empty if it cannot be read, as a masked unit."""
     try:
         with open(path, "rb") as file:
             return file.read(_FILE_BYTES_MAX).decode("utf-8", "surrogateescape")

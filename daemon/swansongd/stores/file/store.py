@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A directory as an object store: NFS, EFS, FSx, Filestore, a second disk, the demo.
 
-An object is a file under the directory of the URL.  It is written to a hidden directory on the same
-file system, synced, and then linked or renamed to its name, so that it is there whole or not at all.  A
-multipart upload is a directory there: the bytes, its key, and notes of the parts that are durably in it.
+An object is a file below the directory of the URL.  The store writes it in a hidden directory on the same
+file system, calls fsync, and links or renames it to its key, so that no partial object is ever visible.  A
+multipart upload is a directory in the hidden one: the bytes, the key, and the list of the durable parts.
 
-The directory of the URL must exist, and it carries a marker with a random id: what is not mounted, or is
-another file system, is an error and never an empty store.  The mode of that directory decides which other
-users may read or write there.  See :class:`~swansongd.stores.file.tree.Tree`.
+The directory of the URL must exist, and it contains a marker with a random id: a missing mount, or another
+file system, is an error and never an empty store.  The mode of that directory decides which other users may
+read or write there.  See :class:`~swansongd.stores.file.tree.Tree`.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _KEY_BYTES_MAX = 4096
 _READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _BYTES, _KEY, _NOTES = "bytes", "key", "notes"
-"""The files of an upload."""
+"""Files of an upload."""
 _NOTE = struct.Struct(">IIQ")
-"""Number, CRC32C and length of a part, at its place in the notes.  Zeros: it is not there."""
+"""Number, CRC32C and length of a part, at the offset of its number.  Zeros: the part is missing."""
 
 
 class FileStore:
     """The object store in a directory.
 
     Args:
-        url: ``file:///absolute/path``; percent-encoding is undone.
+        url: ``file:///absolute/path``, percent-decoded.
     """
 
     part_size_bytes_min = 1
@@ -86,11 +86,11 @@ class FileStore:
 
     @property
     def store_id(self) -> str:
-        """Id in the marker of the directory; empty before the marker was read."""
+        """Id in the marker of the directory; empty until the marker is read."""
         return self._tree.store_id
 
     def expect(self, store_id: str) -> None:
-        """From now on nothing is read or written unless the marker has this id; empty: any."""
+        """Refuse to read or write unless the marker has this id; empty: accept any."""
         self._tree.store_id = store_id
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -144,7 +144,7 @@ class FileStore:
         return listed(prefix, lambda token: self.page(prefix, token))
 
     def page(self, prefix: str, token: str | None) -> Page:
-        del token  # all of it is on the first page
+        del token  # the first page has all entries
         with errors_of(f"list {prefix}"), self._tree.chain() as fds:
             found = sorted(_walk(fds[0], "", prefix, 0), key=lambda info: info.key)
         return Page(found, None)
@@ -155,7 +155,7 @@ class FileStore:
             try:
                 with self._tree.chain(above) as fds:
                     os.unlink(name, dir_fd=fds[-1])
-                    # Directories mean nothing here: leave none empty behind.
+                    # A directory is only a part of keys: an empty one is removed.
                     with suppress(OSError):
                         for directory, fd in zip(above[::-1], fds[-2::-1], strict=True):
                             os.rmdir(directory, dir_fd=fd)
@@ -171,7 +171,7 @@ class FileStore:
         with errors_of(f"begin {key}"), self._temporary() as (temporary_fd, modes):
             fd = new_directory(upload_id, temporary_fd, modes)
             try:
-                # The key comes first: an upload without one could not be found again.
+                # The key is written first: an upload without a key could not be listed.
                 for name, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
                     file_fd = new_file(name, fd, modes)
                     try:
@@ -187,14 +187,14 @@ class FileStore:
         what = f"part {number} of {upload.key}"
         with self._opened(upload, what) as (_, fd, notes):
             with errors_of(what):
-                # A part that is sent again is not there until it has come again.
+                # A part that is sent again counts as missing until it is complete again.
                 if any(os.pread(notes, _NOTE.size, number * _NOTE.size)):
                     os.pwrite(notes, bytes(_NOTE.size), number * _NOTE.size)
                     os.fdatasync(notes)
             value = write_body(fd, body, (number - 1) * upload.part_size_bytes, what)
             with errors_of(what):
-                # A receipt outlives a reboot (it is journalled), so the bytes must too.  The note may
-                # be lost then, but it is never there without them.
+                # The journal keeps the receipt across a reboot, so the bytes must be durable before it
+                # is returned.  The note may be lost, but it never exists without the bytes.
                 os.fdatasync(fd)
                 os.pwrite(notes, _NOTE.pack(number, value, body.size_bytes), number * _NOTE.size)
         return _receipt(number, value)
@@ -216,19 +216,19 @@ class FileStore:
         try:
             there = set(self.parts(upload))
             if missing := [part.number for part in parts if part not in there]:
-                raise Permanent(f"{what}: part {missing[0]} is not the one that is there")
+                raise Permanent(f"{what}: part {missing[0]} is not the stored one")
             with self._opened(upload, what) as (upload_fd, fd, _), errors_of(what):
                 os.fsync(fd)
                 self._publish(_BYTES, upload_fd, upload.key)
         except NotFound as unknown:
             confirm_completion(self, upload, unknown)
-        self.abort(upload.key, upload.upload_id)  # what is left of it
+        self.abort(upload.key, upload.upload_id)  # remove the rest of the upload
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"uploads of {prefix}"
         found: list[OpenUpload] = []
         with errors_of(what), self._temporary() as (temporary_fd, modes):
-            # What time it is there: a file server has a clock of its own.
+            # The time on the file server, which has its own clock.
             name = uuid.uuid4().hex
             fd = new_file(name, temporary_fd, modes)
             now_s = os.fstat(fd).st_mtime
@@ -237,7 +237,7 @@ class FileStore:
             for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
                 with suppress(FileNotFoundError):
                     key, begun_s = _upload_at(name, temporary_fd)
-                    # A put, of a living or a dead process, has no key: it counts for each prefix.
+                    # The file of a put has no key: it is listed for every prefix.
                     key = prefix if key is None else key
                     if key.startswith(prefix):
                         found.append(OpenUpload(key, name, max(0.0, now_s - begun_s)))
@@ -259,30 +259,30 @@ class FileStore:
             found = classified(error, f"write below {self._tree.root}")
             if isinstance(found, Transient):
                 raise found from error
-            hint = found.hint or "Make store.url name a directory that the daemon may write to"
+            hint = found.hint or "Set store.url to a directory that the daemon may write to"
             raise Permanent(str(found), hint=hint) from error
 
     def warm(self) -> None:
         with errors_of("look for the store"), self._tree.chain():
-            pass  # its marker is compared
+            pass  # opening the root compares the marker
 
     # ------------------------------------------------------------ directories
 
     @contextmanager
     def _temporary(self) -> Iterator[tuple[int, Modes]]:
-        """The directory of what is not visible yet, made if it is not there."""
+        """Open the directory of unpublished files; create it if it does not exist."""
         with self._tree.chain([TEMPORARY], create=True) as fds:
             yield fds[-1], self._tree.modes(fds[0])
 
     @contextmanager
     def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int, int]]:
-        """Directory, bytes and notes of an upload; raises NotFound when it is not one of its key."""
+        """Open directory, bytes and notes of an upload; raises NotFound if the upload has another key."""
         with ExitStack() as stack:
             with errors_of(what):
                 _expect_upload_id(upload.upload_id)
                 fds = stack.enter_context(self._tree.chain([TEMPORARY, upload.upload_id]))
                 if _key_at(fds[-1]) != upload.key:
-                    raise NotFound(f"{what}: the upload is one of another key")
+                    raise NotFound(f"{what}: the upload belongs to another key")
                 files = []
                 for name in (_BYTES, _NOTES):
                     files.append(os.open(name, _READ_WRITE, dir_fd=fds[-1]))
@@ -292,7 +292,7 @@ class FileStore:
     # ------------------------------------------------------------ writing
 
     def _put(self, key: str, write: Callable[[int], T], *, if_absent: bool) -> T:
-        """Make an object of what ``write`` writes to a descriptor."""
+        """Create an object from the bytes that ``write`` writes to a descriptor."""
         what = f"put {key}"
         _names(key)
         with ExitStack() as stack:
@@ -312,7 +312,7 @@ class FileStore:
         return result
 
     def _publish(self, file: str, dir_fd: int, key: str, *, if_absent: bool = False) -> None:
-        """Give a file its key, durably.  With ``if_absent`` it keeps its old name too."""
+        """Move a file to its key, durably.  With ``if_absent`` it also keeps its old name."""
         *above, name = _names(key)
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
@@ -323,14 +323,14 @@ class FileStore:
                         )
                     else:
                         os.rename(file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1])
-                    # All the way up: another thread may have made a directory and not synced it yet.
+                    # Up to the root: another thread may have created a directory and not synced it yet.
                     for fd in reversed(fds):
                         os.fsync(fd)
                     return
             except FileNotFoundError:
-                # Either the upload is unknown, or a delete has just removed an empty directory.
+                # The upload is unknown, or a concurrent delete removed an empty directory.
                 os.stat(file, dir_fd=dir_fd, follow_symlinks=False)
-        raise Transient(f"the directory of {key} keeps vanishing")
+        raise Transient(f"the directory of {key} was removed {_PUBLISH_ATTEMPTS} times")
 
     # ------------------------------------------------------------ reading
 
@@ -343,11 +343,11 @@ class FileStore:
         except OSError as error:
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-            raise NotFound(f"get {key}: it is no regular file") from None
+            raise NotFound(f"get {key}: not a regular file") from None
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             os.close(fd)
-            raise NotFound(f"get {key}: it is no regular file")
+            raise NotFound(f"get {key}: not a regular file")
         return fd, facts.st_size
 
 
@@ -355,13 +355,13 @@ def _names(key: str) -> list[str]:
     """The names of a key's directories and file."""
     names = key.split("/")
     if any(name in ("", ".", "..") for name in names) or names[0] in RESERVED or "\0" in key:
-        raise Permanent(f"{key!r:.200} is no key of a file store")
+        raise Permanent(f"{key!r:.200} is not a key of a file store")
     return names
 
 
 def _expect_upload_id(upload_id: str) -> None:
     if not _UPLOAD_ID.fullmatch(upload_id):
-        raise NotFound(f"{upload_id!r:.80} is no upload of this store")
+        raise NotFound(f"{upload_id!r:.80} is not an upload of this store")
 
 
 def _unlink_if_there(name: str, dir_fd: int) -> None:
@@ -370,7 +370,7 @@ def _unlink_if_there(name: str, dir_fd: int) -> None:
 
 
 def _key_at(upload_fd: int) -> str:
-    """The key that an upload is for."""
+    """The key of an upload."""
     fd = os.open(_KEY, FILE, dir_fd=upload_fd)
     try:
         return os.read(fd, _KEY_BYTES_MAX).decode("utf-8", "replace")
@@ -379,7 +379,7 @@ def _key_at(upload_fd: int) -> str:
 
 
 def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
-    """Key of what lies there under ``name``, None of a put, and when it was begun."""
+    """Key and start time of the upload ``name``; the key is None for the file of a put."""
     facts = os.stat(name, dir_fd=temporary_fd, follow_symlinks=False)
     if not stat.S_ISDIR(facts.st_mode):
         return None, facts.st_mtime
@@ -391,13 +391,13 @@ def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
 
 
 def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectInfo]:
-    """The objects below a directory whose keys begin with ``prefix``; links do not count."""
+    """The objects below a directory whose keys begin with ``prefix``; links are left out."""
     if depth > _DEPTH_MAX:
-        raise Permanent(f"more than {_DEPTH_MAX} directories lie one in the other: {above:.200}")
+        raise Permanent(f"more than {_DEPTH_MAX} nested directories: {above:.200}")
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             key = above + entry.name
-            # An object that is removed meanwhile is left out.
+            # An object that is deleted meanwhile is left out.
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     below = f"{key}/"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The root of a file store, the identity of its file system, and the directories below it.
 
-The root of a store carries a marker with a random id.  A root without the marker that was seen before is the
-empty directory below a file system that is not mounted, or another file system: what is written there
-would be lost, and what is read there would look like a run without commits.
+The root of a store contains a marker with a random id.  A root without the expected marker is the mount point
+of a file system that is not mounted, or another file system.  A checkpoint written there would be lost, and a
+reader would find a run without commits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from swansongd.stores.file.io import (
 MARKER = ".swansong-store.json"
 """File in the root that identifies the store."""
 TEMPORARY = ".swansong-tmp"
-"""Directory in the root for files that have no key yet."""
+"""Directory in the root for unpublished files."""
 RESERVED = (MARKER, TEMPORARY)
-"""Names in the root that are no keys."""
+"""Names in the root that cannot be keys."""
 FORMAT = "swansong-store"
 VERSION = 1
 _MARKER_BYTES_MAX = 4096
@@ -44,32 +44,32 @@ _ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Tree:
-    """The directories below a root that exists: the store makes neither the root nor what is above it.
+    """The directories below an existing root; the store never creates the root.
 
-    The mode of the root decides who else may read and write: directories get its permission bits, files
-    get them without execute.
+    The mode of the root decides which other users may read and write: new directories get its permission
+    bits, new files get them without execute.
 
     Args:
-        root: its path, which the operator configured; links above it are followed.
+        root: path from the configuration; links above it are followed.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.store_id = ""
-        """Id of the store, from the marker; empty while it is not known."""
+        """Id of the store, from the marker; empty until it is known."""
         self._checked: tuple[int, ...] = ()
-        """Root and marker when the id was compared last."""
+        """Root and marker of the last comparison."""
         self._lock = threading.Lock()
 
     @contextmanager
     def chain(self, names: Sequence[str] = (), *, create: bool = False) -> Iterator[list[int]]:
-        """The directories from the root down to the last of ``names``, open.
+        """Open the directories from the root to the last of ``names``.
 
         Args:
-            create: make the directories below the root, and the marker of a new store.
+            create: create the directories below the root, and the marker of a new store.
 
         Raises:
-            NotFound: there is no root, and nothing is known about the store.
+            NotFound: the root does not exist, and the id of the store is not known.
             Permanent: other users may write to the root, or it is not on the file system of the store.
             Transient: the root was mounted at this moment.
             OSError: a directory does not exist or cannot be created, or is a link or a file.
@@ -91,15 +91,15 @@ class Tree:
             yield fds
 
     def modes(self, root_fd: int) -> Modes:
-        """The permission bits below the root; raises Permanent when other users may write to it."""
+        """The permission bits below the root; raises Permanent if every user may write to it."""
         mode = stat.S_IMODE(os.fstat(root_fd).st_mode)
         if mode & stat.S_IWOTH:
             raise Permanent(
                 f"every user of this machine may write to {self.root}",
-                hint=f"Take that right away with `chmod o-w {self.root}`, or name another directory",
+                hint=f"Remove that right: `chmod o-w {self.root}`, or configure another directory",
             )
         if has_acl(root_fd):
-            mode &= ~0o070  # these bits are the mask of the ACL, and no right of the group
+            mode &= ~0o070  # these bits are the mask of the ACL, not rights of the group
         return Modes(directory=mode & 0o3777 | 0o700, file=mode & 0o666 | 0o600)
 
     def _open_root(self) -> int:
@@ -110,20 +110,20 @@ class Tree:
                 raise self._is_gone(f"the directory {self.root} does not exist") from None
             raise NotFound(
                 f"the directory {self.root} does not exist",
-                hint="Mount its file system; for a new store, or a first try, make the directory: "
+                hint="Mount its file system.  For a new store, create the directory: "
                 f"`install -d -m 0700 -o swansong {self.root}`",
             ) from None
 
     # ------------------------------------------------------------ identity
 
     def _expect_marker(self, root_fd: int, modes: Modes | None) -> None:
-        """Compare the marker with the known one, unless root and marker are those of the last time.
+        """Compare the marker with the known one, unless root and marker are unchanged since the last time.
 
-        Device and inode of the root alone prove nothing: the kernel uses the numbers of a file system
-        that was unmounted for the next one.
+        Device and inode of the root alone prove nothing: the kernel reuses the numbers of an unmounted file
+        system for the next one.
 
         Args:
-            modes: create the marker of a new store with these; None: create nothing.
+            modes: permission bits for the marker of a new store; None: create no marker.
         """
         if self._checked and self._checked == _facts(root_fd):
             return
@@ -141,7 +141,7 @@ class Tree:
                 if not os.path.samestat(os.fstat(root_fd), os.stat(self.root)):
                     raise Transient(f"a file system was mounted at {self.root} at this moment")
                 if modes is None:
-                    return  # a store in which nothing was written yet
+                    return  # a store to which nothing was written yet
                 self._create_marker(root_fd, modes)
                 facts = _facts(root_fd)
             found = self._read_marker(root_fd)
@@ -163,7 +163,7 @@ class Tree:
         )
 
     def _create_marker(self, root_fd: int, modes: Modes) -> None:
-        """Create the marker with a new id, durably; the marker of another writer stands."""
+        """Create the marker with a new id, durably; does not replace the marker of another writer."""
         temporary_fd = opened_or_made(TEMPORARY, root_fd, modes)
         try:
             name = uuid.uuid4().hex
@@ -192,14 +192,14 @@ class Tree:
         """The id in the marker.
 
         Raises:
-            Permanent: the marker is not a file of a user who may write to the root, or makes no sense.
+            Permanent: the marker is not a file of a user who may write to the root, or is malformed.
         """
         what = f"{self.root}/{MARKER}"
         try:
             fd = os.open(MARKER, FILE, dir_fd=root_fd)
             try:
                 facts, root = os.fstat(fd), os.fstat(root_fd)
-                # It may have two links for an instant: link(2) creates it.
+                # The link count is not checked: link(2) creates the marker, which then has two names.
                 if not stat.S_ISREG(facts.st_mode):
                     raise OSError(errno.EISDIR, "")
                 # Daemons with several user ids share a root that its group may write to.
@@ -214,10 +214,10 @@ class Tree:
                 os.close(fd)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise Permanent(f"{what} is no regular file", hint=f"Remove {what}") from None
+                raise Permanent(f"{what} is not a regular file", hint=f"Remove {what}") from None
             if (
                 error.errno == errno.ENOENT
-            ):  # never NotFound, which readers take for a missing object
+            ):  # not NotFound: readers would conclude that the object is missing
                 raise Permanent(f"{what} was removed at this moment") from None
             raise classified(error, f"read {what}") from error
         return _id_of(data, what)
@@ -239,7 +239,7 @@ def _id_of(data: bytes, what: str) -> str:
             raise BoundsError(f"id of {what} is empty")
     except BoundsError as error:
         raise Permanent(
-            str(error), hint="Upgrade swansong if a newer one wrote it; else restore the file"
+            str(error), hint="Upgrade swansong if a newer version wrote the file, else restore it"
         ) from None
     return found
 
@@ -249,7 +249,7 @@ def _marker(store_id: str) -> dict[str, object]:
 
 
 def _facts(root_fd: int) -> tuple[int, ...]:
-    """What tells this root and this marker from others; empty without a marker."""
+    """Device and inodes of the root and its marker, and the marker's ctime; empty without a marker."""
     root = os.fstat(root_fd)
     try:
         marker = os.stat(MARKER, dir_fd=root_fd, follow_symlinks=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who we are to Google Cloud Storage, where it is, and what its refusals mean."""
+"""Credentials, address and error responses of Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _CREDENTIALS = (
 _HINTS = {
     **dict.fromkeys(
         (301, 302, 303, 307, 308),
-        "Redirects are not followed: name the store's own address in store.endpoint",
+        "Redirects are not followed: set store.endpoint to the store's own address",
     ),
     401: _CREDENTIALS,
     403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
-    404: "If it is the bucket that is missing: make it, or fix store.url",
+    404: "If the bucket is missing, create it or fix store.url",
 }
 
 
 class Forbidden(Permanent):
-    """403: these credentials lack a right."""
+    """HTTP 403: the credentials lack a right."""
 
 
 class _NoCredentials(Permanent):
-    """There are no application default credentials."""
+    """No source has application default credentials."""
 
 
 class GcsAccess:
     """Connections and credentials for one bucket.
 
-    Credentials are Google's application default ones: a file that GOOGLE_APPLICATION_CREDENTIALS names,
-    those of gcloud, or the VM's service account from the metadata server.  No token is ever sent over
-    plain http, and a store that is not Google's is used anonymously when there are none.
+    Uses Google's application default credentials: a file that GOOGLE_APPLICATION_CREDENTIALS names, those of
+    gcloud, or the VM's service account from the metadata server.  No token is ever sent over plain http.
+    Without credentials, requests to a store that is not Google's are anonymous.
     """
 
     def __init__(self, options: GcsOptions) -> None:
@@ -85,7 +85,7 @@ class GcsAccess:
         )
 
     def renew_credentials(self) -> None:
-        """Have a token that lasts for a while; raises Permanent where there are no credentials."""
+        """Renew a token that expires soon; raises Permanent if there are no credentials."""
         if self._authorization():
             self._credentials.renew()
 
@@ -98,16 +98,19 @@ class GcsAccess:
         body: Body | None = None,
         sink: Sink | None = None,
     ) -> Response:
-        """One request to either interface; the answer is a success.  A redirect is an error.
+        """Send one request to the XML or JSON interface; returns the response of a success.
 
-        When the store refuses a token, the credentials are read again, by one thread for all.  The request is
-        Transient when that gives another token.  When the store refuses that one as well, it is Permanent.
+        When the store refuses a token, one thread reads the credentials again for all threads.
+
+        Raises:
+            Transient: also when the credentials were renewed after a refusal.
+            Permanent: also for a redirect, and when the store refuses the renewed credentials.
         """
         authorization = self._authorization()
         response = self._wire.request(
             method, target, {**headers, **authorization}, body=body, sink=sink
         )
-        # With 403 it may be a right that is lacking, or another account that has come with a new file.
+        # The cause of a 403 is a missing right, or a new key file of another account.
         is_of_credentials = bool(authorization) and response.status in (401, 403)
         if is_of_credentials and self._credentials.replace(
             authorization, is_certain=response.status == 401
@@ -119,12 +122,12 @@ class GcsAccess:
         return response
 
     def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
-        """The rules of a bucket as Google's library returns them; for doctor, never while a flush is on.
+        """The lifecycle rules of a bucket, read by Google's library; for doctor only, never during a flush.
 
         Raises:
-            Permanent: they cannot be read, perhaps for want of the right storage.buckets.get.
+            Permanent: the rules cannot be read, perhaps because the right storage.buckets.get is missing.
         """
-        # The library would fetch the bucket's metadata from threads of its own, for traces nobody reads.
+        # Else the library would fetch the bucket's metadata in threads of its own, for traces.
         os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
         from google.api_core.exceptions import GoogleAPICallError  # noqa: PLC0415
         from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
@@ -136,7 +139,7 @@ class GcsAccess:
         token = self._authorization().get("authorization", "").removeprefix("Bearer ")
         known = TokenCredentials(token) if token else AnonymousCredentials()
         session = AuthorizedSession(known)
-        session.max_redirects = 0  # a redirect would carry the token elsewhere
+        session.max_redirects = 0  # a redirect would send the token to another host
         session.verify = self._ca_bundle or True
         client = Client(
             project="none",
@@ -149,13 +152,17 @@ class GcsAccess:
             return list(found.lifecycle_rules)
         except (GoogleAPICallError, RequestException) as error:
             raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
-        except (ValueError, TypeError, AttributeError) as error:  # the library checks no answer
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # the library does not check responses
             raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
         finally:
             session.close()
 
     def _authorization(self) -> Mapping[str, str]:
-        """The headers that say who asks; none where requests are anonymous."""
+        """Headers that authorise a request; empty for anonymous requests."""
         if self._endpoint.startswith("http:"):
             return {}
         try:
@@ -167,7 +174,7 @@ class GcsAccess:
 
     def _load_credentials(self) -> Any:
         """Google's default credentials, from the first source that has some."""
-        # The metadata server is asked over plain http, as the sources ask it.
+        # Plain http to the metadata server, as in sources/.
         os.environ.setdefault("GCE_METADATA_MTLS_MODE", "none")
         import google.auth  # noqa: PLC0415 - a VM on another cloud need not load it
         from google.auth.exceptions import DefaultCredentialsError  # noqa: PLC0415
@@ -176,10 +183,10 @@ class GcsAccess:
             try:
                 return google.auth.default(scopes=[_SCOPE], request=self._transport)[0]
             except DefaultCredentialsError as error:
-                raise _NoCredentials("there are none", hint=_CREDENTIALS) from error
+                raise _NoCredentials("none found", hint=_CREDENTIALS) from error
 
     def _fetch_token(self, found: Any) -> Mapping[str, str]:
-        """Headers with a token that lasts for a while."""
+        """Headers with a token, renewed if it expires soon."""
         with _errors_of_credentials():
             if _left_s(found) < RENEW_BELOW_S:
                 found.refresh(self._transport)
@@ -189,7 +196,7 @@ class GcsAccess:
 
 
 def _left_s(found: Any) -> float:
-    """Life that the token has left; nothing where there is none yet."""
+    """Seconds until the token expires; 0 without a token."""
     if found.token is None:
         return 0.0
     if found.expiry is None:
@@ -200,7 +207,7 @@ def _left_s(found: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _TokenResponse:
-    """An answer as Google's credentials read it."""
+    """A response in the form that Google's credentials read."""
 
     status: int
     headers: Mapping[str, str]
@@ -208,11 +215,11 @@ class _TokenResponse:
 
 
 class _Transport:
-    """Asks for tokens what Google's credentials ask, once each: bounded, and without redirects.
+    """Sends the requests of Google's credentials once each, with bounded responses and without redirects.
 
     Args:
         ca_bundle: certificates to trust; None for the system's.
-        timeout_s: limit of each step where the credentials name none.
+        timeout_s: limit of each step if the credentials give none.
     """
 
     def __init__(self, ca_bundle: str | None, timeout_s: float) -> None:
@@ -260,14 +267,14 @@ class _Transport:
 
 @contextmanager
 def _errors_of_credentials() -> Iterator[None]:
-    """Turns what Google's credentials raise into an error of the contract."""
+    """Turn errors of Google's credentials into errors of the contract."""
     what = "credentials for GCS"
     try:
         with named(what):
             yield
     except StoreError:
         raise
-    except Exception as error:  # files of credentials may contain anything
+    except Exception as error:  # a credentials file can have any content
         raise _classified(error, f"{what}: {error!s:.300}") from error
 
 
@@ -278,7 +285,7 @@ def _message(response: Response) -> str:
 
 
 def _refusal(response: Response) -> StoreError:
-    """The error of the contract for an answer that was no success."""
+    """The error of the contract for a response with an error status."""
     status, code, message = response.status, xml_text(response.body, "Code"), _message(response)
     hint = _HINTS.get(status, "")
     if status == 404:
@@ -292,7 +299,7 @@ def _refusal(response: Response) -> StoreError:
 
 
 def _reason(body: bytes) -> str:
-    """The words of a refusal: in the JSON of one interface, the XML of the other, or as plain text."""
+    """The message of an error response: JSON, XML or plain text."""
     try:
         whole = bounds.json_object(body, "the refusal", REFUSAL_BYTES_MAX)
     except BoundsError:
@@ -306,13 +313,13 @@ def _reason(body: bytes) -> str:
 
 
 def _classified(error: Exception, message: str) -> StoreError:
-    """The error of the contract for what happened before or instead of an answer."""
+    """The error of the contract for a request without a response."""
     from google.auth.exceptions import GoogleAuthError, TransportError  # noqa: PLC0415
 
     if is_certificate_problem(error):
         return Permanent(message, hint="The store's certificate is not trusted on this VM")
     if isinstance(error, GoogleAuthError):
-        # A token that could not be fetched because the metadata service was not reached.
+        # A TransportError: the metadata service did not respond.
         lost = isinstance(error, TransportError) or isinstance(error.__cause__, TransportError)
         return (
             Transient(message) if lost or error.retryable else Permanent(message, hint=_CREDENTIALS)

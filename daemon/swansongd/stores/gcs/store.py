@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage: the contract in terms of its requests.
+"""The store contract on Google Cloud Storage.
 
-All of them go over the wire, which tries nothing twice: attempts, waiting and deadlines belong to the
-caller.  Objects and multipart uploads use the XML interface, listings and metadata the JSON one.  Google
-numbers the versions of an object and calls that a generation too; here that is an *object generation*.
+The wire sends each request once; retries and deadlines belong to the caller.  Objects and multipart uploads
+use the XML interface, listings and metadata the JSON interface.  Google also calls the version number of an
+object its generation; here that is the *object generation*.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from swansongd.stores.options import GcsOptions
 
 _HASH = "x-goog-hash"
 _ABSENT = {"x-goog-if-generation-match": "0"}
-"""For whole objects only: of multipart uploads the store supports no condition."""
-_UNVERIFIED = "This store tells no CRC32C of what it took: use another endpoint"
+"""For whole objects only: the store supports no condition for multipart uploads."""
+_UNVERIFIED = "This store returns no CRC32C of an upload: use another endpoint"
 
 
 class GcsStore:
@@ -79,7 +79,9 @@ class GcsStore:
         sink = BytesSink(GET_BYTES_MAX)
         response = self._xml(f"get {key}", "GET", key, sink=sink)
         if response.status != 200:
-            raise Permanent(f"get {key} in {self.url}: HTTP {response.status} is no whole object")
+            raise Permanent(
+                f"get {key} in {self.url}: HTTP {response.status} is not a complete object"
+            )
         return bytes(sink.data)
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -104,7 +106,7 @@ class GcsStore:
             with self._creating(key):
                 return self._send(what, key, {}, body, condition=_ABSENT)[1]
         except Exists as taken:
-            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            # If the bytes match, our write succeeded and only the reply was lost.
             value, _ = read_through(body)
             if self._crc32c_of(what, key, body.size_bytes, taken) != value:
                 raise
@@ -151,7 +153,7 @@ class GcsStore:
         ]
 
     def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        """See the contract.  NotFound also when the store put other bytes together than were sent."""
+        """See the contract.  Also raises NotFound if the object has other bytes than the parts."""
         expect_all_parts(upload, parts)
         order = ET.Element("CompleteMultipartUpload")
         for part in parts:
@@ -169,10 +171,10 @@ class GcsStore:
                 responses.completed(response)
             reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))
         except NotFound as unknown:
-            # Was an earlier completion carried out, unheard?  The checksum tells it.
+            # If the checksum matches, an earlier completion took effect and its reply was lost.
             reported = self._crc32c_of(what, upload.key, upload.size_bytes, unknown)
         if reported is None:
-            absent = NotFound(f"{what}: the object is not there")
+            absent = NotFound(f"{what}: the object does not exist")
             reported = self._crc32c_of(what, upload.key, upload.size_bytes, absent)
         self._expect_whole(what, upload, parts, reported)
 
@@ -203,11 +205,11 @@ class GcsStore:
         self.check()
 
     def renew_credentials(self) -> None:
-        """Have a token that lasts for a while; raises Permanent where there are no credentials."""
+        """Renew a token that expires soon; raises Permanent if there are no credentials."""
         self._access.renew_credentials()
 
     def aborts_incomplete_uploads(self) -> bool:
-        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor.
+        """Whether a rule of the bucket aborts incomplete multipart uploads; for doctor.
 
         Raises:
             Permanent: the settings of the bucket cannot be read.
@@ -220,11 +222,11 @@ class GcsStore:
     # ------------------------------------------------------------ requests
 
     def _metadata(self, key: str) -> tuple[int, int | None] | None:
-        """Size and CRC32C of an object; None when there is none."""
+        """Size and CRC32C of an object; None if there is none."""
         try:
             response = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
         except NotFound:
-            # The same 404 for object and bucket: ask whether it was the bucket that is missing.
+            # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
             self._list_page(key, page_size=1)
             return None
         with responses.complete(f"head {key}"):
@@ -248,7 +250,7 @@ class GcsStore:
     def _json(
         self, what: str, method: str, key: str | None, parameters: Mapping[str, str] | None = None
     ) -> Response:
-        """One request to the JSON interface, about an object or, with None, the objects of the bucket."""
+        """Send one request to the JSON interface for an object; with key None for the bucket's objects."""
         target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
         if key is not None:
             target += f"/{quote(self._prefix + key, safe='')}"
@@ -268,12 +270,12 @@ class GcsStore:
         body: Body | None = None,
         sink: Sink | None = None,
     ) -> Response:
-        """One request to the XML interface, about an object or, with None, the bucket."""
+        """Send one request to the XML interface for an object; with key None for the bucket."""
         target = f"/{self._bucket}"
         if key is not None:
             target += f"/{quote(self._prefix + key)}"
         if parameters:
-            # A flag, which has no value, carries no "=" either.
+            # A flag has no value, and no "=" either.
             target += "?" + urlencode(parameters, quote_via=quote).replace("uploads=", "uploads", 1)
         with named(f"{what} in {self.url}"):
             return self._access.exchange(method, target, headers or {}, body=body, sink=sink)
@@ -287,11 +289,10 @@ class GcsStore:
         *,
         condition: Mapping[str, str] | None = None,
     ) -> tuple[Response, int]:
-        """PUT ``body``; returns the answer and the CRC32C that the store and we agree upon.
+        """PUT ``body``; returns the response, and the CRC32C that was verified.
 
-        A body in memory, or of one window, is hashed before it goes, and the store refuses it when it is
-        not the same there; of a larger one the store's checksum is compared afterwards, so that it is
-        read only once.
+        A body in memory, or of one window, is sent with its checksum, which the store verifies.  The store's
+        checksum of a larger body is compared afterwards, so that the body is read only once.
         """
         headers = dict(condition or {})
         if not isinstance(body, BytesBody) and body.size_bytes <= WINDOW_BYTES:
@@ -303,13 +304,15 @@ class GcsStore:
             responses.etag_of(response.headers)
         reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))
         if reported is None and _HASH not in headers:
-            raise Permanent(f"{what} in {self.url}: the store verifies nothing", hint=_UNVERIFIED)
+            raise Permanent(
+                f"{what} in {self.url}: the store returned no checksum", hint=_UNVERIFIED
+            )
         if reported not in (None, response.crc32c):
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
         return response, response.crc32c
 
     def _read(self, body: Body) -> memoryview:
-        """The whole of a small body, until this thread reads the next one."""
+        """Read a small body into this thread's scratch window, which the next call overwrites."""
         scratch: memoryview | None = getattr(self._local, "scratch", None)
         if scratch is None:
             scratch = self._local.scratch = memoryview(bytearray(WINDOW_BYTES))
@@ -321,9 +324,9 @@ class GcsStore:
 
     @contextmanager
     def _creating(self, key: str) -> Iterator[None]:
-        """Around a create-if-absent: Exists when the name is taken, whatever was looked at first.
+        """Around a create-if-absent: raise Exists if the object exists, in place of Forbidden.
 
-        GCS counts overwriting as deleting: who may not do that may hear 403 instead of 412.
+        GCS requires the right to delete for an overwrite.  Without it, the status can be 403 instead of 412.
         """
         try:
             yield
@@ -333,22 +336,22 @@ class GcsStore:
             raise Exists(str(error)) from error
 
     def _crc32c_of(self, what: str, key: str, size_bytes: int, absent: StoreError) -> int:
-        """What the store says of an object; raises ``absent`` when there is none of that size."""
+        """The store's CRC32C of an object; raises ``absent`` if there is no object of that size."""
         found = self._metadata(key)
         if found is None or found[0] != size_bytes:
             raise absent
         reported = found[1]
         if reported is None:
-            raise Permanent(f"{what}: nothing to verify it by", hint=_UNVERIFIED)
+            raise Permanent(f"{what}: the store returned no checksum", hint=_UNVERIFIED)
         return reported
 
     def _expect_whole(
         self, what: str, upload: Upload, parts: Sequence[PartReceipt], reported: int
     ) -> None:
-        """Raises NotFound unless the object is what the parts make.
+        """Raise NotFound unless the object has the checksum of the parts.
 
-        Not Transient: the upload is gone, and completing it again would find an object of the right
-        size.  Who is reported that his upload is not there begins afresh under another key.
+        Not Transient: the upload does not exist any more, and a retry would find an object of the right size.
+        On NotFound the caller restarts the upload under a new key.
         """
         sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
         if reported != crc32c_of_parts(sizes):

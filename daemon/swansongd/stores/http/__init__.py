@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane of the stores: HTTP/1.1 over kept-alive TLS connections."""
+"""The data plane of the stores: HTTP/1.1 over persistent TLS connections."""

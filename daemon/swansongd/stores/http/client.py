@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one data plane: HTTP/1.1 requests over kept-alive connections, as fast as TLS on this machine goes.
+"""The data plane: HTTP/1.1 requests over persistent connections, at the speed of TLS on this machine.
 
-A body is read into the window of its connection, checksummed there and sent from there, a window at a
-time; an answer comes the same way.  Nothing is copied on the way and nothing else is buffered, so that a
-request takes one window of memory, whatever it moves.  Signing, retries and what an answer means are the
-business of others.
+A connection has one window of memory.  A body is read into the window, checksummed there and sent from there,
+and the body of a response is received into it.  There is no other copy and no other buffer, so a request of
+any size takes one window of memory.  The callers sign, retry and interpret responses.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from swansongd.stores.http.tls import Tls
 from swansongd.util.http1 import Head, ResponseReader, receive_until, request_head
 
 RESPONSE_BYTES_MAX = 4 * 2**20
-"""The longest body of an answer that goes to no sink: a listing of a thousand keys."""
+"""Limit of a response body without a sink: a listing of a thousand keys."""
 REFUSAL_BYTES_MAX = 64 * 2**10
-"""The longest part of a refusal's body that is read."""
+"""Limit of the bytes that are read of an error response."""
 _CHUNK_HEAD_BYTES_MAX = 16
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
@@ -39,30 +38,15 @@ _PORTS = {"https": 443, "http": 80}
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the store said."""
+    """The response of the store."""
 
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
     body: bytes
-    """Empty when it went to the sink."""
+    """Empty if the sink received it."""
     crc32c: int
-    """Of the body that was sent; 0 without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class WireCounters:
-    """What a wire has done so far."""
-
-    requests: int
-    """That got an answer, or failed."""
-    sent_bytes: int
-    """Of bodies, as far as they were handed to the network."""
-    received_bytes: int
-    """Handed to sinks."""
-    connections_opened: int
-    cuts: int
-    """Requests that were ended because nothing moved, or far too slowly."""
+    """Checksum of the body that was sent; 0 without a body."""
 
 
 @dataclass(slots=True)
@@ -73,8 +57,6 @@ class _Request:
     body: Body | None
     trailer: str | None
     sink: Sink | None
-    sent_bytes: int = 0
-    received_bytes: int = 0
     range: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,17 +64,17 @@ class _Request:
 
 
 class Wire:
-    """Requests to one endpoint.  Every method may be called from many threads at once.
+    """Requests to one endpoint.  Every method is safe to call from many threads at the same time.
 
     Args:
         endpoint: ``https://host[:port]`` or ``http://host[:port]``.
-        connections: how many requests may be under way at once; as many connections are kept.
+        connections: limit of the requests in flight, and of the open connections.
         ca_bundle: file of the certificates to trust instead of the system's.
-        connect_timeout_s: limit of making a connection, and of its TLS handshake.
-        stall_s: a request on which nothing moves for so long is ended.
-        first_byte_s: the same while only the answer is awaited.
-        response_s: limit of a whole answer, or of its head where a sink takes the body.
-        is_proxied: whether the proxy of the environment is used.
+        connect_timeout_s: limit for opening a connection, and for its TLS handshake.
+        stall_s: a request fails if no byte moves for this time.
+        first_byte_s: the same limit while only the response is outstanding.
+        response_s: limit of a whole response, or of its head if a sink receives the body.
+        is_proxied: use the proxy of the environment.
     """
 
     def __init__(
@@ -111,7 +93,7 @@ class Wire:
         self._scheme = parts.scheme
         self._address = (parts.hostname or "", parts.port or _PORTS[parts.scheme])
         self.host = parts.netloc.removesuffix(f":{_PORTS[parts.scheme]}")
-        """As it stands in the Host header; who signs requests signs it."""
+        """Value of the Host header, which signatures contain."""
         self._ca_bundle = ca_bundle
         self._connect_timeout_s = connect_timeout_s
         self._response_s = response_s
@@ -122,9 +104,6 @@ class Wire:
         self._proxy_lines = _authorization(self._proxy) if self._proxy is not None else []
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
-        self._requests = 0
-        self._sent_bytes = 0
-        self._received_bytes = 0
         self._pool = Pool(
             self._dial, connections=connections, stall_s=stall_s, first_byte_s=first_byte_s
         )
@@ -139,26 +118,26 @@ class Wire:
         trailer: str | None = None,
         sink: Sink | None = None,
     ) -> Response:
-        """One request, once.
+        """Send one request, without retries.
 
         Args:
             target: path and query, percent-encoded.
-            headers: all but Host, Content-Length and Connection.
-            body: what to send; rewound first.
-            trailer: name of a header that carries the CRC32C of the body behind it; the body then goes
-                out aws-chunked, a window a chunk, and Content-Length is that of the encoded body.
-            sink: takes the body of a 200, or exactly the range in ``headers``; rewound first.  A 200 or
-                206 whose Content-Range is not that range comes back without its body.
+            headers: all except Host, Content-Length and Connection.
+            body: rewound first.
+            trailer: name of a trailer for the CRC32C of the body.  The body is then sent aws-chunked, a
+                window a chunk, and Content-Length is that of the encoded body.
+            sink: receives the body of a 200, or exactly the range in ``headers``; rewound first.  A 200 or
+                206 with another Content-Range is returned without its body.
 
         Raises:
-            Transient: the network, or an answer that is not HTTP.
+            Transient: the network failed, or the response is not HTTP.
             Permanent: the certificate is not trusted.
-            Exception: what ``body`` and ``sink`` raise, unchanged; the connection is closed.
+            Exception: exceptions of ``body`` and ``sink``, unchanged; the connection is closed.
         """
         request = _Request(method, target, headers, body, trailer, sink)
         head = self._head(request)
         connection = self._pool.take(f"{method} {target} {request.range}")
-        keep = False
+        is_reusable = False
         try:
             reader = ResponseReader(connection.receive_into, method)
             try:
@@ -168,29 +147,13 @@ class Wire:
             connection.await_response(self._response_s)
             response_head = reader.head()
             response, is_whole = self._receive(connection, reader, response_head, request, crc)
-            keep = is_whole and response_head.keeps_open and reader.is_drained
+            is_reusable = is_whole and response_head.keeps_open and reader.is_drained
             return response
         finally:
-            self._pool.give_back(connection, keep=keep)
-            with self._lock:
-                self._requests += 1
-                self._sent_bytes += request.sent_bytes
-                self._received_bytes += request.received_bytes
-
-    def counters(self) -> WireCounters:
-        """What was done so far."""
-        lent = self._pool.lent()
-        with self._lock:
-            return WireCounters(
-                requests=self._requests,
-                sent_bytes=self._sent_bytes,
-                received_bytes=self._received_bytes,
-                connections_opened=lent.opened,
-                cuts=lent.cuts,
-            )
+            self._pool.release(connection, is_reusable=is_reusable)
 
     def close(self) -> None:
-        """Close the idle connections, and the others when their requests are done."""
+        """Close the idle connections, and each other one at the end of its request."""
         self._pool.close()
 
     # ------------------------------------------------------------ one request
@@ -207,7 +170,7 @@ class Wire:
             lines.append(f"Content-Length: {size_bytes}")
         head = request_head(lines)
         if len(head) > HEAD_ROOM_BYTES - _CHUNK_HEAD_BYTES_MAX:
-            raise Permanent(f"a request head of {len(head)} bytes")
+            raise Permanent(f"the head of the request has {len(head)} bytes")
         return head
 
     def _send(self, connection: HttpConnection, head: bytes, request: _Request) -> int:
@@ -239,22 +202,22 @@ class Wire:
             buffer[start:HEAD_ROOM_BYTES] = before
             buffer[end : end + len(after)] = after
             connection.send(buffer[start : end + len(after)])
-            request.sent_bytes += count
             before = b""
         return value
 
     def _early_response(
         self, connection: HttpConnection, reader: ResponseReader, request: _Request
     ) -> Response:
-        """A store that refuses a body answers before it is all there, and closes.
+        """Read the response after sending failed: a store may refuse a body early, and close.
 
-        Called while sending has just failed; raises that failure when there is no refusal.
+        Raises:
+            ConnectionBroken: there is no error response.
         """
         connection.await_response(self._response_s)
         try:
             head = reader.head()
             if head.status < 300:
-                raise Transient("the store had enough before the body was sent")
+                raise Transient("the store sent a success before it had the whole body")
             return self._receive(connection, reader, head, request, 0)[0]
         except Transient as error:
             raise ConnectionBroken(
@@ -269,34 +232,35 @@ class Wire:
         request: _Request,
         sent_crc: int,
     ) -> tuple[Response, bool]:
-        """The answer, and whether its body was read to the end."""
+        """Receive the response; returns it, and whether its body was read to the end."""
         window = connection.buffer[HEAD_ROOM_BYTES : HEAD_ROOM_BYTES + WINDOW_BYTES]
         body = bytearray()
         is_whole = True
         is_refusal = head.status >= 300
         if not (is_refusal or head.has_end) and request.method in ("GET", "POST"):
-            raise Transient("the answer does not say where its body ends")
+            raise Transient("the response has no length and no chunks")
         if request.sink is not None and head.status in (200, 206):
             if is_whole := _is_wanted(head, request.range):
                 connection.receive_body()
                 connection.total_bytes = head.size_bytes or 0
                 request.sink.rewind()
                 wanted_bytes = _span_bytes(request.range)
+                received_bytes = 0
                 for piece in reader.pieces(head, window):
-                    request.received_bytes += piece.nbytes
-                    if wanted_bytes is not None and request.received_bytes > wanted_bytes:
-                        raise Transient("the answer is longer than its range")
+                    received_bytes += piece.nbytes
+                    if wanted_bytes is not None and received_bytes > wanted_bytes:
+                        raise Transient("the response is longer than its range")
                     connection.run_local(request.sink.write, piece)
-                if wanted_bytes not in (None, request.received_bytes):
-                    raise Transient("the answer is shorter than its range")
+                if wanted_bytes not in (None, received_bytes):
+                    raise Transient("the response is shorter than its range")
         else:
             limit_bytes = REFUSAL_BYTES_MAX if is_refusal else RESPONSE_BYTES_MAX
             for piece in reader.pieces(head, window[:REFUSAL_BYTES_MAX]):
                 body += piece
                 if len(body) > limit_bytes:
                     if not is_refusal:
-                        raise Transient(f"the answer has more than {RESPONSE_BYTES_MAX} bytes")
-                    is_whole = False  # enough for the reason of the refusal
+                        raise Transient(f"the response has more than {RESPONSE_BYTES_MAX} bytes")
+                    is_whole = False  # the reason of the refusal is at its beginning
                     break
         return Response(head.status, head.headers, bytes(body), sent_crc), is_whole
 
@@ -335,18 +299,18 @@ class Wire:
             return self._context
 
     def _tunnel(self, sock: socket.socket) -> None:
-        """Have the proxy connect ``sock`` to the store."""
+        """Request a tunnel to the store from the proxy."""
         where = f"{self._address[0]}:{self._address[1]}"
         lines = [f"CONNECT {where} HTTP/1.1", f"Host: {where}", *self._proxy_lines]
         sock.sendall(request_head(lines))
         end_mono_s = time.monotonic() + self._connect_timeout_s
         status = ResponseReader(receive_until(sock, end_mono_s), "HEAD").head().status
         if status != 200:
-            raise Transient(f"the proxy does not connect to {where}: {status}")
+            raise Transient(f"the proxy refused a tunnel to {where}: HTTP {status}")
 
 
 def _encoded_bytes(size_bytes: int, trailer: str) -> int:
-    """Length of a body once it is aws-chunked, trailer included."""
+    """Length of a body in the encoding aws-chunked, with the trailer."""
     whole, rest = divmod(size_bytes, WINDOW_BYTES)
     framing = whole * (len(f"{WINDOW_BYTES:x}") + 4)
     if rest:
@@ -355,7 +319,7 @@ def _encoded_bytes(size_bytes: int, trailer: str) -> int:
 
 
 def _authorization(proxy: SplitResult) -> list[str]:
-    """The header line for a proxy that asks who we are."""
+    """The header line with the credentials of the proxy's URL."""
     if not proxy.username:
         return []
     pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
@@ -363,15 +327,15 @@ def _authorization(proxy: SplitResult) -> list[str]:
 
 
 def _is_wanted(head: Head, range_: str) -> bool:
-    """Whether the body is what was asked for, all of it and nothing else."""
+    """Whether the body is exactly the requested object or range."""
     if not range_:
         return head.status == 200
-    # Some answer 200 to a range, and say which one it is all the same.
+    # Some stores send a range with status 200 and a Content-Range.
     span = range_.removeprefix("bytes=")
     return head.headers.get("content-range", "").startswith(f"bytes {span}/")
 
 
 def _span_bytes(range_: str) -> int | None:
-    """Length of a range with both ends; None of any other."""
+    """Length of a range with both ends; None for other ranges."""
     span = _SPAN.fullmatch(range_)
     return int(span[2]) - int(span[1]) + 1 if span else None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remembers where names resolved to, for the minutes in which nobody resolves names any more.
+"""A cache of resolved names, for the last minutes of a VM, when the resolver may not respond any more.
 
-On the way down the resolver is often gone before we are; on Compute Engine it is the metadata server
-itself, which may stop answering once preemption has begun.  boto3, requests and the wire all
-ask ``socket.getaddrinfo``, so that is where the memory sits: the answer is always asked for afresh, and
-only when there is none does the last good one stand in.
+On Compute Engine the resolver is the metadata server, which may stop responding once preemption has begun.
+boto3, requests and the wire all call ``socket.getaddrinfo``, so the cache replaces that function.  Every call
+still resolves the name; the cached addresses are used only if that fails.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _NAMES_MAX = 256
 
 
 class AddressMemory:
-    """A stand-in for ``socket.getaddrinfo`` that never forgets a name that it has seen resolve.
+    """A replacement of ``socket.getaddrinfo`` that caches the last result of each name.
 
     Args:
-        resolve: the function to ask.
+        resolve: the function that resolves names.
     """
 
     def __init__(self, resolve: Any) -> None:
@@ -33,7 +32,7 @@ class AddressMemory:
         self._stale: set[Any] = set()
 
     def __call__(self, host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``socket.getaddrinfo``; raises its error only for what has never resolved."""
+        """As ``socket.getaddrinfo``; raises its error only for names that were never resolved."""
         question = (host, port, args, tuple(sorted(kwargs.items())))
         try:
             addresses = self._resolve(host, port, *args, **kwargs)
@@ -46,7 +45,10 @@ class AddressMemory:
                 raise
             if is_news:
                 _log.warning(
-                    "name_does_not_resolve", host=str(host), error=str(error), used="memory"
+                    "name_does_not_resolve",
+                    host=str(host),
+                    error=str(error),
+                    used="cached addresses",
                 )
             return known
         with self._lock:
@@ -57,6 +59,6 @@ class AddressMemory:
 
 
 def remember() -> None:
-    """From now on this process remembers; more calls change nothing."""
+    """Install the cache in this process; idempotent."""
     if not isinstance(socket.getaddrinfo, AddressMemory):
         socket.getaddrinfo = AddressMemory(socket.getaddrinfo)

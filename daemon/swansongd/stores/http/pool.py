@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to one store: kept alive, lent to one request at a time, and cut when they hang.
+"""A pool of persistent connections to one store, and a watchdog for connections that stall.
 
-Sockets block, for that is cheapest; what keeps a request from hanging is one thread that looks at all
-connections under way several times a second and shuts down those on which nothing moves.  It asks the
-kernel what the other side has acknowledged and sent: a full send buffer is no progress.
+Sockets block, which costs the least processor time.  One thread checks all connections in use several times a
+second, and shuts down those on which no byte moves.  Its measure is the kernel's count of acknowledged and
+received bytes: bytes in a send buffer are not progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 
 from swansongd.errors import Transient
@@ -26,11 +25,11 @@ from swansongd.stores.base import WINDOW_BYTES
 from swansongd.stores.http.tls import Tls
 
 HEAD_ROOM_BYTES = 16 * 2**10
-"""Before the window: the head of the request or of a chunk, so that both leave in one call."""
+"""Room before the window for the head of the request or of a chunk: both are sent in one call."""
 TAIL_ROOM_BYTES = 256
-"""After the window: the end of a chunk, and the trailer."""
+"""Room after the window for the end of a chunk, and for the trailer."""
 IDLE_S_MAX = 20.0
-"""Stores close what is idle for longer without a word, S3 for one."""
+"""S3 and other stores close connections that are idle for longer."""
 
 _POLL_S = 0.25
 _OUTLIER_AFTER_S = 2.0
@@ -38,7 +37,7 @@ _OUTLIER_SHARE = 0.25
 _OUTLIER_OTHERS_MIN = 3
 _OUTLIER_MEMORY = 1024
 _RATED_AFTER_S = 0.1
-"""A rate over less says nothing."""
+"""A rate over a shorter time is not significant."""
 
 # From struct tcp_info of the kernel: tcpi_unacked; tcpi_bytes_acked and tcpi_bytes_received;
 # tcpi_notsent_bytes.
@@ -49,23 +48,23 @@ _NOT_SENT = struct.Struct("@144xI")
 
 
 class ConnectionBroken(Transient):
-    """The connection failed, whatever the other side may have done with the request by then."""
+    """The connection failed; the request may have taken effect."""
 
 
 class ConnectionPhase(Enum):
-    """What the request on a connection is waiting for."""
+    """The state of the request on a connection."""
 
     LOCAL = "elsewhere"
-    """Not for the network: a body is read, a sink written."""
+    """It does not use the network: a body is read, or a sink written."""
     SENDING = "sending"
     AWAITING = "awaiting"
-    """All is sent; the answer is a short one, or its body has not begun."""
+    """The request is sent; the response is short, or its body has not started."""
     RECEIVING = "receiving"
-    """The body is on its way to a sink, however long it is."""
+    """A sink receives the body, of any length."""
 
 
 class HttpConnection:
-    """A socket, its window, and how the request on it fares.  One thread uses it at a time."""
+    """A socket, its window, and the progress of its request.  One thread uses it at a time."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None = None) -> None:
         self.sock = sock
@@ -75,23 +74,23 @@ class HttpConnection:
         self.buffer = memoryview(bytearray(HEAD_ROOM_BYTES + WINDOW_BYTES + TAIL_ROOM_BYTES))
         self.idle_since_mono_s = 0.0
         self.cut = ""
-        """Why the watching thread shut it down; empty while it has not."""
+        """Why the watchdog shut the connection down; else empty."""
         self.phase = ConnectionPhase.LOCAL
         self.request = ""
-        """Tells the request from others; the same for a repetition of it."""
+        """Identifies the request; a retry has the same text."""
         self.total_bytes = 0
-        """How much the request is to move, as far as it is known."""
+        """Size of the body, as far as it is known."""
         self.local_s = 0.0
         self.limit_mono_s = math.inf
-        """The answer must be here by then, or its head if a sink takes the rest."""
+        """Deadline of the response, or of its head if a sink receives the body."""
         self.moved_bytes = 0
         self.moved_mono_s = 0.0
         self._seen_mono_s: float | None = None
-        """When the watching thread first looked at the request; it counts from there."""
+        """Instant of the watchdog's first check of the request; all measures start there."""
         self._base_bytes = 0
 
     def begin(self, request: str) -> None:
-        """A new request is under way."""
+        """Start the measures of a new request."""
         self.request = request
         self.total_bytes = 0
         self.local_s = 0.0
@@ -99,17 +98,17 @@ class HttpConnection:
         self._seen_mono_s = None
 
     def await_response(self, limit_s: float) -> None:
-        """The request is sent: its answer is due in ``limit_s``, even if it comes byte by byte."""
+        """Set the deadline of the response, which also limits a response that arrives byte by byte."""
         self.phase = ConnectionPhase.AWAITING
         self.limit_mono_s = time.monotonic() + limit_s
 
     def receive_body(self) -> None:
-        """The head of the answer is here, and the body may take its time as long as it moves."""
+        """Remove the deadline: the head has arrived, and a large body may take longer."""
         self.phase = ConnectionPhase.RECEIVING
         self.limit_mono_s = math.inf
 
     def send(self, data: memoryview | bytes) -> None:
-        """All of ``data``; raises Broken."""
+        """Send all of ``data``; raises ConnectionBroken."""
         self.phase = ConnectionPhase.SENDING
         try:
             self._send_all(data)
@@ -117,7 +116,7 @@ class HttpConnection:
             raise self.broken(error) from error
 
     def receive_into(self, window: memoryview) -> int:
-        """Some bytes, 0 at the end; raises Broken."""
+        """Receive some bytes; returns 0 at the end, and raises ConnectionBroken."""
         try:
             count = self._receive_into(window)
         except OSError as error:
@@ -127,7 +126,7 @@ class HttpConnection:
         return count
 
     def run_local(self, work: Callable[[memoryview], None], window: memoryview) -> None:
-        """Do ``work`` on ``window``: no fault of the network, however long it takes."""
+        """Call ``work`` with ``window``; its time does not count as a stall."""
         phase, self.phase = self.phase, ConnectionPhase.LOCAL
         began_mono_s = time.monotonic()
         work(window)
@@ -138,17 +137,17 @@ class HttpConnection:
         return ConnectionBroken(self.cut or f"the connection broke: {error!s:.200}")
 
     def is_usable(self) -> bool:
-        """Whether an idle connection is still worth a request: nothing came, not even its end."""
+        """Whether an idle connection can be reused: nothing was received, and the peer has not closed."""
         if self._tls is not None and self._tls.has_more:
             return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
 
-    # ------------------------------------------------------------ for the watching thread
+    # ------------------------------------------------------------ for the watchdog
 
     def hangs(self, now_mono_s: float, stall_s: float, first_byte_s: float) -> bool:
-        """Look whether something moved since the last time; whether nothing did for too long."""
+        """Record the bytes that have moved; returns whether none moved for too long."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         total_bytes = sum(_MOVED.unpack_from(info))
         if self._seen_mono_s is None:
@@ -157,45 +156,37 @@ class HttpConnection:
         moved_bytes = total_bytes - self._base_bytes
         if moved_bytes != self.moved_bytes or self.phase is ConnectionPhase.LOCAL:
             self.moved_bytes, self.moved_mono_s = moved_bytes, now_mono_s
-        owes_response = self.phase is ConnectionPhase.AWAITING and not (
+        is_response_due = self.phase is ConnectionPhase.AWAITING and not (
             _UNACKED.unpack_from(info)[0] or _NOT_SENT.unpack_from(info)[0]
         )
-        return now_mono_s - self.moved_mono_s > (first_byte_s if owes_response else stall_s)
+        return now_mono_s - self.moved_mono_s > (first_byte_s if is_response_due else stall_s)
 
     def on_network_s(self, now_mono_s: float) -> float:
-        """For how long the request has been the network's affair."""
+        """Time of the request without that in bodies and sinks."""
         return now_mono_s - (self._seen_mono_s or now_mono_s) - self.local_s
 
     def rate(self, now_mono_s: float) -> float | None:
-        """Bytes per second on the network; None when it is too early to say."""
+        """Bytes per second on the network; None if the time is too short."""
         took_s = self.on_network_s(now_mono_s)
         if took_s < _RATED_AFTER_S or self.phase is ConnectionPhase.LOCAL:
             return None
         return self.moved_bytes / took_s
 
-    def shut(self, why: str) -> None:
-        """Free whoever waits on it, at once."""
+    def shut_down(self, why: str) -> None:
+        """Shut the socket down, which ends every wait on it immediately."""
         self.cut = why
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCounters:
-    """What became of the connections so far."""
-
-    opened: int
-    cuts: int
-
-
 class Pool:
-    """Lends connections; the one that was used last goes out first.
+    """A pool of connections; the most recently used one is taken first.
 
     Args:
-        dial: makes a connection, within limits of its own.
-        connections: how many may be out at once.
-        stall_s: nothing moving for so long ends a request.
-        first_byte_s: the same while an answer is owed and nothing else.
+        dial: opens a connection, with its own time limit.
+        connections: limit of the connections in use.
+        stall_s: a request fails if no byte moves for this time.
+        first_byte_s: the same limit while only the response is outstanding.
     """
 
     def __init__(
@@ -212,30 +203,28 @@ class Pool:
         self._connections = connections
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-        self._lent = 0
+        self._taken = 0
         self._idle: list[HttpConnection] = []
-        self._out: dict[HttpConnection, None] = {}
-        """The eldest request first."""
-        self._once: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
-        """Requests that were cut as outliers: none is a second time."""
-        self._opened = 0
-        self._cuts = 0
+        self._in_use: dict[HttpConnection, None] = {}
+        """Oldest request first."""
+        self._outliers: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
+        """Requests that were cut as outliers; no request is cut twice."""
         self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watchdog: threading.Thread | None = None
 
     def take(self, request: str) -> HttpConnection:
-        """A connection for ``request``; to be given back.  Raises what ``dial`` raises."""
+        """Take a connection for ``request``, until :meth:`release`.  Raises the errors of ``dial``."""
         with self._lock:
-            if not self._freed.wait_for(lambda: self._lent < self._connections, self._first_byte_s):
+            if not self._freed.wait_for(
+                lambda: self._taken < self._connections, self._first_byte_s
+            ):
                 raise Transient("all connections to the store are busy")
-            self._lent += 1
+            self._taken += 1
             connection = self._reusable()
         try:
-            is_new = connection is None
             connection = connection or self._dial()
             with self._lock:
-                self._opened += is_new
-                self._lend(connection, request)
+                self._register(connection, request)
         except BaseException as error:
             if connection is not None:
                 connection.sock.close()
@@ -246,12 +235,16 @@ class Pool:
             raise
         return connection
 
-    def give_back(self, connection: HttpConnection, *, keep: bool) -> None:
-        """The request is done; ``keep`` when the connection is good for another one."""
+    def release(self, connection: HttpConnection, *, is_reusable: bool) -> None:
+        """Return a connection at the end of its request.
+
+        Args:
+            is_reusable: the connection can serve another request.
+        """
         with self._lock:
-            self._out.pop(connection, None)
-            keep = keep and not connection.cut and not self._closed.is_set()
-            if keep:
+            self._in_use.pop(connection, None)
+            is_reusable = is_reusable and not connection.cut and not self._closed.is_set()
+            if is_reusable:
                 connection.phase = ConnectionPhase.LOCAL
                 connection.idle_since_mono_s = time.monotonic()
                 self._idle.append(connection)
@@ -260,16 +253,12 @@ class Pool:
             self._free_one()
 
     def close(self) -> None:
-        """Close what is idle now, and what comes back from now on."""
+        """Close the idle connections, and from now on each connection that is returned."""
         self._closed.set()
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.sock.close()
-
-    def lent(self) -> PoolCounters:
-        with self._lock:
-            return PoolCounters(self._opened, self._cuts)
 
     # ------------------------------------------------------------ under the lock
 
@@ -282,69 +271,64 @@ class Pool:
             connection.sock.close()
         return None
 
-    def _lend(self, connection: HttpConnection, request: str) -> None:
+    def _register(self, connection: HttpConnection, request: str) -> None:
         connection.begin(request)
-        self._out[connection] = None
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="wire-watch", daemon=True)
-            self._watcher.start()
+        self._in_use[connection] = None
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._watch, name="wire-watchdog", daemon=True)
+            self._watchdog.start()
 
     def _free_one(self) -> None:
-        self._lent -= 1
+        self._taken -= 1
         self._freed.notify()
 
-    # ------------------------------------------------------------ the watching thread
+    # ------------------------------------------------------------ the watchdog
 
     def _watch(self) -> None:
-        """As long as there are connections, so that an unused pool costs nothing."""
+        """Check the connections until there are none: an unused pool has no thread."""
         pause = threading.Event()
         while True:
             pause.wait(min(_POLL_S, self._stall_s / 4))
             with self._lock:
                 self._poll(time.monotonic())
-                if not self._out and not self._idle:
-                    self._watcher = None
+                if not self._in_use and not self._idle:
+                    self._watchdog = None
                     return
 
     def _poll(self, now_mono_s: float) -> None:
-        # Under the lock: a connection that is out cannot be closed meanwhile, and its number given
-        # to another socket.
-        for connection in self._out:
+        # With the lock held: else a connection could be closed meanwhile, and its descriptor reused.
+        for connection in self._in_use:
             if connection.cut:
                 continue
             if now_mono_s > connection.limit_mono_s:
-                self._cut(connection, "no whole answer in time")
+                connection.shut_down("no complete response in time")
             elif connection.hangs(now_mono_s, self._stall_s, self._first_byte_s):
                 still_s = now_mono_s - connection.moved_mono_s
-                self._cut(connection, f"nothing moved for {still_s:.1f} s")
+                connection.shut_down(f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
-            self._once.append(outlier.request)
-            self._cut(outlier, "far slower than the other connections")
+            self._outliers.append(outlier.request)
+            outlier.shut_down("far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
 
-    def _cut(self, connection: HttpConnection, why: str) -> None:
-        self._cuts += 1
-        connection.shut(why)
-
     def _outlier(self, now_mono_s: float) -> HttpConnection | None:
-        """A request that would be done sooner if it began again on another connection."""
+        """A request that would end sooner if it were repeated on another connection."""
         rates = {
-            c: rate for c in self._out if not c.cut and (rate := c.rate(now_mono_s)) is not None
+            c: rate for c in self._in_use if not c.cut and (rate := c.rate(now_mono_s)) is not None
         }
         for connection, rate in rates.items():
             left_bytes = connection.total_bytes - connection.moved_bytes
             if (
                 connection.on_network_s(now_mono_s) < _OUTLIER_AFTER_S
                 or left_bytes <= 0
-                or connection.request in self._once
+                or connection.request in self._outliers
                 or len(rates) <= _OUTLIER_OTHERS_MIN
             ):
                 continue
             usual = statistics.median(r for c, r in rates.items() if c is not connection)
             is_slow = rate < _OUTLIER_SHARE * usual
-            # What is nearly done is left to end: left / rate > total / usual, without dividing by 0.
+            # A nearly complete request is not cut: left / rate > total / usual, without a division by 0.
             if is_slow and left_bytes * usual > connection.total_bytes * rate:
                 return connection
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS in memory, over a socket that moves many records a call.
+"""TLS in memory, over a socket that transfers many records in one call.
 
-The ``ssl`` module's own socket asks the kernel twice for each record of 16 KiB, and is called once for
-each.  Here ciphertext comes and goes in large pieces, which the processor's cache still holds when they
-are opened.
+A socket of the ``ssl`` module needs two system calls and one Python call for each record of 16 KiB.  Here
+ciphertext is sent and received in large pieces, which are still in the processor's cache when they are
+decrypted.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import cast
 from swansongd.util.http1 import receive_until
 
 PIECE_BYTES = 2**19
-"""Received, or sealed and sent, at once at most.  Smaller ones cost more hand-overs between threads."""
+"""Limit of one piece.  Smaller pieces cost more switches between threads."""
 _FIRST_BYTES = 2**14
 
 
 class Tls:
-    """One TLS connection, from our side of it.  Used by one thread at a time.
+    """The client side of a TLS connection.  One thread uses it at a time.
 
-    Whoever shuts down the socket ends what the thread waits for.
+    A shutdown of the socket by another thread ends every wait.
 
     Args:
-        sock: connected, and still the caller's to close.
-        context: what is trusted, and spoken.
-        host: whose certificate it must be.
-        handshake_s: limit of the handshake, even if it comes byte by byte.
+        sock: connected; the caller closes it.
+        context: trusted certificates and protocol versions.
+        host: the certificate must be valid for this name.
+        handshake_s: limit of the handshake, also of one that arrives byte by byte.
 
     Raises:
-        OSError: the handshake failed; an ``ssl.SSLCertVerificationError`` when nobody trusts the host.
+        OSError: the handshake failed; ``ssl.SSLCertVerificationError`` if the certificate is not trusted.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Tls:
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_hostname=host)
-        # What is typed as reading into a bytearray only takes any buffer, and tells the length.
+        # The stubs allow only a bytearray; any buffer works, and the length is returned.
         self._read = cast("Callable[[int, memoryview], int]", self._tls.read)
         self._ciphertext = memoryview(bytearray(_FIRST_BYTES))
         timeout_s = sock.gettimeout()
@@ -59,18 +59,18 @@ class Tls:
 
     @property
     def has_more(self) -> bool:
-        """Whether something came that nobody has asked for yet."""
+        """Whether there are received bytes that were not read yet."""
         return bool(self._arrived.pending or self._tls.pending())
 
     def send_all(self, data: memoryview | bytes) -> None:
-        """All of ``data``; raises OSError."""
+        """Send all of ``data``; raises OSError."""
         whole = memoryview(data)
         for start in range(0, whole.nbytes, PIECE_BYTES):
             self._tls.write(whole[start : start + PIECE_BYTES])
             self._sock.sendall(self._leaving.read())
 
     def receive_into(self, window: memoryview) -> int:
-        """Fill ``window`` with what has come, at least one byte; 0 at the end.  Raises OSError."""
+        """Receive at least one byte into ``window``; returns 0 at the end, and raises OSError."""
         filled = 0
         while filled < window.nbytes:
             try:
@@ -90,23 +90,24 @@ class Tls:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 if not self._fetch():
-                    raise ConnectionResetError("it ended within the TLS handshake") from None
+                    raise ConnectionResetError(
+                        "the connection ended during the TLS handshake"
+                    ) from None
             except ssl.SSLError:
                 with suppress(OSError):
-                    self._flush()  # tell the other side why
+                    self._flush()  # send the alert
                 raise
             else:
                 self._flush()
                 return
 
     def _fetch(self) -> bool:
-        """Wait for ciphertext; False at its end."""
-        self._flush()  # an answer to a change of keys, for one
+        """Wait for ciphertext; returns False at the end of the connection."""
+        self._flush()  # for example the response to a key update
         count = self._receive_into(self._ciphertext)
         self._arrived.write(self._ciphertext[:count])
-        if (
-            count == self._ciphertext.nbytes < PIECE_BYTES
-        ):  # much comes: only then there is room for it
+        if count == self._ciphertext.nbytes < PIECE_BYTES:
+            # The buffer was full: only connections that receive much get a large one.
             self._ciphertext = memoryview(bytearray(min(4 * count, PIECE_BYTES)))
         return count > 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to get at a bucket of S3: credentials, address, signed requests, and what its refusals mean.
+"""Credentials, address, signed requests and error responses of a bucket of S3.
 
-The only module of the stores that imports boto3, when a client is first needed: botocore finds the
-address of the bucket, the region and the credentials.  It sends nothing to the store itself.
+The only module of the stores that imports boto3, and only when a client is first needed.  botocore finds the
+address of the bucket, the region and the credentials.  It sends no request to the store.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from swansongd.util.http1 import retry_after_s
 
 _SAMPLE_KEY = "k"
 _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-"""A bucket that can stand before a certificate's wildcard: without dots."""
+"""Bucket names that a certificate's wildcard matches: without dots."""
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
 _ERROR = re.compile(rb"\s*(?:<\?[^>]{0,100}\?>\s*)?<Error[\s>]")
 _STALL_S = 3.0
-_NOBODY = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nobody"}
-"""Signs nothing that is sent."""
+_UNUSED_KEYS = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
+"""For presigned URLs that are only parsed, never requested."""
 
-# Refusals with a status of 400 that are about this one attempt, not about what was asked.
+# Codes with status 400 whose cause is this attempt, not the request.
 _TRANSIENT_CODES = {
     "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch", "SlowDown", "Throttling", "ThrottlingException", "InternalError",
 }  # fmt: skip
-# Refusals that are about who asks.  Rotated keys, ended and revoked sessions: others may be there by now.
+# Codes whose cause is the credentials: rotated keys, expired or revoked sessions.  Others may exist by now.
 _CREDENTIALS_CODES = {
     "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidAccessKeyId", "InvalidToken",
     "SignatureDoesNotMatch",
 }  # fmt: skip
 _CLOCK_CODE = "RequestTimeTooSkewed"
-# Refusals of a body with a trailer that are about something else: credentials, time, or bytes that
-# changed on their way, which only a store that reads the trailer can detect.
+# Codes for a body with a trailer that have another cause: credentials, the clock, or bytes that changed in
+# transit, which only a store that reads the trailer can detect.
 _NOT_OF_THE_TRAILER = (_TRANSIENT_CODES | _CREDENTIALS_CODES | {_CLOCK_CODE}) - {
     "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch", "SignatureDoesNotMatch",
 }  # fmt: skip
@@ -63,14 +63,14 @@ _ELSEWHERE_CODES = {
     "IllegalLocationConstraintException",
 }  # fmt: skip
 CREDENTIALS_HINT = (
-    "Give the VM an instance role for the bucket, or put credentials where boto3 looks for them"
+    "Give the VM an instance role for the bucket, or credentials in boto3's default chain"
 )
 _RIGHTS = "Allow s3:ListBucket, GetObject, PutObject and AbortMultipartUpload on store.url"
 _REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
 TRAILER_HINT = 'Set store.checksums = "header"'
 _HINTS = {
-    "NoSuchBucket": "Make the bucket, or fix store.url",
+    "NoSuchBucket": "Create the bucket, or fix store.url",
     _CLOCK_CODE: "The clock of this VM is wrong: fix time synchronisation",
     "AccessDenied": _RIGHTS,
     "403": _RIGHTS,
@@ -81,11 +81,11 @@ _HINTS = {
 
 
 class TrailerRefused(Permanent):
-    """The store refused a body with its checksum behind it; before it, the checksum may be accepted."""
+    """The store refused a body with a checksum trailer; it may accept the checksum in a header."""
 
 
 class Unsupported(Permanent):
-    """The store does not have this operation."""
+    """The store does not implement this operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class S3Request:
 
     method: str
     path: str
-    """Of the object below the bucket, with its ``/``; empty for the bucket itself."""
+    """Path of the object below the bucket, with its ``/``; empty for the bucket itself."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     payload: str = EMPTY_PAYLOAD
@@ -106,12 +106,12 @@ class S3Request:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the objects of the bucket are, for the wire."""
+    """Address of the bucket."""
 
     wire: Wire
     endpoint: str
     base_path: str
-    """Before the ``/`` of the key: the bucket, or nothing where the host names it."""
+    """Path before the ``/`` of the key: the bucket, or empty if the host names the bucket."""
     region: str
 
     @property
@@ -120,7 +120,7 @@ class Route:
 
 
 class S3Access:
-    """One bucket, by one identity.
+    """Signed requests to one bucket.
 
     Args:
         bucket: its name.
@@ -130,7 +130,7 @@ class S3Access:
         self._bucket = bucket
         self._options = options
         self._region = options.region
-        """Also learned from the store."""
+        """Replaced by the region in a redirect."""
         self._lock = threading.Lock()
         self._made_client: Any = None
         self._credentials = CredentialCache(
@@ -168,16 +168,16 @@ class S3Access:
         raise _refusal(response, code)
 
     def expect_no_error(self, response: Response) -> None:
-        """Raises the error that came under a status of success, as it may when it came up late."""
+        """Raise the error in a response with a status of success: S3 found it after it sent the head."""
         if _ERROR.match(response.body):
             raise _refusal(response, xml_text(response.body, "Code"))
 
     def renew_credentials(self) -> None:
-        """Have credentials that last for a while; raises Permanent where there are none."""
+        """Renew credentials that expire soon; raises Permanent if there are none."""
         self._credentials.renew()
 
     def route(self) -> Route:
-        """Where to send; asks nobody once it is known."""
+        """Address of the bucket; found on the first call."""
         with self._route_lock:
             if self._known_route is None:
                 self._known_route = self._found_route()
@@ -186,10 +186,10 @@ class S3Access:
     def _moved(
         self, response: Response, code: str, route: Route, credentials: AwsCredentials
     ) -> StoreError:
-        """The bucket is in another region: its name is taken from the answer, and never an address."""
+        """The error for a bucket in another region; takes the region from the response, never an address."""
         region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
-            # A refusal contains the region too: HeadBucket needs no right of its own.
+            # HeadBucket needs no right: its refusal contains the region, too.
             head = _sent(route, credentials, S3Request("HEAD", ""))
             region = head.headers.get("x-amz-bucket-region", "")
         message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
@@ -206,10 +206,13 @@ class S3Access:
     def _expect_no_others(
         self, response: Response, code: str, used: AwsCredentials, method: str
     ) -> bool:
-        """Whether a refusal is about ``used``; Transient is raised when there are other credentials now.
+        """Whether the credentials ``used`` are the cause of an error response.
 
-        A HEAD has no body that could name a code.  A refusal with 403 may be about a right that is
-        lacking, or about a session that was revoked: other credentials are looked for, too.
+        The response to a HEAD has no body, so no code.  The cause of a 403 is a missing right or a revoked
+        session, so other credentials are looked for.
+
+        Raises:
+            Transient: there are other credentials now.
         """
         is_certain = (
             code in _CREDENTIALS_CODES
@@ -222,7 +225,9 @@ class S3Access:
         return is_certain
 
     def _found_route(self) -> Route:
-        with _errors_of("the address of the bucket", "Check table [store] of the configuration"):
+        with _errors_of(
+            "find the address of the bucket", "Check table [store] of the configuration"
+        ):
             url = self._client().generate_presigned_url(
                 "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
             )
@@ -242,8 +247,8 @@ class S3Access:
     # ------------------------------------------------------------ botocore
 
     def _client(self) -> Any:
-        """A client that is asked for addresses only."""
-        import boto3  # noqa: PLC0415 - a VM on another cloud need not load it
+        """A client that only builds URLs."""
+        import boto3  # noqa: PLC0415 - loaded only where it is used
         import botocore.session  # noqa: PLC0415
         from botocore.config import Config  # noqa: PLC0415
 
@@ -257,7 +262,7 @@ class S3Access:
                     "s3",
                     endpoint_url=self._options.endpoint,
                     config=Config(signature_version="s3v4", s3=addressing),
-                    **_NOBODY,
+                    **_UNUSED_KEYS,
                 )
             return self._made_client
 
@@ -274,7 +279,7 @@ class S3Access:
         import botocore.session  # noqa: PLC0415
 
         with _errors_of("credentials for S3", CREDENTIALS_HINT):
-            # A new session: an old one keeps the files that it has read, and the roles it has assumed.
+            # A new session: an old one caches files and assumed roles.
             session = botocore.session.Session(profile=self._options.profile)
             found = session.get_component("credential_provider").load_credentials()
         if found is None:
@@ -308,7 +313,7 @@ def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Resp
 
 
 def _aws_credentials(found: Any) -> AwsCredentials:
-    """Who signs; botocore renews what has less than 15 minutes left."""
+    """The keys of botocore's credentials, which renew themselves in their last 15 minutes."""
     with _errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
         credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
@@ -332,7 +337,7 @@ def _message(response: Response, code: str) -> str:
 
 
 def _may_be_of_the_trailer(status: int, code: str) -> bool:
-    """Whether a store that reads no trailers refuses a body in this way."""
+    """Whether a store without support for trailers responds to a body in this way."""
     is_refusal = 400 <= status < 500 or status == 501
     return (
         is_refusal
@@ -342,7 +347,7 @@ def _may_be_of_the_trailer(status: int, code: str) -> bool:
 
 
 def _refusal(response: Response, code: str) -> StoreError:
-    """The error of the contract for an answer that was no success."""
+    """The error of the contract for a response with an error status."""
     status = response.status
     message, hint = _message(response, code), _HINTS.get(code, "")
     if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
@@ -358,7 +363,7 @@ def _refusal(response: Response, code: str) -> StoreError:
 
 @contextmanager
 def _errors_of(what: str, hint: str) -> Iterator[None]:
-    """Turns what botocore and its plug-ins raise into an error of the contract."""
+    """Turn errors of botocore and its plug-ins into errors of the contract."""
     try:
         with named(what):
             yield

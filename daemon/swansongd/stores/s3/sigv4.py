@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signature version 4, as S3 wants it, for the requests of the wire.
+"""Signature version 4 of requests to S3.
 
-botocore's own takes several times as long for one request, all of it under the interpreter's lock: with
-many small shards that is what their speed hangs on.  Tests compare the two over random requests.
+botocore's implementation takes several times as long, and holds the interpreter's lock: it would limit the
+throughput of many small shards.  Tests compare both implementations over random requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMPTY_PAYLOAD = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class AwsCredentials:
-    """Who signs."""
+    """Keys that sign requests."""
 
     access_key: str
     secret_key: str = field(repr=False)
@@ -30,12 +30,12 @@ class AwsCredentials:
 
 
 def encoded_path(path: str) -> str:
-    """A path as S3 signs it: every byte but the unreserved ones and ``/`` percent-encoded."""
+    """A path as S3 signs it: percent-encoded, except for unreserved bytes and ``/``."""
     return quote(path, safe="/-_.~")
 
 
 def encoded_query(parameters: Mapping[str, str]) -> str:
-    """A query as it is signed: encoded, in order of the names."""
+    """A query as S3 signs it: percent-encoded, sorted by name."""
     pairs = [
         (quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in parameters.items()
     ]
@@ -54,13 +54,13 @@ def signed_headers(
     region: str,
     now: datetime,
 ) -> dict[str, str]:
-    """``headers`` and those that authorise the request.
+    """``headers``, and the headers that authorise the request.
 
     Args:
-        path: as :func:`encoded_path` makes it.
-        query: as :func:`encoded_query` makes it.
+        path: from :func:`encoded_path`.
+        query: from :func:`encoded_query`.
         headers: names in lower case; all of them are signed.
-        payload: SHA-256 of the body in hex, or one of the words above in its place.
+        payload: SHA-256 of the body in hex, or one of the constants above.
         now: in UTC.
     """
     stamp = now.strftime("%Y%m%dT%H%M%SZ")

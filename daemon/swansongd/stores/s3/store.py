@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 and what speaks its protocol: the contract in terms of its requests.
+"""The store contract on S3 and compatible stores.
 
-All of them go over the wire, which tries nothing twice: attempts, waiting and deadlines belong to the
-caller.  Every write carries a CRC32C that the store verifies, and the completion of an upload that of the
-whole object.
+The wire sends each request once; retries and deadlines belong to the caller.  Every write contains a CRC32C
+that the store verifies; the completion of an upload contains that of the whole object.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ class S3Store:
         bucket, self._prefix = bucket_and_prefix(url)
         self._checksums = options.checksums
         self.sends_trailers = options.checksums != "header"
-        """Whether shards go out with checksum trailers over TLS; False once the store proved to read none."""
+        """Whether shards have checksum trailers over TLS; False once the store proved not to read them."""
         self._reads_trailers: set[str] = set()
-        """Operations of which the store has shown that it reads the trailer."""
+        """Operations for which the store has proved that it reads the trailer."""
         self._learning = threading.Lock()
         self._access = S3Access(bucket, options)
 
@@ -87,7 +86,7 @@ class S3Store:
         response = self._call("GetObject", "GET", key, sink=sink)
         if response.status != 200:
             raise Permanent(
-                f"GetObject {key} in {self.url}: HTTP {response.status} is no whole object"
+                f"GetObject {key} in {self.url}: HTTP {response.status} is not a complete object"
             )
         return bytes(sink.data)
 
@@ -95,7 +94,7 @@ class S3Store:
         try:
             response = self._call("HeadObject", "HEAD", key)
         except NotFound:
-            # A HEAD says "404" and no more: ask whether it was the bucket that is missing.
+            # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
             self._list_page(key, max_keys=1)
             return None
         with responses.complete(f"HeadObject {key}"):
@@ -116,7 +115,7 @@ class S3Store:
         try:
             return self._send("PutObject", key, {}, body, _ABSENT).crc32c
         except Exists:
-            # Keys are not used twice: it is ours, carried out unheard, if it holds the same bytes.
+            # If the bytes match, our write succeeded and only the reply was lost.
             value, _ = read_through(body)
             is_ours = self._holds(key, body.size_bytes, value)
             if is_ours is None:
@@ -133,7 +132,7 @@ class S3Store:
             "GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink
         )
         range_ = response.headers.get("content-range", "")
-        if not range_.startswith(f"bytes {span}/"):  # some answer 200 with it
+        if not range_.startswith(f"bytes {span}/"):  # some send it with status 200
             raise Permanent(
                 f"get {key}: {size_bytes} bytes from {offset} are not within the object"
             )
@@ -153,7 +152,7 @@ class S3Store:
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         try:
             listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
-        except Unsupported:  # the store cannot confirm any part: all of them are sent again
+        except Unsupported:  # the store cannot list parts: all of them are sent again
             return []
         return [
             PartReceipt(
@@ -194,7 +193,7 @@ class S3Store:
                 body=body,
             )
         except NotFound:
-            # Was an earlier completion carried out, unheard?
+            # If the checksum matches, an earlier completion took effect and its reply was lost.
             if self._holds(upload.key, upload.size_bytes, whole) is False:
                 raise
             return
@@ -204,13 +203,13 @@ class S3Store:
             with responses.complete(what):
                 responses.completed(response)
         except Transient:
-            # Nothing says that it took effect: look.  Sent again it would find no upload if it did.
+            # The response does not prove that the completion took effect: compare the object.
             if self._holds(upload.key, upload.size_bytes, whole) is False:
                 raise
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
         what = f"ListMultipartUploads {prefix}"
-        # No encoding-type: Ceph encodes the keys then and does not report it, SeaweedFS does the opposite.
+        # No encoding-type: Ceph then encodes the keys without reporting it, SeaweedFS does the opposite.
         base = {"prefix": self._prefix + prefix, "uploads": ""}
 
         def page(
@@ -238,11 +237,11 @@ class S3Store:
         self.check()
 
     def renew_credentials(self) -> None:
-        """Have credentials that last for a while; raises Permanent where there are none."""
+        """Renew credentials that expire soon; raises Permanent if there are none."""
         self._access.renew_credentials()
 
     def aborts_incomplete_uploads(self) -> bool:
-        """Whether a rule of the bucket ends what interrupted uploads leave behind; for doctor."""
+        """Whether a rule of the bucket aborts incomplete multipart uploads; for doctor."""
         try:
             response = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
         except NotFound:
@@ -274,9 +273,9 @@ class S3Store:
             return responses.objects(response, self._prefix, prefix)
 
     def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
-        """Whether the store has an object of this name, size and CRC32C.
+        """Whether the store has an object with this key, size and CRC32C.
 
-        None when it has one of the size, and does not tell the checksum of the whole.
+        None if the size matches and the store returns no checksum of the whole object.
         """
         try:
             response = self._call(
@@ -289,7 +288,7 @@ class S3Store:
                 return False
         reported = response.headers.get(
             _CHECKSUM, "-"
-        )  # one with a dash is made of those of the parts
+        )  # a dash marks a checksum of the parts' checksums
         return None if "-" in reported else reported == crc32c_base64(value)
 
     def _listed_parts(self, key: str, upload_id: str) -> Iterator[responses.ListedPart]:
@@ -317,7 +316,7 @@ class S3Store:
     ) -> Response:
         """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
 
-        Some stores refuse a trailer.  Others accept it, and store the framing as part of the object.
+        Some stores refuse a trailer.  Others accept it, and store its framing as part of the object.
         """
         if not (self.sends_trailers and self._access.route().is_tls):
             return self._put(operation, key, parameters, body, condition)
@@ -370,7 +369,7 @@ class S3Store:
         return response
 
     def _expect_same(self, operation: str, key: str, response: Response) -> None:
-        """Raises Transient when the store states the checksum of other bytes than were sent."""
+        """Raise Transient if the store returns the checksum of other bytes than were sent."""
         sent = crc32c_base64(response.crc32c)
         if response.headers.get(_CHECKSUM, sent) != sent:
             raise Transient(
@@ -385,17 +384,17 @@ class S3Store:
         body: Body,
         response: Response,
     ) -> bool:
-        """Whether the store has removed the framing; asks for the size once for each operation.
+        """Whether the store removed the framing; requests the stored size once for each operation.
 
         Raises:
-            Permanent: it does not, and the configuration demands trailers.
+            Permanent: the store did not, and the configuration requires trailers.
         """
         if operation in self._reads_trailers:
             return True
         with self._learning:
             if operation in self._reads_trailers or not self.sends_trailers:
                 return self.sends_trailers
-            # A store that returns the checksum has read it from the trailer, or computed it over the body.
+            # A store that returns the checksum read it from the trailer, or computed it from the body.
             if response.headers.get(_CHECKSUM) != crc32c_base64(response.crc32c):
                 size_bytes = self._stored_bytes(key, parameters)
                 if size_bytes != body.size_bytes:
@@ -410,7 +409,7 @@ class S3Store:
             return True
 
     def _stored_bytes(self, key: str, parameters: Mapping[str, str]) -> int | None:
-        """Size of the object, or of the part, that was just sent; None where the store does not return it."""
+        """Stored size of the object or part that was sent; None if the store does not return it."""
         try:
             if "uploadId" not in parameters:
                 info = self.head(key)
@@ -424,14 +423,14 @@ class S3Store:
             return None
 
     def _send_headers_from_now_on(self, reason: str) -> None:
-        """Called under the lock."""
+        """Stop sending trailers; called with the lock held."""
         if self.sends_trailers:
             self.sends_trailers = False
             _log.warning(
                 "store_reads_no_trailers",
                 url=self.url,
                 reason=reason,
-                hint=f"{TRAILER_HINT}: that saves this attempt at each start",
+                hint=f"{TRAILER_HINT}: saves the failed attempt at each start",
             )
 
     def _call(
@@ -447,10 +446,10 @@ class S3Store:
         trailer: str | None = None,
         sink: Sink | None = None,
     ) -> Response:
-        """One signed request about an object or, with None, the bucket; the answer is a success.
+        """Send one signed request for an object, or with key None for the bucket; returns a success.
 
         Args:
-            operation: its name in the documentation of S3, which the permissions go by.
+            operation: name in the documentation of S3, as in its permissions.
         """
         path = "" if key is None else f"/{self._prefix}{key}"
         what = operation if key is None else f"{operation} {key}"
@@ -463,6 +462,6 @@ class S3Store:
 
 
 def _rule_prefix(rule: ET.Element) -> str:
-    """Prefix of the keys that a lifecycle rule is for; an older form has it outside of the filter."""
+    """Prefix of the keys of a lifecycle rule; an older form has it outside of the filter."""
     filter_ = rule.find("Filter")
     return (rule if filter_ is None else filter_).findtext("Prefix") or ""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trying again: a store around a store, and the only place that repeats a request.
+"""Retries: a store around a store, and the only module that repeats a request.
 
-What may be repeated is decided by the error (only Transient), how long by ``give_up_mono_s``, and that
-repeating does no harm by the contract: every call of it is idempotent, create-if-absent excepted, whose
-Exists after an ambiguous attempt goes on to the caller, who reads back and compares.  Bodies and sinks
-begin again because the backend rewinds them before each pass.
+A Transient error is retried until ``give_up_mono_s``.  Every call of the contract is idempotent, except for
+create-if-absent: its Exists after an ambiguous attempt is raised, and the caller reads the object back and
+compares.  Backends rewind bodies and sinks before each attempt.
 """
 
 from __future__ import annotations
@@ -36,31 +35,29 @@ T = TypeVar("T")
 _BACKOFF_S_FIRST = 0.1
 _BACKOFF_S_MAX = 2.0
 _BACKOFF_S_MAX_URGENT = 0.5
-"""While there is a deadline: the grace period must not be slept away once the store is back."""
+"""Limit while there is a deadline: a long backoff would waste the grace period after the store recovers."""
 _REQUESTED_WAIT_S_MAX = 60.0
-"""However long the store wants to be left alone."""
+"""Limit of a wait that the store requests by Retry-After."""
 
 _log = structlog.get_logger(__name__)
 _random = SystemRandom()
 
 
 class Retrying:
-    """The same store, that repeats what failed with Transient.
+    """The same store, with retries of calls that failed with Transient.
 
-    Waits a random time below 0.1 s before the second attempt, and doubles that bound up to 2 s (0.5 s
-    while there is a deadline); never so long that the time left is waited away.  What the store itself
-    wants (``retry_after_s``) comes on top, up to a minute and to half of the time left, for an attempt
-    takes time too.
+    The backoff is random, with full jitter.  Its bound doubles from 0.1 s to 2 s (0.5 s while there is a
+    deadline), and ends at the deadline.  A wait that the store requests (``retry_after_s``) is added, up to a
+    minute and to half of the time left: the next attempt needs time, too.
 
     Args:
-        store: the store that does the work.
-        give_up_mono_s: asked before every attempt; none begins at or after that instant.  None means
-            no limit.
-        budget_s: how long one call may be tried again while ``give_up_mono_s`` says None.
-        stop: once it is set nothing waits any more: the last error is raised.
+        store: the store that sends the requests.
+        give_up_mono_s: called before each attempt; no attempt starts at or after this instant.  None: no
+            limit.
+        budget_s: limit of the retries of one call while ``give_up_mono_s`` returns None.
+        stop: ends every wait; the last error is raised.
         monotonic: the clock.
-        attempted: is called at the end of each attempt, with the instant of its beginning and its error, or
-            None.
+        attempted: called after each attempt, with the instant of its start and its error, or None.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class Retrying:
         return self._try(f"head {key}", lambda: self._store.head(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # Page by page: a listing that broke off continues with the page that failed.
+        # Page by page: a retry requests only the page that failed.
         return listed(prefix, lambda token: self.page(prefix, token))
 
     def page(self, prefix: str, token: str | None) -> Page:
@@ -124,7 +121,7 @@ class Retrying:
         self._try(f"complete {upload.key}", lambda: self._store.complete(upload, parts))
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        # They are few: all of them, before the first is handed on.
+        # There are few: all pages are read before the first upload is returned.
         yield from self._try(f"uploads of {prefix}", lambda: list(self._store.uploads(prefix)))
 
     def abort(self, key: str, upload_id: str) -> None:
@@ -141,7 +138,7 @@ class Retrying:
         backoff_s = _BACKOFF_S_FIRST
         attempts = 0
         if self._left_s(began_mono_s) <= 0:
-            raise Transient(f"{call}: no time left to begin")
+            raise Transient(f"{call}: no time left for an attempt")
         while True:
             attempts += 1
             attempt_mono_s = self._monotonic()
@@ -153,15 +150,15 @@ class Retrying:
                     _log.warning("store_retry", call=call, error=str(error))
                 if self._left_s(began_mono_s) < _BACKOFF_S_FIRST:
                     raise
-                self._leave_alone(error.retry_after_s, began_mono_s)
-                # Full jitter: many writers that failed together must not come back together.
+                self._wait_as_requested(error.retry_after_s, began_mono_s)
+                # Full jitter: many writers that failed together must not retry together.
                 bound_s = min(backoff_s, max(0.0, self._left_s(began_mono_s)))
                 wait_s = _random.uniform(0, bound_s)
                 is_urgent = self._give_up_mono_s() is not None
                 backoff_s = min(
                     2 * backoff_s, _BACKOFF_S_MAX_URGENT if is_urgent else _BACKOFF_S_MAX
                 )
-                # Asked again after the wait: deadlines move, always to an earlier time.
+                # Computed again after the wait: a deadline can become earlier meanwhile.
                 if self._stop.wait(wait_s) or self._left_s(began_mono_s) <= 0:
                     raise
             except StoreError as error:
@@ -174,10 +171,10 @@ class Retrying:
                     _log.info("store_recovered", call=call, attempts=attempts, after_s=after_s)
                 return result
 
-    def _leave_alone(self, wanted_s: float | None, began_mono_s: float) -> None:
-        """Wait as long as the store wants, but no longer than is left then.
+    def _wait_as_requested(self, wanted_s: float | None, began_mono_s: float) -> None:
+        """Wait as long as the store requested, but at most half of the time left.
 
-        In steps: a deadline that comes meanwhile cuts it short.
+        The wait has steps, so that a new deadline shortens it.
         """
         wanted_s = min(wanted_s or 0.0, _REQUESTED_WAIT_S_MAX)
         waited_s = 0.0

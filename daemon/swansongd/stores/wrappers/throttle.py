@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A limit on what shards take of the network, so that training beside a flush does not feel it.
+"""A rate limit for shards, so that a flush does not slow down the training beside it.
 
-A store around a store, like :class:`~swansongd.stores.wrappers.retry.Retrying`, which goes outside of it.
+A store around a store.  :class:`~swansongd.stores.wrappers.retry.Retrying` is the outer one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from swansongd.stores.base import (
 )
 
 _POLL_S = 0.05
-"""How soon a thread that waits notices that the rate has changed."""
+"""Interval at which a waiting thread reads the rate again."""
 
 
 class Throttled:
-    """The same store, that sends bodies of shards no faster than ``rate_bytes_per_s`` in all.
+    """The same store, with a limit on the rate of all bodies of shards together.
 
-    At most as many bodies are under way as there are windows a second to share out: each then moves
-    about once a second, and no server takes it for dead.  The others have not begun yet, and hold no
-    connection.  Small objects and reads are not held up.
+    The number of bodies in flight is at most the number of windows per second.  Each body then sends about
+    one window a second, and no server closes its connection as idle.  The others have not started and use no
+    connection.  Small objects and reads are not limited.
 
     Args:
-        store: the store that does the work.
-        rate_bytes_per_s: asked all the time; None lifts the limit, also for who waits now.
+        store: the store that sends the requests.
+        rate_bytes_per_s: called at short intervals; None removes the limit, also for waiting threads.
         monotonic: the clock.
     """
 
@@ -74,15 +74,15 @@ class Throttled:
         self._store.delete(key)
 
     def put_shard(self, key: str, body: Body) -> int:
-        with self._bucket.turn():
-            return self._store.put_shard(key, _PacedBody(body, self._bucket))
+        with self._bucket.slot():
+            return self._store.put_shard(key, _ThrottledBody(body, self._bucket))
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         return self._store.begin(key, size_bytes, part_size_bytes)
 
     def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        with self._bucket.turn():
-            return self._store.put_part(upload, number, _PacedBody(body, self._bucket))
+        with self._bucket.slot():
+            return self._store.put_part(upload, number, _ThrottledBody(body, self._bucket))
 
     def parts(self, upload: Upload) -> Sequence[PartReceipt]:
         return self._store.parts(upload)
@@ -104,10 +104,10 @@ class Throttled:
 
 
 class _TokenBucket:
-    """One bucket of tokens for all threads.
+    """A token bucket for all threads.
 
-    Whoever finds it not in debt takes what he needs at once, and the next one waits until the debt is
-    worked off: no window is ever too large for the bucket.
+    A thread that finds no debt takes all its tokens immediately, and leaves a debt.  The next thread waits
+    until the debt is paid.  No window is therefore too large for the bucket.
     """
 
     def __init__(
@@ -118,33 +118,33 @@ class _TokenBucket:
         self._changed = threading.Condition()
         self._level_bytes = 0.0
         self._seen_mono_s = monotonic()
-        self._under_way = 0
+        self._in_flight = 0
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until one more body may be under way."""
+    def slot(self) -> Iterator[None]:
+        """Hold one of the slots for bodies in flight; waits for a free one."""
         with self._changed:
-            while (rate := self._rate_bytes_per_s()) and self._under_way >= max(
+            while (rate := self._rate_bytes_per_s()) and self._in_flight >= max(
                 1, rate // WINDOW_BYTES
             ):
                 self._changed.wait(_POLL_S)
-            self._under_way += 1
+            self._in_flight += 1
         try:
             yield
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._in_flight -= 1
                 self._changed.notify()
 
     def spend(self, size_bytes: int) -> None:
-        """Wait until ``size_bytes`` may go."""
+        """Wait until ``size_bytes`` may be sent."""
         if not self._rate_bytes_per_s():
             return
         with self._changed:
             while rate := self._rate_bytes_per_s():
                 now_mono_s = self._monotonic()
                 earned_bytes = (now_mono_s - self._seen_mono_s) * rate
-                # No credit for times when nobody had anything to send, but for waking up late.
+                # Idle time earns no credit beyond one interval, which makes up for late wake-ups.
                 self._level_bytes = min(self._level_bytes + earned_bytes, rate * _POLL_S)
                 self._seen_mono_s = now_mono_s
                 if self._level_bytes >= 0:
@@ -153,8 +153,8 @@ class _TokenBucket:
                 self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
 
 
-class _PacedBody:
-    """A body whose windows wait for their turn."""
+class _ThrottledBody:
+    """A body that waits before each window is sent."""
 
     def __init__(self, body: Body, pace: _TokenBucket) -> None:
         self.size_bytes = body.size_bytes
@@ -165,6 +165,6 @@ class _PacedBody:
         self._body.rewind()
 
     def read_into(self, window: memoryview) -> None:
-        # In this order: a body that nobody wants any more says so before it waits.
+        # In this order: a cancelled body raises before the wait.
         self._body.read_into(window)
         self._bucket.spend(window.nbytes)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client of the daemon on this VM, over the daemon's socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from swansong.protocol import (
+    MAX_MESSAGE_BYTES,
+    Message,
+    ProtocolError,
+    Refused,
+    Status,
+    StatusQuery,
+    decode,
+    encode,
+)
+
+from swansongd.errors import Unreachable
+
+TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_UCRED = struct.Struct("3i")
+"""Process, user and group."""
+_NOT_RUNNING = "Check the daemon with: systemctl status swansongd"
+_NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class DaemonClient:
+    """A connection to the daemon.
+
+    Args:
+        path: socket of the daemon.
+
+    Raises:
+        Unreachable: from all methods; the daemon does not run, does not reply or refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(TIMEOUT_S)
+        with self._explained():
+            self._connect()
+
+    def _connect(self) -> None:
+        deadline_mono_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self._channel.connect(str(self._path))
+                return
+            except BlockingIOError:  # the kernel's queue of connections is full
+                if time.monotonic() > deadline_mono_s:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def request(self, message: Message, answered_by: type[Reply]) -> Reply:
+        """Send a request and wait up to :data:`TIMEOUT_S` for its reply; other messages are skipped."""
+        deadline_mono_s = time.monotonic() + TIMEOUT_S
+        self._channel.settimeout(TIMEOUT_S)
+        with self._explained():
+            self._channel.send(encode(message))
+            while data := self._received(deadline_mono_s):
+                reply = decode(data)
+                if isinstance(reply, answered_by):
+                    return reply
+                if isinstance(reply, Refused):
+                    raise Unreachable(
+                        f"the request failed: the daemon refused it: {reply.reason}",
+                        hint=_NOT_ALLOWED,
+                    )
+        raise Unreachable(
+            f"the request failed: the daemon at {self._path} closed the connection",
+            hint=_NOT_ALLOWED,
+        )
+
+    def _received(self, deadline_mono_s: float) -> bytes:
+        left_s = deadline_mono_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left_s)
+        return self._channel.recv(MAX_MESSAGE_BYTES + 1)
+
+    def report(self) -> dict[str, Any]:
+        """The daemon's report; docs/operations/status.md lists its fields."""
+        return self.request(StatusQuery(), Status).report
+
+    def peer_uid(self) -> int:
+        """The user that listens on the socket, as the kernel reports it."""
+        credentials = self._channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return int(_UCRED.unpack(credentials)[1])
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        path = self._path
+        try:
+            yield
+        except PermissionError:
+            raise Unreachable(
+                f"connecting to the daemon at {path} failed: permission denied", hint=_NOT_ALLOWED
+            ) from None
+        except TimeoutError:
+            raise Unreachable(
+                f"the request failed: the daemon at {path} did not reply within {TIMEOUT_S:g} s",
+                hint=_NOT_RUNNING,
+            ) from None
+        except OSError as error:
+            raise Unreachable(
+                f"connecting to the daemon at {path} failed: {error.strerror}", hint=_NOT_RUNNING
+            ) from None
+        except ProtocolError as error:
+            raise Unreachable(
+                f"the request failed: {path} returned an invalid message ({error})",
+                hint="Restart the daemon after an upgrade",
+            ) from None

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request of an evacuation: whether one is made, when it is too late for it, and what answers it.
+
+:mod:`swansongd.core.request` has its way to the ranks and their common step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansong import protocol
+
+from swansongd.core import nodes, planner
+from swansongd.core.events import Rescan, Scanned, SignalTrainer
+from swansongd.core.planner import Plan, PlanKind
+from swansongd.core.request import fail, reconcile_target, send
+from swansongd.core.state import CheckpointRequest
+from swansongd.core.transition import Transition
+from swansongd.model import CheckpointId, Staged
+
+AGREEMENT_LIMIT_S = 5.0
+"""Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
+TOO_LATE_S = 2.0
+"""A save that could not be stored in time is abandoned after this long: the bandwidth may recover."""
+EARLY_SCAN_S = 0.2
+"""Staging is scanned at this interval while the trainer saves."""
+
+
+def planned(transition: Transition, *, left_s: float) -> Plan:
+    """The plan for an evacuation with ``left_s`` to its deadline."""
+    state = transition.state
+    return planner.decide(
+        left_s=left_s,
+        reserve_s=state.settings.reserve_s,
+        measured=state.measured,
+        has_trainer=(bool(state.connected) or state.settings.signals_trainer)
+        and state.overtaken_by is None,
+        candidates=state.candidates,
+        is_committing=bool(state.stored),
+    )
+
+
+def make(transition: Transition) -> None:
+    """Request a checkpoint over the socket, or by signal if no trainer is connected."""
+    evacuation = transition.evacuation
+    connected = transition.state.connected
+    by_signal = not connected
+    again = f"{nodes.AGAIN}{evacuation.requests}" if evacuation.requests else ""
+    request = CheckpointRequest(
+        request_id=f"{evacuation.id}{again}",
+        reason=evacuation.reason,
+        by_signal=by_signal,
+        is_urgent=not evacuation.is_precaution,
+        asked_mono_s=transition.now,
+        agree_by_mono_s=transition.now + min(AGREEMENT_LIMIT_S, transition.left_s / 10),
+        known=frozenset(staged.id for staged in transition.state.staged),
+        from_step=(
+            -1
+            if evacuation.is_resumed
+            else max((trainer.step for trainer in connected), default=-1)
+        ),
+        at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
+        ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
+    )
+    transition.evacuation = replace(evacuation, request=request, requests=evacuation.requests + 1)
+    if by_signal:
+        transition.mark("signal")
+        transition.do(SignalTrainer(request.request_id))
+    else:
+        transition.mark("request", ranks=len(connected))
+        send(transition, request, tuple(t.connection for t in connected))
+
+
+def reconcile(transition: Transition) -> None:
+    """Make the request that is missing, bring the ranks to one step, and stop waiting when it is too late."""
+    if transition.state.evacuation is None:
+        return
+    _make_missing(transition)
+    request = transition.evacuation.request
+    if request is None or not request.is_waiting:
+        return
+    reconcile_target(transition, request)
+    _fail_if_too_late(transition)
+    _scan_for_early_shards(transition)
+
+
+def _make_missing(transition: Transition) -> None:
+    """Make the first request when a trainer connects, or another one after a failure, if that is worth it."""
+    evacuation = transition.evacuation
+    is_first = evacuation.request is None and bool(transition.state.connected)
+    if is_first or _is_repeat_due(transition):
+        plan = planned(transition, left_s=transition.left_s)
+        is_worth_it = plan.fits or (
+            evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
+        )
+        if plan.kind is PlanKind.TAKE and is_worth_it:
+            transition.evacuation = replace(transition.evacuation, plan=plan, verdict=None)
+            make(transition)
+            transition.do(Rescan())
+
+
+def _is_repeat_due(transition: Transition) -> bool:
+    return will_repeat(transition) and transition.now >= nodes.repeat_mono_s(transition.evacuation)
+
+
+def will_repeat(transition: Transition) -> bool:
+    """Whether a request that failed is made again, because another one would still fit."""
+    return (
+        nodes.may_repeat_request(transition.state)
+        and transition.left_s > 0
+        and not transition.state.is_answered
+        and planned(transition, left_s=transition.left_s).kind is PlanKind.TAKE
+    )
+
+
+def _fail_if_too_late(transition: Transition) -> None:
+    """Stop waiting for a set that could not be stored in time even if it were sealed now."""
+    state = transition.state
+    request = transition.evacuation.request
+    if request is None or not request.is_waiting or not transition.evacuation.plan.fits:
+        return
+    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
+    data_left_s = transition.left_s - state.settings.reserve_s
+    if flush_s <= data_left_s:
+        if request.too_late_mono_s is not None:
+            transition.update_request(replace(request, too_late_mono_s=None))
+    elif data_left_s <= 0 or (
+        request.too_late_mono_s is not None
+        and transition.now - request.too_late_mono_s >= TOO_LATE_S
+    ):
+        fail(transition, request, "no time is left to flush what the trainer has not sealed yet")
+    elif request.too_late_mono_s is None:
+        transition.update_request(replace(request, too_late_mono_s=transition.now))
+
+
+def _scan_for_early_shards(transition: Transition) -> None:
+    request = transition.evacuation.request
+    if request is None or not request.is_waiting or request.target is None:
+        return
+    is_due = transition.now - request.rescan_mono_s >= EARLY_SCAN_S
+    if is_due and not transition.evacuation.is_precaution:
+        transition.update_request(replace(request, rescan_mono_s=transition.now))
+        transition.do(Rescan())
+
+
+def record_sealed(transition: Transition, request_id: str, step: int) -> None:
+    """A rank reports that it has sealed its part: a scan will find the set."""
+    _record_reported_step(transition, request_id, step)
+    transition.do(Rescan())
+
+
+def _record_reported_step(transition: Transition, request_id: str, step: int) -> None:
+    """A step that the ranks had left behind when the request was made does not answer it."""
+    request = transition.waiting_request(request_id)
+    if request is None or request.is_periodic:
+        return
+    stood_at = max(request.accepted.values(), default=request.from_step)
+    if step < stood_at:
+        reason = (
+            f"the trainer answered with step {step}, the request was made after step {stood_at}"
+        )
+        fail(transition, request, reason)
+    else:
+        transition.update_request(replace(request, reported_step=step))
+
+
+def record_signalled(transition: Transition, request_id: str, pid: int) -> None:
+    """The signal was sent."""
+    if transition.waiting_request(request_id):
+        transition.mark("accepted", pid=pid)
+
+
+def record_process_ended(transition: Transition, request_id: str) -> None:
+    """The process that got the signal ended: a scan that begins now decides whether it had sealed."""
+    request = transition.waiting_request(request_id)
+    if request is not None:
+        _record_lost(transition, request)
+
+
+def record_rank_ended(transition: Transition, rank: int) -> None:
+    """A rank's process ended, perhaps right after it had sealed: a scan that begins now decides."""
+    for request in transition.waiting_requests:
+        if rank in request.ranks and not request.is_periodic:
+            _record_lost(transition, request)
+
+
+def _record_lost(transition: Transition, request: CheckpointRequest) -> None:
+    transition.update_request(replace(request, lost_mono_s=transition.now))
+    transition.do(Rescan())
+
+
+def record_scan(transition: Transition, event: Scanned) -> None:
+    """Whether a set answers the request, or none ever will."""
+    evacuation = transition.state.evacuation
+    if evacuation is None or evacuation.request is None:
+        return
+    _record_newer(transition, event, evacuation.request)
+    request = transition.evacuation.request
+    if request is None or not request.is_waiting:
+        return
+    of_line = (s for s in event.staged if s.id not in transition.state.abandoned)
+    answer = next((s for s in of_line if _answers(s, request)), None)
+    unsound = next((why for name, why in event.rejected if _is_reported(name, request)), None)
+    if answer is not None:
+        _record_answer(transition, request, answer)
+    elif request.reported_step is not None and _is_committed(transition, request.reported_step):
+        sealed = CheckpointId(request.reported_step, "")
+        transition.update_request(replace(request, sealed=sealed))
+    elif unsound is not None:
+        fail(transition, request, f"the sealed set is not sound: {unsound}")
+    elif (
+        request.lost_mono_s is not None
+        and event.started_mono_s >= request.lost_mono_s
+        and not (request.by_signal and event.pending)  # its last files may still have to settle
+    ):
+        fail(transition, request, "the trainer's process ended before it had sealed a checkpoint")
+
+
+def _record_newer(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
+    """Remember the oldest set of a step after the request."""
+    if request.newer is not None:
+        return
+    present = frozenset(staged.id for staged in event.staged)
+    usable = present - request.known - transition.state.inherited - transition.state.unusable
+    newer = min((id_ for id_ in usable if id_.step > request.at_step), default=None)
+    transition.update_request(replace(request, newer=newer))
+
+
+def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
+    transition.update_request(replace(request, sealed=answer.id))
+    if request.by_signal:
+        save_s = transition.now - request.asked_mono_s
+        transition.state = replace(transition.state, signal_save_s=save_s)
+    transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+
+
+def _is_committed(transition: Transition, step: int) -> bool:
+    """Whether this generation has a commit of the step: made and pruned before the daemon was restarted."""
+    last = transition.state.last_commit
+    return last is not None and last.generation == transition.state.generation and last.step >= step
+
+
+def _answers(staged: Staged, request: CheckpointRequest) -> bool:
+    if request.by_signal:
+        return staged.id not in request.known
+    # A set that was sealed before the request, of the very step that the trainer is at, is as good.
+    return staged.request_id == request.request_id or (
+        staged.framework == "swansong" and staged.id.step == request.reported_step
+    )
+
+
+def _is_reported(directory: str, request: CheckpointRequest) -> bool:
+    """Whether the trainer reported this set as the answer to the request."""
+    name = protocol.parse_sealed_name(directory)
+    return name is not None and name[0] == request.reported_step
