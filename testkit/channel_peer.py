@@ -35,7 +35,7 @@ class RunningChannel:
         path: Path | None = None,
         listener_fd: int | None = None,
     ) -> None:
-        # Not tmp_path: the path of a socket has at most 107 bytes, and other users must get there.
+        # Not tmp_path: the path of a socket has at most 107 bytes, and other users must be able to reach it.
         self.directory = Path(tempfile.mkdtemp(prefix="swansong-"))
         self.directory.chmod(0o755)
         self.path = path or self.directory / "trainer.sock"

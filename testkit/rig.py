@@ -242,7 +242,7 @@ def _toml(tables: dict[str, dict[str, Any]]) -> str:
         for name, table in tables.items():
             yield f"[{name}]"
             for key, value in table.items():
-                # A JSON string, number, list of strings or boolean is a TOML one as well.
+                # A JSON string, number, list of strings or boolean is valid TOML as well.
                 yield f"{key} = {json.dumps(value)}"
 
     return "\n".join(lines()) + "\n"

@@ -210,7 +210,7 @@ def test_scenario_without_notice_ends_without_responses() -> None:
                 return True
             return False
 
-        until(silent, what="silence")
+        until(silent, what="no response")
         assert answers <= {404}
 
 

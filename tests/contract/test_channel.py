@@ -208,7 +208,7 @@ def test_goodbye_is_the_last_event(running: RunningChannel) -> None:
         running.wait(TrainerLeft)
         peer.resume()
         peer.process.wait()
-    running.joined().close()  # served after whatever the exit may have caused
+    running.joined().close()  # served after any event of the exit
     running.wait(TrainerLeft, 2)
     assert [left.exited for left in running.of(TrainerLeft)] == [True, False]
 
@@ -230,7 +230,7 @@ os._exit(0)
         running.wait(TrainerLeft)
         peer.resume()
         until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
-    running.joined().close()  # served after all that the exit has caused
+    running.joined().close()  # served after all events of the exit
     assert TrainerLeft(first, exited=False, reason="connection closed") in running.events
     assert {left.connection for left in running.of(TrainerLeft) if left.exited} == {second}
 

@@ -57,10 +57,10 @@ def test_another_user_cannot_even_connect(running: RunningChannel) -> None:
     """The mode of the socket excludes users outside the group."""
     script = """
 try: s.connect(path)
-except PermissionError: show("kept out")
+except PermissionError: show("refused")
 """
     with PeerProcess(running.path, script, uid=NOBODY, gid=NOBODY) as peer:
-        assert peer.line() == "kept out"
+        assert peer.line() == "refused"
 
 
 @as_root
@@ -177,9 +177,9 @@ def test_a_peer_that_does_not_read_is_dropped(running: RunningChannel) -> None:
         left = 0
         for step in range(3000):
             running.channel.send(numbers, protocol.Withdrawn(str(step), "x" * 2000))
-            heard = quick.receive()
-            assert isinstance(heard, protocol.Withdrawn)
-            assert heard.request_id == str(step)
+            received = quick.receive()
+            assert isinstance(received, protocol.Withdrawn)
+            assert received.request_id == str(step)
             left = sum(event.connection == numbers[0] for event in running.of(TrainerLeft))
             if left:
                 break
@@ -194,8 +194,8 @@ def test_a_peer_that_reads_late_misses_nothing(running: RunningChannel) -> None:
         count = connection.OUTGOING_MESSAGES_MAX  # more than fit into the socket
         for step in range(count):
             running.channel.send((client.number,), protocol.Withdrawn(str(step), "x" * 4000))
-        heard = [client.receive() for _ in range(count)]
-        assert heard == [protocol.Withdrawn(str(step), "x" * 4000) for step in range(count)]
+        received = [client.receive() for _ in range(count)]
+        assert received == [protocol.Withdrawn(str(step), "x" * 4000) for step in range(count)]
 
 
 @pytest.mark.fault("S12")
@@ -204,7 +204,7 @@ def test_the_queue_of_one_peer_is_bounded_in_bytes(running: RunningChannel) -> N
     with running.joined() as slow:
         large = protocol.Status({"x": "x" * 60_000})
         waiting = connection.OUTGOING_BYTES_MAX // 60_000
-        in_socket = 8  # by the kernel's usual buffer, generously
+        in_socket = 8  # more than the usual socket buffer
         for _ in range(waiting + in_socket):
             running.channel.send((slow.number,), large)
         until(
@@ -218,13 +218,13 @@ def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
     """A peer that sends without a pause is dropped at the rate limit, with a reason."""
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        said_all = False
+        sent_all = False
         with suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(100_000):
                 client.send(protocol.Progress(1))
-            said_all = True
-        assert not said_all
-        answer = until(client.hear)
+            sent_all = True
+        assert not sent_all
+        answer = until(client.receive)
         assert isinstance(answer, protocol.Refused)
         assert "messages per second" in answer.reason
     assert len(running.of(TrainerProgress)) - before < 2000
@@ -277,10 +277,10 @@ with RunningChannel() as running:
         first = Client(socket_path)
         first.send(protocol.Hello(run="r1"))
         assert isinstance(first.receive(), protocol.Welcome)
-        others = [Client(socket_path) for _ in range(20)]  # more than there are descriptors
+        others = [Client(socket_path) for _ in range(20)]  # more than the free descriptors
         process.stdin.write("\n")
         first.send(protocol.Progress(1))
-        assert select.select([first.socket], [], [], 0.3)[0] == []  # time in which it could spin
+        assert select.select([first.socket], [], [], 0.3)[0] == []  # enough time to spin
         process.stdin.write("\n")
         busy_s, is_logged = process.stdout.readline().split()
         assert float(busy_s) < 0.15

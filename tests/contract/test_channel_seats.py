@@ -111,7 +111,7 @@ def test_a_user_with_all_its_connections_does_not_lock_the_operator_out(
     with holding(running, CONNECTIONS_PER_USER, uid=TRAINER, hello=hello) as peer:
         assert peer.line() == str(CONNECTIONS_PER_USER)
         assert_operator_is_served(running)
-        if hello:  # one more is told so, and is not served at the cost of the others
+        if hello:  # one more is refused, and closes no other connection
             with PeerProcess(running.path, "s.connect(path); show(receive())", uid=TRAINER) as late:
                 assert f"user id {TRAINER} has {CONNECTIONS_PER_USER} connections" in late.line()
     until(lambda: len(running.of(TrainerLeft)) >= len(running.of(TrainerJoined)))
@@ -181,7 +181,7 @@ def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
 
         asked_mono_s = 0.0
 
-        def heard() -> bytes:
+        def received() -> bytes:
             nonlocal asked_mono_s
             if time.monotonic() - asked_mono_s > 0.1:
                 asked_mono_s = time.monotonic()
@@ -191,7 +191,7 @@ def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
                 return silent.socket.recv(65536)
             return b""
 
-        assert b"no hello within" in until(heard, what="the end of the silent one")
+        assert b"no hello within" in until(received, what="the end of the silent connection")
         assert time.monotonic() - began_mono_s >= 2.5
         running.channel.send((rank.number,), protocol.Committed(1, 2))
         assert rank.receive() == protocol.Committed(1, 2)  # a rank may be silent forever
@@ -224,8 +224,8 @@ def test_a_flood_of_hellos_on_one_connection_ends_it(running: RunningChannel) ->
         with suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(150):
                 client.send(protocol.Hello("r1"))
-        heard = iter(client.hear, None)
-        last = [message for message in heard if isinstance(message, protocol.Refused)]
+        received = iter(client.receive, None)
+        last = [message for message in received if isinstance(message, protocol.Refused)]
         assert "one hello per second" in last[0].reason
     assert len(running.of(TrainerJoined)) < 50
 
@@ -276,7 +276,7 @@ def test_pending_restore_queries_are_bounded() -> None:
     with RunningChannel(answer=restores) as running, running.joined() as client:
         for number in range(QUERIES_MAX):
             client.send(protocol.RestoreQuery(f"q{number}"))
-        client.send(protocol.RestoreQuery("q0"))  # again: its answer is on the way
+        client.send(protocol.RestoreQuery("q0"))  # repeated: its answer follows
         until(lambda: len(restores.asked) == QUERIES_MAX)
         restores.asked["q1"](protocol.Restoring("q1", 1, 2))
         restores.asked["q1"](protocol.Restored("q1"))
@@ -313,9 +313,9 @@ def test_reconnects_do_not_bypass_the_limit_of_queries() -> None:
             with running.connect() as client:
                 client.send(protocol.Hello("r1"))
                 if isinstance(client.receive(), protocol.Refused):
-                    break  # too many hellos: then there are not more queries either
+                    break  # too many hellos: no further queries either
                 client.send(protocol.RestoreQuery(str(number)))
-                client.send(protocol.Hello("r1"))  # answered after the query was taken
+                client.send(protocol.Hello("r1"))  # answered after the query was handled
                 answer: Any = client.receive()
                 if isinstance(answer, protocol.Refused):
                     reason = answer.reason

@@ -188,9 +188,7 @@ def test_dead_means_no_response(server: str) -> None:
     hanging = Hanging(server, PREEMPTED, last_etag=get(server, PREEMPTED).headers["ETag"])
     control(server, "dead", after_s=0)
     control(server, "set", key=PREEMPTED, value="TRUE")
-    until(
-        lambda: asked(server, f"GET {BASE}{PREEMPTED}", "hang"), what="the answer to be held back"
-    )
+    until(lambda: asked(server, f"GET {BASE}{PREEMPTED}", "hang"), what="the response to be held")
     assert hanging.hangs
     with pytest.raises(requests.ReadTimeout):
         http("GET", server + BASE + PREEMPTED, headers=GOOGLE, timeout=0.2)

@@ -224,7 +224,7 @@ def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
     named = users.may_be_signalled(users.uids_of(("root", TRAINER_UID)), 12345)
     sender(events, path, allowed=named).send(
         "q"
-    )  # by the same pipe: the first "caught" is this one
+    )  # the same pipe: the first "caught" belongs to this request
     assert trainer.line() == "caught"
     until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
 
@@ -279,7 +279,7 @@ def test_no_thread_is_started_for_a_request(
     for number in range(1000):
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
-    assert set(threading.enumerate()) <= threads  # threads of other tests may end meanwhile
+    assert set(threading.enumerate()) <= threads  # threads of other tests may end during this one
     assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX
     assert all(isinstance(event, SignalSent) for event in events)
 

@@ -288,7 +288,7 @@ def test_a_link_swapped_in_is_never_read(run: Path) -> None:
         while min(results.values()) < 100:
             try:
                 fd = scan._open_below(set_fd, "a")
-            except OSError:  # it was a link just now
+            except OSError:  # at this moment it was a link
                 results["refused"] += 1
                 continue
             assert os.read(fd, 1) == b"1"

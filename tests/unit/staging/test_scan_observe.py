@@ -57,7 +57,7 @@ class Observing:
         until(lambda: self.events and len(self.events[-1].staged) == count, what=f"{count} sets")
 
     @property
-    def complaints(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return [str(call.args[0]) for call in self.log.calls]
 
 
@@ -116,7 +116,7 @@ def test_only_changes_are_posted_unless_requested(
     assert len(seen.events) == 1
     asked_mono_s = time.monotonic()
     seen.observer.rescan()
-    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+    until(lambda: len(seen.events) == 2, what="the requested scan")
     assert seen.events[1].started_mono_s >= asked_mono_s
     assert seen.events[1].staged == seen.events[0].staged
 
@@ -154,7 +154,7 @@ def test_the_scan_does_not_trigger_itself(run: Path, observing: Callable[..., Ob
     scans = count_scans(seen.scanner)
     seen.observer.rescan()
     until(lambda: scans)
-    threading.Event().wait(0.3)  # time in which a circle would show
+    threading.Event().wait(0.3)  # enough time for a loop to show
     assert len(scans) == 1
 
 
@@ -162,13 +162,13 @@ def test_errors_never_end_the_observer(run: Path, observing: Callable[..., Obser
     """While the directory is missing, one line reports it; when it is back, the scans resume."""
     seen = observing(interval_s=0.01)
     run.rename(run.parent / "away")
-    until(lambda: seen.complaints, what="a complaint")
+    until(lambda: seen.log_lines, what="the log line")
     scans = count_scans(seen.scanner)
     until(lambda: len(scans) > 3)
-    assert seen.complaints == ["staging_scan_failed"]
+    assert seen.log_lines == ["staging_scan_failed"]
     seen.observer.rescan()
     (run.parent / "away").rename(run)
-    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+    until(lambda: len(seen.events) == 2, what="the requested scan")
 
 
 def count_scans(scanner: Scanner) -> list[None]:
