@@ -96,11 +96,16 @@ terraform:  ## validate the AWS example against its provider (Terraform; a netwo
 	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
 		terraform validate -no-color && terraform fmt -check -recursive ..
 
+<<<<<<< Updated upstream
 check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units and templates
+=======
+check: $(STAMP)  ## ruff, mypy, import rules, prose, shellcheck, units, templates
+>>>>>>> Stashed changes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/check_prose.py
 	./tests/check_system_files.sh
 
 bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tools (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
