@@ -96,11 +96,7 @@ terraform:  ## validate the AWS example against its provider (Terraform; a netwo
 	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
 		terraform validate -no-color && terraform fmt -check -recursive ..
 
-<<<<<<< Updated upstream
 check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units and templates
-=======
-check: $(STAMP)  ## ruff, mypy, import rules, prose, shellcheck, units, templates
->>>>>>> Stashed changes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
