@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Trainer:
     """A small trainer with all that is hard to resume: tied and frozen weights, buffers, dropout,

@@ -16,8 +16,6 @@ from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(110)
-
 MIB = 2**20
 FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)

@@ -10,8 +10,6 @@ import pytest
 from testkit.clouds import Aws
 from testkit.strict_bucket import ACCOUNT, Strict
 
-pytestmark = pytest.mark.timeout(90)
-
 SMALL = "1000"
 LARGE = "20000000"
 
