@@ -101,6 +101,7 @@ check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of u
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/check_prose.py
 	./tests/check_system_files.sh
 
 bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tools (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function as another user, in a process of its own, where tests are about rights."""
+"""Runs a function as another user, in another process, for tests about permissions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from swansong import openat
 
 DAEMON, TRAINER, MEMBER, OUTSIDER = 12001, 12002, 12003, 12004
 GROUP = 12100
-"""Of the daemon, the trainer and the member; the outsider is not in it."""
+"""The group of the daemon, the trainer and the member, but not of the outsider."""
 
 
 def as_user(uid: int, function: Callable[[], Any], *, groups: tuple[int, ...] = (GROUP,)) -> Any:
-    """What ``function`` returns as that user: JSON; an exception becomes ``"ErrorType: message"``.
+    """The result of ``function`` as that user, as JSON; an exception becomes ``"ErrorType: message"``.
 
-    The function runs in a fork, since the interpreter may lie where only root may read: what it imports
-    must be imported already.
+    The function runs in a fork, because the interpreter may be readable only for root.  It can use only
+    modules that are imported already.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -52,7 +52,7 @@ def as_user(uid: int, function: Callable[[], Any], *, groups: tuple[int, ...] = 
 
 @contextmanager
 def place_for_all(uid: int, *, mode: int = 0o755) -> Iterator[Path]:
-    """A directory of that user which others can reach; pytest's own lie below one of mode 0700."""
+    """A directory of that user that other users can reach; pytest's are below one of mode 0700."""
     path = Path(tempfile.mkdtemp(prefix="swansong-rights-"))
     try:
         os.chown(path, uid, GROUP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running trainer channel, and peers of it: in this process, or processes of their own."""
+"""A running trainer channel, and peers of it: in this process, or in processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from testkit.waiting import until
 
 
 class RunningChannel:
-    """A channel that serves run ``r1``; keeps what it posts (``events``) and logs."""
+    """A channel that serves run ``r1``; records its events and its log."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RunningChannel:
         path: Path | None = None,
         listener_fd: int | None = None,
     ) -> None:
-        # Not tmp_path: the path of a socket has at most 107 bytes, and other users must get there.
+        # Not tmp_path: the path of a socket has at most 107 bytes, and other users must be able to reach it.
         self.directory = Path(tempfile.mkdtemp(prefix="swansong-"))
         self.directory.chmod(0o755)
         self.path = path or self.directory / "trainer.sock"
@@ -80,32 +80,32 @@ class RunningChannel:
         return Client(self.path)
 
     def joined(self, **hello: Any) -> Client:
-        """A client that said hello and was welcomed."""
+        """A client that has sent its hello and got its welcome."""
         before = len(self.of(TrainerJoined))
         client = self.connect()
-        client.say(protocol.Hello(run="r1", **hello))
-        assert isinstance(client.hear(), protocol.Welcome)
+        client.send(protocol.Hello(run="r1", **hello))
+        assert isinstance(client.receive(), protocol.Welcome)
         client.number = self.wait(TrainerJoined, before + 1)[before].trainer.connection
         return client
 
 
 class HeldChannel(RunningChannel):
-    """A channel whose thread can be made to wait, so that things come to it all at once."""
+    """A channel whose thread can be blocked, so that several things reach it at the same time."""
 
     def __init__(self) -> None:
         super().__init__(answer=self._wait)
-        self._is_held, self._go_on = threading.Event(), threading.Event()
+        self._is_held, self._may_run = threading.Event(), threading.Event()
 
     def _wait(self, _: Message, __: Callable[[Message], None]) -> None:
         self._is_held.set()
-        assert self._go_on.wait(20)
+        assert self._may_run.wait(20)
 
     def hold(self, client: Client) -> None:
-        client.say(protocol.StatusQuery())
+        client.send(protocol.StatusQuery())
         assert self._is_held.wait(20)
 
     def release(self) -> None:
-        self._go_on.set()
+        self._may_run.set()
 
 
 class Client:
@@ -122,11 +122,11 @@ class Client:
             self.socket.close()
             raise
 
-    def say(self, message: Message | bytes) -> None:
+    def send(self, message: Message | bytes) -> None:
         self.socket.send(message if isinstance(message, bytes) else protocol.encode(message))
 
-    def hear(self) -> Message | None:
-        """The next message; None when the daemon has closed."""
+    def receive(self) -> Message | None:
+        """The next message; None after the daemon has closed the connection."""
         data = self.socket.recv(protocol.MAX_MESSAGE_BYTES)
         return protocol.decode(data) if data else None
 
@@ -144,19 +144,19 @@ _PRELUDE = """
 import json, os, socket, sys
 path = sys.argv[1]
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-def say(**body): s.send(json.dumps(body).encode())
-def hear(): return s.recv(65536).decode()
+def send(**body): s.send(json.dumps(body).encode())
+def receive(): return s.recv(65536).decode()
 def show(text): print(text, flush=True)
 def wait(): sys.stdin.readline()
 def join():
-    s.connect(path); say(type="hello", run="r1"); return hear()
+    s.connect(path); send(type="hello", run="r1"); return receive()
 """
 
 
 class PeerProcess:
-    """A peer in a process of its own; ``script`` goes on from ``_PRELUDE``.
+    """A peer in another process; ``script`` continues after ``_PRELUDE``.
 
-    With ``uid`` and ``gid`` it takes on another user; the interpreter may lie where only root gets.
+    With ``uid`` and ``gid`` it changes the user, also if only root can read the interpreter.
     """
 
     def __init__(self, path: Path, script: str, *, uid: int = 0, gid: int = 0) -> None:
@@ -169,11 +169,11 @@ class PeerProcess:
         )
 
     def line(self) -> str:
-        """What it shows next; empty when it has ended."""
+        """The next line that it prints; empty after its end."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

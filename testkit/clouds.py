@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated clouds as tests use them: give a notice, look into the bucket, make the store suffer.
+"""The emulated clouds for tests: raise a notice, read the bucket, make the store fail.
 
-The bucket is read and written by plain HTTP, so that what a test finds there was not brought to it by the
-code under test.
+The bucket is read and written by plain HTTP, without the code under test.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from xml.etree import ElementTree as ET
 from testkit.rig import control
 
 _SIGNED = "AWS4-HMAC-SHA256 Credential=tests/20300101/us-east-1/s3/aws4_request"
-"""The emulator reads who asks, and checks no signature."""
+"""The emulator reads the credential, and does not check the signature."""
 SPOT_PATH = "/latest/meta-data/spot/instance-action"
 
 
@@ -30,22 +29,22 @@ class Aws:
 
     @property
     def metadata(self) -> tuple[str, str]:
-        """As :class:`rig.Vm` wants it."""
+        """Argument ``metadata`` of :class:`rig.Vm`."""
         return ("aws", self.url)
 
     def notice(self, action: str = "terminate", *, in_s: float = 30) -> datetime:
-        """EC2 will take the VM in so many seconds; returns the instant that it states."""
+        """Announce the interruption of the VM in ``in_s`` seconds; returns the stated time."""
         return datetime.fromisoformat(control(self.url, "notice", action=action, in_s=in_s)["time"])
 
     def withdraw(self) -> None:
         control(self.url, "withdraw")
 
-    def says_instead(self, body: str) -> None:
-        """From now on the notice's path holds this, whatever it means."""
+    def returns_instead(self, body: str) -> None:
+        """From now on the path of the notice returns this body."""
         control(self.url, "fault", kind="body", path=SPOT_PATH, value=body)
 
     def polls(self) -> int:
-        """How often a notice was shown so far."""
+        """The number of requests that returned a notice."""
         counts: dict[str, int] = control(self.url, "requests").get(f"GET {SPOT_PATH}", {})
         return counts.get("200", 0)
 
@@ -58,20 +57,20 @@ class Gcp:
 
     @property
     def metadata(self) -> tuple[str, str]:
-        """As :class:`rig.Vm` wants it."""
+        """Argument ``metadata`` of :class:`rig.Vm`."""
         return ("gcp", self.url)
 
     def preempt(self) -> None:
         control(self.url, "set", key="instance/preempted", value="TRUE")
 
     def die(self) -> None:
-        """The metadata server answers nothing any more."""
+        """Stop responding."""
         control(self.url, "dead", after_s=0)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One team's part of the bucket ``ckpt`` in the S3 emulator.  Keys are without the prefix."""
+    """One team's part of the bucket ``ckpt`` in the S3 emulator.  Keys have no prefix."""
 
     endpoint: str
     prefix: str
@@ -83,7 +82,7 @@ class Bucket:
         return {"url": url, "endpoint": self.endpoint, "region": "us-east-1"}
 
     def order(self, name: str, **query: object) -> Any:
-        """Trouble on order, see :mod:`testkit.emulators.store_control`."""
+        """Make the store fail, see :mod:`testkit.emulators.store_control`."""
         return control(self.endpoint, f"{name}?{urlencode(query)}")
 
     def keys(self, below: str = "") -> list[str]:
@@ -103,7 +102,7 @@ class Bucket:
         self._ask("DELETE", quote(f"/{self.prefix}/{key}"))
 
     def objects(self, below: str = "") -> dict[str, bytes]:
-        """Everything that lies there, by key."""
+        """All objects, by key."""
         return {key: self.get(key) for key in self.keys(below)}
 
     def flip_bit(self, key: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``swansongd`` as another user: ``python daemon_as.py UID GID --config FILE``, started as root.
 
-The interpreter may lie where only root may read, so everything is imported before the user changes.
+The interpreter may be readable only for root, so all modules are imported before the user changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swansongd.cli import daemon
 
 
 def preload() -> None:
-    """Import the whole daemon, and what it imports late."""
+    """Import the whole daemon, including late imports."""
     for found in pkgutil.walk_packages(swansongd.__path__, "swansongd."):
         importlib.import_module(found.name)
     for name in ("encodings.idna", "encodings.ascii", "botocore.session", "multiprocessing.queues"):

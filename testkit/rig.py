@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A spot VM as processes: ``swansongd`` with its staging, and a trainer; for the tests and the demo.
 
-Nothing is faked but the cloud: real sockets, real signals, real files, and a power cut is SIGKILL to
-everything at once and an empty disk.
+Only the cloud is emulated: sockets, signals and files are real.  A power cut is SIGKILL to all processes and
+an empty disk.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CREDENTIALS = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What the processes of a VM see: nothing of who runs the tests but what Python needs."""
-    kept = ("PATH", "HOME", "PYTHONPATH", "LANG")
-    base = {name: os.environ[name] for name in kept if name in os.environ}
+    """The environment of the VM's processes: of the caller's only the variables that Python needs."""
+    inherited = ("PATH", "HOME", "PYTHONPATH", "LANG")
+    base = {name: os.environ[name] for name in inherited if name in os.environ}
     return {**base, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
 
 
 def control(url: str, order: str, **body: Any) -> Any:
-    """Tell an emulator something: ``control(imds.url, "notice", action="terminate", in_s=120)``."""
+    """Send an order to an emulator: ``control(imds.url, "notice", action="terminate", in_s=120)``."""
     request = urllib.request.Request(
         f"{url}/_control/{order}", data=json.dumps(body).encode(), method="POST"
     )
@@ -49,7 +49,7 @@ def control(url: str, order: str, **body: Any) -> Any:
 
 
 class Lines:
-    """The JSON lines that a process writes, as they come."""
+    """The JSON lines that a process writes."""
 
     def __init__(self, stream: Any) -> None:
         self._changed = threading.Condition()
@@ -70,12 +70,12 @@ class Lines:
                     self._changed.notify_all()
 
     def all(self, **facts: Any) -> list[dict[str, Any]]:
-        """Every line so far in which these facts stand."""
+        """All lines so far with these fields."""
         with self._changed:
             return [line for line in self._lines if facts.items() <= line.items()]
 
     def wait(self, timeout_s: float = 30.0, **facts: Any) -> dict[str, Any]:
-        """The first line in which these facts stand, as soon as there is one."""
+        """The first line with these fields; waits for it."""
 
         def found() -> dict[str, Any] | None:
             return next(iter(self.all(**facts)), None)
@@ -126,14 +126,14 @@ class Process:
 
 
 class Vm:
-    """One VM: a directory for its disk, the daemon, perhaps a trainer.
+    """One VM: a directory for its disk, the daemon, and optionally a trainer.
 
     Args:
-        disk: exists; everything of this VM lies below it.
+        disk: an existing directory for all files of this VM.
         store: table ``[store]`` of the configuration.
-        metadata: cloud and URL of its metadata service, None for no cloud; a URL of None leaves the
-            daemon to the address that real clouds have.
-        settings: more tables of the configuration, which win over the ones made here.
+        metadata: cloud and URL of its metadata service, None for no cloud; with a URL of None the daemon uses
+            the address of real clouds.
+        settings: further tables of the configuration, which override the default ones.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Vm:
         self.trainer: Process | None = None
 
     def start_daemon(self, *, ready: bool = True, **env: str) -> Process:
-        """Start ``swansongd``; with ``ready``, wait until it says that it runs."""
+        """Start ``swansongd``; with ``ready``, wait until it has started."""
         command = [str(BIN / "swansongd"), "--config", str(self.config)]
         self.daemon = self.spawn(command, **{**CREDENTIALS, **env})
         if ready:
@@ -204,21 +204,21 @@ class Vm:
         )
 
     def status(self) -> dict[str, Any]:
-        """What ``swansong status --json`` says."""
+        """The output of ``swansong status --json``."""
         answer = self.swansong("status", "--json")
         assert answer.returncode == 0, answer.stderr
         report: dict[str, Any] = json.loads(answer.stdout)
         return report
 
     def commits(self) -> list[dict[str, Any]]:
-        """What ``swansong ls --json`` says, newest first."""
+        """The output of ``swansong ls --json``, newest first."""
         answer = self.swansong("ls", "--json")
         assert answer.returncode == 0, answer.stderr
         listing: list[dict[str, Any]] = json.loads(answer.stdout)
         return listing
 
     def power_off(self, *, keep_disk: bool = False) -> None:
-        """The end: every process dies at once, and what lay on the disk is gone."""
+        """Cut the power: all processes die at the same time, and the files on the disk are lost."""
         for process in self.processes:
             process.kill()
         if not keep_disk:
@@ -242,7 +242,7 @@ def _toml(tables: dict[str, dict[str, Any]]) -> str:
         for name, table in tables.items():
             yield f"[{name}]"
             for key, value in table.items():
-                # A JSON string, number, list of strings or boolean is a TOML one as well.
+                # A JSON string, number, list of strings or boolean is valid TOML as well.
                 yield f"{key} = {json.dumps(value)}"
 
     return "\n".join(lines()) + "\n"

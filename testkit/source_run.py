@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source at work in a thread, as the service runs it, and the means to order an emulator about."""
+"""Runs a source in a thread, as the service does, and sends orders to an emulator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swansongd.sources.base import Source
 
 
 class SourceRun:
-    """Runs ``source`` until the block ends, and keeps what it posts."""
+    """Runs ``source`` until the end of the block, and records its events."""
 
     def __init__(self, source: Source) -> None:
         self.events: list[Event] = []
@@ -54,20 +54,20 @@ class SourceRun:
 
 
 def http(method: str, url: str, **options: Any) -> requests.Response:
-    """One exchange that no proxy variable of the test can lead astray."""
+    """One HTTP exchange that ignores proxy variables of the test."""
     with requests.Session() as session:
         session.trust_env = False
         return session.request(method, url, allow_redirects=False, **{"timeout": 20, **options})
 
 
 def control(url: str, order: str, **body: object) -> Any:
-    """Give an emulator an order."""
+    """Send an order to an emulator."""
     reply = http("POST", f"{url}/_control/{order}", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
 def asked(url: str, request: str, outcome: str = "total") -> int:
-    """How often ``"GET /path"`` was asked of an emulator, or came out in a certain way."""
+    """The number of requests ``"GET /path"`` that an emulator counted, or of requests with some outcome."""
     counts = http("GET", f"{url}/_control/requests").json()
     return int(counts.get(request, {}).get(outcome, 0))

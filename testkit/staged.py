@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a staging directory, as the hooks and the frameworks lay them out."""
+"""Checkpoints in a staging directory, in the layouts of the hooks and of the frameworks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ME = frozenset({os.geteuid()})
 
 
 class Clock:
-    """A monotonic clock that moves when it is told to."""
+    """A monotonic clock that moves only when set."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -34,7 +34,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def seal_files(run_directory: Path, step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Seal a set of one rank as the hooks do, with these files; returns all that is in it."""
+    """Seal a set of one rank as the hooks do, with these files; returns all files of the set."""
     entries = [FileEntry(f"rank-00000/{name}", len(content)) for name, content in files.items()]
     manifest = RankManifest(
         run=run_directory.name,
@@ -62,7 +62,7 @@ def write_set(
     manifest_step: int | None = None,
     **facts: Any,
 ) -> Path:
-    """A sealed set of our hooks, with one shard for each rank."""
+    """A sealed set of the hooks, with one shard for each rank."""
     directory = run_directory / protocol.sealed_name(step, nonce)
     for rank in range(ranks):
         shard = f"rank-{rank:05d}/model.bin"

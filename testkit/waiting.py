@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests: on a condition, with a limit, never for a time."""
+"""Waiting in tests: for a condition, with a limit, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
-    """The first truthy value of ``predicate``, asked every 10 ms.
+    """The first truthy value of ``predicate``, which is called every 10 ms.
 
     Raises:
-        AssertionError: none came within ``timeout_s``; says what was waited for.
+        AssertionError: there was none within ``timeout_s``; names the condition.
     """
-    give_up = time.monotonic() + timeout_s
+    end = time.monotonic() + timeout_s
     while True:
         value = predicate()
         if value:
             return value
-        assert time.monotonic() < give_up, f"waited {timeout_s} s in vain for {what or predicate}"
+        assert time.monotonic() < end, f"timed out after {timeout_s} s: {what or predicate}"
         time.sleep(0.01)

@@ -146,7 +146,7 @@ class Service:
             Scanner(
                 self._staging.path,
                 run_fd=self._staging.fd,
-                allowed_uids=users.may_speak(uids),
+                allowed_uids=users.may_connect(uids),
                 settle_s=config.trainer.settle_s,
                 monotonic=time.monotonic,
             ),
@@ -166,7 +166,7 @@ class Service:
             config.trainer.socket,
             run=config.run.name,
             staging=self._staging.path,
-            allowed_uids=users.may_speak(uids),
+            allowed_uids=users.may_connect(uids),
             post=self._post,
             answer=self._answer,
             log=_log,

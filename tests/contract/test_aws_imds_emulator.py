@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated EC2 metadata service behaves as the real one is documented to."""
+"""The emulated EC2 metadata service behaves like the documented one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def get(url: str, path: str, method: str = "GET") -> requests.Response:
     [("1", 200), ("21600", 200), ("0", 400), ("21601", 400), ("-1", 400), ("x", 400), (None, 400)],
 )
 def test_token_life_must_be_within_bounds(imds: str, ttl: str | None, status: int) -> None:
-    """A token is given for 1 to 21600 seconds, and the answer repeats the number."""
+    """A token has a lifetime of 1 to 21600 seconds, and the response repeats it."""
     reply = put_token(imds, ttl)
     assert reply.status_code == status
     assert status != 200 or reply.headers[TTL] == ttl
@@ -65,8 +65,8 @@ def test_token_only_by_put_and_never_forwarded(imds: str) -> None:
     assert dated.status_code == 403
 
 
-def test_no_answer_without_a_valid_token(imds: str) -> None:
-    """401 without a token, with a wrong one, after it ended and after all were invalidated."""
+def test_no_value_without_a_valid_token(imds: str) -> None:
+    """401 without a token, with a wrong one, after its end, and after all tokens were invalidated."""
     token = {"X-aws-ec2-metadata-token": put_token(imds, "1").text}
     assert http("GET", imds + SPOT, headers=token).status_code == 404
     assert http("GET", imds + SPOT).status_code == 401
@@ -79,7 +79,7 @@ def test_no_answer_without_a_valid_token(imds: str) -> None:
 
 
 def test_v1_and_life_on_get_are_options() -> None:
-    """With ``--v1`` no token is needed, yet a wrong one is still refused; the life can be repeated."""
+    """With ``--v1`` no token is needed, but a wrong one is refused; GET can return the lifetime."""
     options = ("--v1", "--ttl-on-get", "--scheduled-404")
     with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         assert http("GET", process.url + SPOT).status_code == 404
@@ -90,7 +90,7 @@ def test_v1_and_life_on_get_are_options() -> None:
 
 
 def test_notice_time_is_pinned_once(imds: str) -> None:
-    """The stated time is fixed when the notice is given, in the past too; withdrawing ends in 404."""
+    """The stated time is fixed with the notice, also in the past; a withdrawal returns 404."""
     assert get(imds, SPOT).status_code == 404
     stated = control(imds, "notice", action="terminate", in_s=120)
     first = get(imds, SPOT)
@@ -119,13 +119,13 @@ def test_notice_time_is_pinned_once(imds: str) -> None:
     ],
 )
 def test_idle_values(imds: str, path: str, idle: str | None) -> None:
-    """Where nothing is announced each path answers as documented: 404, or an idle value."""
+    """Without an announcement each path returns its documented value: 404, or an idle value."""
     reply = get(imds, path)
     assert (reply.status_code, reply.text) == (200, idle) if idle else reply.status_code == 404
 
 
 def test_any_path_can_be_set(imds: str) -> None:
-    """Rebalance, target state and events are there once set, and gone when set to null."""
+    """Rebalance, target state and events exist once set, and vanish when set to null."""
     path = "autoscaling/target-lifecycle-state"
     control(imds, "set", path=path, value="Terminated")
     assert get(imds, META + path).text == "Terminated"
@@ -135,7 +135,7 @@ def test_any_path_can_be_set(imds: str) -> None:
 
 
 def test_recommendation_is_pinned(imds: str) -> None:
-    """Its time is fixed when it is given, and it goes when all is quiet again."""
+    """Its time is fixed with the recommendation, which vanishes with the withdrawal."""
     path = META + "events/recommendations/rebalance"
     control(imds, "rebalance")
     first = get(imds, path).json()
@@ -147,7 +147,7 @@ def test_recommendation_is_pinned(imds: str) -> None:
 
 
 def test_scheduled_events_move_to_the_history(imds: str) -> None:
-    """Events stand side by side with pinned dates; one that ends is in the history, tagged."""
+    """Events are listed together with fixed dates; a finished one is in the history, with a tag."""
     scheduled, history = META + "events/maintenance/scheduled", META + "events/maintenance/history"
     first = control(imds, "schedule", code="system-reboot", in_s=3600, event_id="e-1")
     second = control(imds, "schedule", code="instance-stop", in_s=60, event_id="e-2")
@@ -170,7 +170,7 @@ def test_scheduled_events_move_to_the_history(imds: str) -> None:
 
 
 def test_life_cycle_and_end_of_events_are_options() -> None:
-    """A VM can be an on-demand one; where no event is a 404 it is one again after the last has ended."""
+    """The VM can be on-demand; without events the path can return 404, also after the last one."""
     options = ("--life-cycle", "on-demand", "--scheduled-404")
     with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         assert get(process.url, META + "instance-life-cycle").text == "on-demand"
@@ -180,7 +180,7 @@ def test_life_cycle_and_end_of_events_are_options() -> None:
 
 
 def test_scenarios_can_be_listed(imds: str) -> None:
-    """Every preset is there with its orders in the order of their time."""
+    """Each preset is listed, with its orders in order of their times."""
     listed = http("GET", f"{imds}/_control/scenarios").json()
     assert listed.keys() == {
         "no-notice", "aws-120s", "aws-39s", "aws-hibernate", "aws-stop", "aws-withdrawn",
@@ -193,8 +193,8 @@ def test_scenarios_can_be_listed(imds: str) -> None:
 
 
 @pytest.mark.fault("N12")
-def test_scenario_without_notice_ends_in_silence() -> None:
-    """No word of the end comes before it; then nothing is answered any more."""
+def test_scenario_without_notice_ends_without_responses() -> None:
+    """The end has no announcement; after it the service does not respond."""
     options = ("--scenario", "no-notice", "--speed", "60")
     with EmulatorProcess("testkit.emulators.aws_imds", *options) as process:
         answers = set()
@@ -210,7 +210,7 @@ def test_scenario_without_notice_ends_in_silence() -> None:
                 return True
             return False
 
-        until(silent, what="silence")
+        until(silent, what="no response")
         assert answers <= {404}
 
 
@@ -226,7 +226,7 @@ def test_identity_and_credentials(imds: str) -> None:
 
 
 def test_faults_hit_the_path_and_the_number_ordered(imds: str) -> None:
-    """A fault with a count spoils so many requests of its path and no other; all are counted."""
+    """A fault with a count affects that number of requests of its path, and no others; all are counted."""
     control(imds, "fault", path=SPOT, kind="status", value=503, count=2)
     assert get(imds, META + "instance-id").status_code == 200
     before = asked(imds, f"GET {SPOT}")
@@ -236,15 +236,15 @@ def test_faults_hit_the_path_and_the_number_ordered(imds: str) -> None:
 
 @pytest.mark.parametrize("kind", ["reset", "truncate"])
 def test_broken_connections(imds: str, kind: str) -> None:
-    """Reset and truncation reach the client as broken connections, not as answers."""
+    """Reset and truncation reach the client as broken connections, and not as responses."""
     control(imds, "fault", path=META + "instance-id", kind=kind)
     with pytest.raises(requests.RequestException):
         get(imds, META + "instance-id")
 
 
 @pytest.mark.parametrize("kind", ["hang", "stall"])
-def test_silence_ends_with_clear(imds: str, kind: str) -> None:
-    """Hang and stall keep the client waiting; clearing the faults hangs up on it."""
+def test_clear_ends_hang_and_stall(imds: str, kind: str) -> None:
+    """Hang and stall block the client; clearing the faults closes its connection."""
     path = META + "instance-id"
     control(imds, "fault", path=path, kind=kind)
     headers = {"X-aws-ec2-metadata-token": put_token(imds).text}
@@ -255,8 +255,7 @@ def test_silence_ends_with_clear(imds: str, kind: str) -> None:
     assert get(imds, path).status_code == 200
 
 
-def test_delay_and_slow_answer_in_the_end(imds: str) -> None:
-    """Delayed and slow answers are whole."""
+def test_delayed_and_slow_responses_are_complete(imds: str) -> None:
     path = META + "instance-life-cycle"
     for kind, at_least_s in (("delay", 0.1), ("slow", 0.3)):
         control(imds, "fault", path=path, kind=kind, value=0.1, count=1)
@@ -266,7 +265,7 @@ def test_delay_and_slow_answer_in_the_end(imds: str) -> None:
 
 
 def test_bodies_redirects_and_missing_headers(imds: str) -> None:
-    """A body can be replaced, a request redirected, and the headers of the cloud left out."""
+    """A body can be replaced, a request redirected, and the headers of the cloud omitted."""
     path = META + "instance-id"
     control(imds, "fault", path=path, kind="body", value="{", count=1)
     assert get(imds, path).text == "{"
@@ -277,8 +276,8 @@ def test_bodies_redirects_and_missing_headers(imds: str) -> None:
     assert get(imds, path).headers.keys() == {"Content-Length"}
 
 
-def test_senseless_orders_are_refused(imds: str) -> None:
-    """An unknown order, fault, field or action answers 400 and says why."""
+def test_invalid_orders_are_refused(imds: str) -> None:
+    """An unknown order, fault, field or action returns 400 with the reason."""
     for order, body in (
         ("nonsense", {}),
         ("fault", {"kind": "nonsense"}),

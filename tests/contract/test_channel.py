@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer channel: what well-behaved peers see of it, and how the ends of their lives are told."""
+"""The trainer channel with well-behaved peers, and the events of their connections and processes."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def running() -> Iterator[RunningChannel]:
         yield running
 
 
-def test_hello_is_welcomed_and_told(running: RunningChannel) -> None:
-    """A rank learns where to write and which generation it is; the decision loop learns of the rank."""
+def test_hello_gets_a_welcome_and_posts_the_rank(running: RunningChannel) -> None:
+    """A rank gets the directory and the generation; the decision loop gets the rank."""
     with running.connect() as client:
-        client.say(protocol.Hello(run="", rank=3, world_size=8, local_world_size=4, step=7))
-        assert client.hear() == protocol.Welcome(run="r1", staging="/staging/r1")
+        client.send(protocol.Hello(run="", rank=3, world_size=8, local_world_size=4, step=7))
+        assert client.receive() == protocol.Welcome(run="r1", staging="/staging/r1")
         (joined,) = running.wait(TrainerJoined)
         assert (joined.trainer.pid, joined.trainer.rank, joined.trainer.step) == (os.getpid(), 3, 7)
         assert (joined.trainer.world_size, joined.trainer.local_world_size) == (8, 4)
     running.channel.set_generation(5)
     with running.connect() as client:
-        client.say(protocol.Hello(run="r1"))
-        assert client.hear() == protocol.Welcome(run="r1", staging="/staging/r1", generation=5)
+        client.send(protocol.Hello(run="r1"))
+        assert client.receive() == protocol.Welcome(run="r1", staging="/staging/r1", generation=5)
 
 
 def test_messages_become_events(running: RunningChannel) -> None:
-    """Each message of a trainer becomes its event, in order and with the number of its connection."""
+    """Each message of a trainer becomes an event, in order, with the number of its connection."""
     with running.joined() as client:
-        client.say(protocol.Progress(4, save_s=1.5, save_bytes=10))
-        client.say(protocol.Accepted("q", 4))
-        client.say(protocol.Sealed(5, "step-5", 2.0, 11, "q"))
-        client.say(protocol.Failed("q", 5, "disk full"))
-        client.say(protocol.Declined("q", "busy"))
-        client.say(protocol.Bye("done"))
+        client.send(protocol.Progress(4, save_s=1.5, save_bytes=10))
+        client.send(protocol.Accepted("q", 4))
+        client.send(protocol.Sealed(5, "step-5", 2.0, 11, "q"))
+        client.send(protocol.Failed("q", 5, "disk full"))
+        client.send(protocol.Declined("q", "busy"))
+        client.send(protocol.Bye("done"))
         running.wait(TrainerLeft)
     number = client.number
     assert running.events[1:] == [
@@ -68,19 +68,19 @@ def test_messages_become_events(running: RunningChannel) -> None:
     ]
 
 
-def test_send_reaches_whom_it_is_for(running: RunningChannel) -> None:
-    """None means all that said hello; numbers mean those, and unknown ones are no error."""
+def test_send_reaches_its_connections(running: RunningChannel) -> None:
+    """None means all that have joined; unknown numbers are not an error."""
     with running.joined() as first, running.joined() as second, running.connect() as silent:
         running.channel.send(None, protocol.Committed(1, 10))
         running.channel.send((second.number, 99), protocol.Target("q", 11))
-        assert first.hear() == protocol.Committed(1, 10)
-        assert [second.hear(), second.hear()] == [
+        assert first.receive() == protocol.Committed(1, 10)
+        assert [second.receive(), second.receive()] == [
             protocol.Committed(1, 10),
             protocol.Target("q", 11),
         ]
         silent.socket.settimeout(0.05)
         with pytest.raises(TimeoutError):
-            silent.hear()
+            silent.receive()
 
 
 @pytest.mark.fault("S9")
@@ -97,31 +97,31 @@ def test_send_reaches_whom_it_is_for(running: RunningChannel) -> None:
 def test_an_impossible_hello_is_refused(
     running: RunningChannel, hello: protocol.Hello, words: list[str]
 ) -> None:
-    """Another run, version or arithmetic is refused in words, and the connection ends."""
+    """Another run or version, or impossible numbers: the peer gets the reason, and the connection ends."""
     with running.connect() as client:
-        client.say(hello)
-        answer = client.hear()
+        client.send(hello)
+        answer = client.receive()
         assert isinstance(answer, protocol.Refused)
         assert all(word in answer.reason for word in words)
-        assert client.hear() is None
+        assert client.receive() is None
     assert running.events == []
     assert len(running.lines) == 1
 
 
 def test_hello_comes_first(running: RunningChannel) -> None:
-    """Whoever has not said hello, or speaks with the daemon's words, is refused."""
+    """A peer without a hello, or with a message that only the daemon sends, is refused."""
     for message in (protocol.Progress(1), protocol.RestoreQuery("x"), protocol.Fenced(2)):
         with running.connect() as client:
-            client.say(message)
-            assert isinstance(client.hear(), protocol.Refused)
+            client.send(message)
+            assert isinstance(client.receive(), protocol.Refused)
     assert running.events == []
     with running.joined() as client:
-        client.say(protocol.Fenced(2))
-        assert client.hear() == protocol.Refused("fenced is not for the daemon")
+        client.send(protocol.Fenced(2))
+        assert client.receive() == protocol.Refused("fenced is not a message for the daemon")
 
 
-def test_questions_are_answered_later_and_from_other_threads() -> None:
-    """A status needs no hello; a reply may come at any time from any thread, to the one who asked."""
+def test_queries_are_answered_later_and_from_other_threads() -> None:
+    """A status query needs no hello; the peer that asked may get its reply later, from any thread."""
 
     def answer(message: protocol.Message, reply: object) -> None:
         assert callable(reply)
@@ -132,43 +132,43 @@ def test_questions_are_answered_later_and_from_other_threads() -> None:
 
     with RunningChannel(answer=answer) as running:
         with running.connect() as client, running.joined() as other:
-            client.say(protocol.StatusQuery())
-            assert client.hear() == protocol.Status({"state": "idle"})
-            other.say(protocol.RestoreQuery("k"))
-            assert other.hear() == protocol.Restored("k", path="/x")
+            client.send(protocol.StatusQuery())
+            assert client.receive() == protocol.Status({"state": "idle"})
+            other.send(protocol.RestoreQuery("k"))
+            assert other.receive() == protocol.Restored("k", path="/x")
         assert running.lines == []
 
 
 def test_an_error_in_the_answer_costs_one_connection() -> None:
-    """When the daemon fails at a message, the others are served on."""
+    """If the daemon fails to handle a message, the other peers are still served."""
 
     def answer(message: protocol.Message, reply: object) -> None:
         raise RuntimeError("broken")
 
     with RunningChannel(answer=answer) as running, running.joined() as other:
         with running.connect() as client:
-            client.say(protocol.StatusQuery())
-            assert client.hear() is None
-        other.say(protocol.Progress(1))
+            client.send(protocol.StatusQuery())
+            assert client.receive() is None
+        other.send(protocol.Progress(1))
         running.wait(TrainerProgress)
 
 
-def test_a_closed_connection_of_a_living_process_is_no_exit(running: RunningChannel) -> None:
-    """A lost connection is told once, as one that may come back."""
+def test_a_closed_connection_of_a_running_process_is_not_an_exit(running: RunningChannel) -> None:
+    """A lost connection is posted once, as one that may return."""
     running.joined().close()
     (left,) = running.wait(TrainerLeft)
     assert not left.exited
 
 
 @pytest.mark.fault("T02")
-def test_the_end_of_a_process_is_told_after_the_loss_of_its_connection(
+def test_the_exit_is_posted_after_the_loss_of_the_connection(
     running: RunningChannel,
 ) -> None:
-    """First the connection is lost, then, when the process has ended, its exit is told; each once."""
+    """First the lost connection, then the exit of the process; each once."""
     with PeerProcess(running.path, "join(); s.close(); wait(); os._exit(0)") as peer:
         (left,) = running.wait(TrainerLeft)
         assert not left.exited
-        peer.go_on()
+        peer.resume()
         _, gone = running.wait(TrainerLeft, 2)
         assert gone.exited
         assert gone.connection == left.connection
@@ -176,8 +176,8 @@ def test_the_end_of_a_process_is_told_after_the_loss_of_its_connection(
 
 
 @pytest.mark.fault("T02", "S10")
-def test_a_killed_process_is_told_of_as_gone(running: RunningChannel) -> None:
-    """SIGKILL leaves no chance to say goodbye; the pidfd tells."""
+def test_a_killed_process_is_posted_as_exited(running: RunningChannel) -> None:
+    """SIGKILL leaves no time for a goodbye; the pidfd shows the exit."""
     with PeerProcess(running.path, "join(); show('in'); wait()") as peer:
         assert peer.line() == "in"
         peer.process.kill()
@@ -186,13 +186,13 @@ def test_a_killed_process_is_told_of_as_gone(running: RunningChannel) -> None:
     assert exits in ([False, True], [True])
 
 
-def test_last_words_come_before_the_exit(running: RunningChannel) -> None:
-    """What a process said just before it ended is heard before its end is told."""
+def test_last_messages_come_before_the_exit(running: RunningChannel) -> None:
+    """The last messages of a process are handled before its exit."""
     script = """
 join()
 for step in range(40):
-    say(type="progress", step=step)
-say(type="sealed", step=9, directory="d", save_s=1, size_bytes=1)
+    send(type="progress", step=step)
+send(type="sealed", step=9, directory="d", save_s=1, size_bytes=1)
 os._exit(0)
 """
     with PeerProcess(running.path, script):
@@ -202,20 +202,20 @@ os._exit(0)
     assert kinds.index(TrainerSealed) < kinds.index(TrainerLeft)
 
 
-def test_goodbye_is_the_last_word(running: RunningChannel) -> None:
-    """After a goodbye the end of the process is no news."""
-    with PeerProcess(running.path, "join(); say(type='bye'); wait(); os._exit(0)") as peer:
+def test_goodbye_is_the_last_event(running: RunningChannel) -> None:
+    """After a goodbye the exit of the process is not posted."""
+    with PeerProcess(running.path, "join(); send(type='bye'); wait(); os._exit(0)") as peer:
         running.wait(TrainerLeft)
-        peer.go_on()
+        peer.resume()
         peer.process.wait()
-    running.joined().close()  # served after whatever the exit may have caused
+    running.joined().close()  # served after any event of the exit
     running.wait(TrainerLeft, 2)
     assert [left.exited for left in running.of(TrainerLeft)] == [True, False]
 
 
 @pytest.mark.fault("T09")
 def test_a_process_that_reconnects_is_one_process(running: RunningChannel) -> None:
-    """After a reconnect only the newest connection is told of when the process ends."""
+    """After a reconnect only the newest connection posts the exit of the process."""
     script = """
 join(); s.close()
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -228,23 +228,23 @@ os._exit(0)
         assert peer.line() == "again"
         first, second = (joined.trainer.connection for joined in running.wait(TrainerJoined, 2))
         running.wait(TrainerLeft)
-        peer.go_on()
+        peer.resume()
         until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
-    running.joined().close()  # served after all that the exit has caused
+    running.joined().close()  # served after all events of the exit
     assert TrainerLeft(first, exited=False, reason="connection closed") in running.events
     assert {left.connection for left in running.of(TrainerLeft) if left.exited} == {second}
 
 
 @pytest.mark.fault("S26")
-def test_forked_children_have_no_say(running: RunningChannel) -> None:
-    """Only the process that said hello may go on; a child that inherits the socket is not heard."""
+def test_messages_of_forked_children_are_ignored(running: RunningChannel) -> None:
+    """Only the process that sent the hello counts, and not a child that inherits the socket."""
     script = """
 join()
 if os.fork() == 0:
-    say(type="progress", step=666)
+    send(type="progress", step=666)
     os._exit(0)
 os.wait()
-say(type="progress", step=1)
+send(type="progress", step=1)
 show("done"); wait()
 """
     with PeerProcess(running.path, script) as peer:
@@ -254,10 +254,10 @@ show("done"); wait()
 
 
 @pytest.mark.fault("S26")
-def test_a_child_that_holds_the_socket_does_not_keep_its_parent_alive(
+def test_a_child_that_holds_the_socket_does_not_hide_the_exit_of_its_parent(
     running: RunningChannel,
 ) -> None:
-    """A data-loader worker that outlives the trainer keeps the connection open; the exit is told."""
+    """A data-loader worker that survives the trainer keeps the connection open; the exit is still posted."""
     script = """
 join()
 if os.fork() == 0:
@@ -271,7 +271,7 @@ os._exit(0)
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 @pytest.mark.fault("S8")
 def test_the_socket_is_for_owner_and_group(umask: int, tmp_path: Path) -> None:
-    """Whatever the umask, the socket has mode 0660, and had no wider one before."""
+    """With any umask the socket has mode 0660, and never had a wider one."""
     before = os.umask(umask)
     path = tmp_path / "s"
     modes: list[int] = []
@@ -292,18 +292,18 @@ def test_the_socket_is_for_owner_and_group(umask: int, tmp_path: Path) -> None:
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(running: RunningChannel) -> None:
-    """The file of a daemon that died is in nobody's way; a daemon that answers keeps its socket."""
+    """The socket of a dead daemon is replaced; a running daemon keeps its socket."""
     stale = running.directory / "stale"
     connection.listen(stale).close()
     with RunningChannel(path=stale) as successor:
         successor.joined().close()
-    with pytest.raises(SwansongError, match="another process answers"):
+    with pytest.raises(SwansongError, match="another process listens"):
         connection.listen(running.path)
     running.joined().close()
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
-    """A wrong path in the configuration costs no file."""
+def test_a_file_that_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:
+    """A wrong path in the configuration deletes no file."""
     path = tmp_path / "precious"
     path.write_text("data")
     with pytest.raises(SwansongError, match="not a socket"):
@@ -312,7 +312,7 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_close_removes_its_own_socket_only(tmp_path: Path) -> None:
-    """The socket goes with the daemon, unless another has taken the path over."""
+    """The daemon unlinks its socket, unless another daemon has taken the path."""
     with RunningChannel() as running:
         path = running.path
         assert path.exists()
@@ -326,8 +326,8 @@ def test_close_removes_its_own_socket_only(tmp_path: Path) -> None:
         successor.close()
 
 
-def test_what_was_sent_before_the_close_arrives() -> None:
-    """The last message of a daemon that ends reaches the trainers, however busy its thread is."""
+def test_messages_sent_before_the_close_arrive() -> None:
+    """The last message of a daemon reaches the trainers, even if its thread is busy."""
     with HeldChannel() as running, running.joined() as client:
         running.hold(client)
         running.channel.send(None, protocol.Fenced(9))
@@ -335,20 +335,20 @@ def test_what_was_sent_before_the_close_arrives() -> None:
         closer.start()
         until(lambda: running.channel._is_closing)
         running.release()
-        assert client.hear() == protocol.Fenced(9)
-        assert client.hear() is None
+        assert client.receive() == protocol.Fenced(9)
+        assert client.receive() is None
 
 
-def test_a_socket_from_systemd_is_used_as_it_is(tmp_path: Path) -> None:
-    """A listening socket handed over is served, and its file is left to systemd."""
+def test_a_socket_from_systemd_is_used_unchanged(tmp_path: Path) -> None:
+    """The passed socket is served, and its file is left to systemd."""
     listener = connection.listen(tmp_path / "s")
     with RunningChannel(path=tmp_path / "s", listener_fd=listener.detach()) as running:
         running.joined().close()
     assert (tmp_path / "s").exists()
 
 
-def test_a_socket_of_the_wrong_type_is_named(tmp_path: Path) -> None:
-    """A unit with ListenStream= is told what to write instead."""
+def test_a_socket_of_the_wrong_type_is_refused_with_the_fix(tmp_path: Path) -> None:
+    """For a unit with ListenStream= the error names the right setting."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:
         running = RunningChannel(path=tmp_path / "s", listener_fd=os.dup(wrong.fileno()))
         with pytest.raises(SwansongError) as caught:

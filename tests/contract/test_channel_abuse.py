@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer channel under hostile, broken and careless peers: none of them costs the others anything."""
+"""The trainer channel under hostile, broken and careless peers: no peer harms the others."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: n
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[RunningChannel]:
-    """One channel for all: whatever a test does to it, the next one must find it at work."""
+    """One channel for all tests: after each test it must still work for the next."""
     with RunningChannel() as running:
         yield running
 
 
 def refusal(client: Client) -> str:
-    """The reason why the daemon refused, after which it has closed."""
-    answer = client.hear()
+    """The reason of the refusal, after which the daemon has closed the connection."""
+    answer = client.receive()
     assert isinstance(answer, protocol.Refused), answer
-    assert client.hear() is None
+    assert client.receive() is None
     return answer.reason
 
 
 def assert_serves(running: RunningChannel) -> None:
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        client.say(protocol.Progress(1))
+        client.send(protocol.Progress(1))
         running.wait(TrainerProgress, before + 1)
 
 
 @as_root
 @pytest.mark.fault("S8")
 def test_another_user_cannot_even_connect(running: RunningChannel) -> None:
-    """The mode of the socket keeps out who is not in the group."""
+    """The mode of the socket excludes users outside the group."""
     script = """
 try: s.connect(path)
-except PermissionError: show("kept out")
+except PermissionError: show("refused")
 """
     with PeerProcess(running.path, script, uid=NOBODY, gid=NOBODY) as peer:
-        assert peer.line() == "kept out"
+        assert peer.line() == "refused"
 
 
 @as_root
 @pytest.mark.fault("S8", "T13")
 def test_another_user_in_the_group_is_refused_by_its_credentials(running: RunningChannel) -> None:
-    """Who gets through the mode but is not configured reads what to configure; so does the log, once."""
+    """A member of the group that is not configured gets the fix; the log names it once."""
     for _ in range(2):
-        with PeerProcess(running.path, "s.connect(path); show(hear())", uid=NOBODY) as peer:
+        with PeerProcess(running.path, "s.connect(path); show(receive())", uid=NOBODY) as peer:
             reason = json.loads(peer.line())["reason"]
             assert "65534" in reason
             assert "trainer.users" in reason
@@ -77,7 +77,7 @@ def test_another_user_in_the_group_is_refused_by_its_credentials(running: Runnin
 
 @as_root
 def test_a_configured_user_is_served() -> None:
-    """The list of users admits, not the fact of being the daemon's own."""
+    """The configured users decide, and not only the daemon's own user."""
     with (
         RunningChannel(allowed_uids=frozenset({NOBODY})) as running,
         PeerProcess(running.path, "show(join())", uid=NOBODY) as peer,
@@ -87,31 +87,33 @@ def test_a_configured_user_is_served() -> None:
 
 @pytest.mark.fault("S12")
 def test_an_oversized_message_ends_the_connection(running: RunningChannel) -> None:
-    """A message over the limit is refused with the way out; none of it is believed."""
+    """A message over the limit is refused with the fix; no part of it is used."""
     with running.joined() as client:
-        client.say(b'{"type":"progress","step":7,"x":"' + b"x" * protocol.MAX_MESSAGE_BYTES + b'"}')
+        client.send(
+            b'{"type":"progress","step":7,"x":"' + b"x" * protocol.MAX_MESSAGE_BYTES + b'"}'
+        )
         assert "65536 bytes" in refusal(client)
     with running.connect() as client, pytest.raises(OSError, match=os.strerror(errno.EMSGSIZE)):
-        client.say(b"x" * 2**20)  # the kernel's own limit
+        client.send(b"x" * 2**20)  # the kernel's own limit
     assert not any(event.step == 7 for event in running.of(TrainerProgress))
     assert_serves(running)
 
 
-def test_the_reason_reaches_who_has_not_stopped_speaking() -> None:
-    """What a refused peer has sent on top does not turn its reason into a bare reset."""
+def test_the_reason_reaches_a_peer_that_still_sends() -> None:
+    """Unread messages of a refused peer do not turn the reason into a connection reset."""
     with HeldChannel() as running, running.connect() as client, running.connect() as bad:
         running.hold(client)
         for message in (b"broken", b"more", b"and more"):
-            bad.say(message)
+            bad.send(message)
         running.release()
         assert "not JSON" in refusal(bad)
 
 
 def test_the_largest_message_passes(running: RunningChannel) -> None:
-    """The limit itself is within the limit."""
+    """A message of exactly the limit is accepted."""
     with running.joined() as client:
         head, tail = b'{"type":"progress","step":8,"x":"', b'"}'
-        client.say(head + b"x" * (protocol.MAX_MESSAGE_BYTES - len(head) - len(tail)) + tail)
+        client.send(head + b"x" * (protocol.MAX_MESSAGE_BYTES - len(head) - len(tail)) + tail)
         until(lambda: any(event.step == 8 for event in running.of(TrainerProgress)))
 
 
@@ -132,14 +134,14 @@ looks_right = st.builds(
 @pytest.mark.fault("S12", "S13")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.binary(min_size=1, max_size=200) | looks_right, min_size=1, max_size=4))
-def test_whatever_is_sent_the_others_are_served(
+def test_the_others_are_served_after_any_message(
     running: RunningChannel, messages: list[bytes]
 ) -> None:
-    """Bytes, broken JSON and well-formed nonsense end in a refusal or in nothing, and harm nobody."""
+    """Bytes, broken JSON and impossible values are refused or ignored, and harm no other peer."""
     with running.connect() as client:
         for message in messages:
             try:
-                client.say(message)
+                client.send(message)
             except (BrokenPipeError, ConnectionResetError):
                 break
     assert_serves(running)
@@ -159,25 +161,25 @@ def test_whatever_is_sent_the_others_are_served(
     ids=["deep", "huge-number", "duplicate", "nan", "bool", "no-utf8"],
 )
 def test_json_tricks_are_refused(running: RunningChannel, message: bytes) -> None:
-    """None of the known tricks is taken for a message."""
+    """None of the known tricks is accepted as a message."""
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        client.say(message)
+        client.send(message)
         assert refusal(client)
     assert len(running.of(TrainerProgress)) == before
 
 
 @pytest.mark.fault("S12")
 def test_a_peer_that_does_not_read_is_dropped(running: RunningChannel) -> None:
-    """What waits for one peer is bounded, sending never waits, and the others hear everything."""
+    """Its queue is bounded, sending never blocks, and the other peers get all messages."""
     with running.joined() as slow, running.joined() as quick:
         numbers = (slow.number, quick.number)
         left = 0
         for step in range(3000):
             running.channel.send(numbers, protocol.Withdrawn(str(step), "x" * 2000))
-            heard = quick.hear()
-            assert isinstance(heard, protocol.Withdrawn)
-            assert heard.request_id == str(step)
+            received = quick.receive()
+            assert isinstance(received, protocol.Withdrawn)
+            assert received.request_id == str(step)
             left = sum(event.connection == numbers[0] for event in running.of(TrainerLeft))
             if left:
                 break
@@ -187,22 +189,22 @@ def test_a_peer_that_does_not_read_is_dropped(running: RunningChannel) -> None:
 
 
 def test_a_peer_that_reads_late_misses_nothing(running: RunningChannel) -> None:
-    """Messages that the socket had no room for wait, in order, until the peer reads."""
+    """Messages that do not fit into the socket are queued, in order, until the peer reads."""
     with running.joined() as client:
         count = connection.OUTGOING_MESSAGES_MAX  # more than fit into the socket
         for step in range(count):
             running.channel.send((client.number,), protocol.Withdrawn(str(step), "x" * 4000))
-        heard = [client.hear() for _ in range(count)]
-        assert heard == [protocol.Withdrawn(str(step), "x" * 4000) for step in range(count)]
+        received = [client.receive() for _ in range(count)]
+        assert received == [protocol.Withdrawn(str(step), "x" * 4000) for step in range(count)]
 
 
 @pytest.mark.fault("S12")
-def test_what_waits_for_one_peer_is_bounded_in_bytes(running: RunningChannel) -> None:
-    """A few hundred peers that ask for the status and do not read must not fill the memory."""
+def test_the_queue_of_one_peer_is_bounded_in_bytes(running: RunningChannel) -> None:
+    """A few hundred peers that query the status and do not read must not fill the memory."""
     with running.joined() as slow:
         large = protocol.Status({"x": "x" * 60_000})
         waiting = connection.OUTGOING_BYTES_MAX // 60_000
-        in_socket = 8  # by the kernel's usual buffer, generously
+        in_socket = 8  # more than the usual socket buffer
         for _ in range(waiting + in_socket):
             running.channel.send((slow.number,), large)
         until(
@@ -213,24 +215,24 @@ def test_what_waits_for_one_peer_is_bounded_in_bytes(running: RunningChannel) ->
 
 @pytest.mark.fault("S12")
 def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
-    """A peer that sends without end is dropped at the rate limit, with a reason."""
+    """A peer that sends without a pause is dropped at the rate limit, with a reason."""
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
-        said_all = False
+        sent_all = False
         with suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(100_000):
-                client.say(protocol.Progress(1))
-            said_all = True
-        assert not said_all
-        answer = until(client.hear)
+                client.send(protocol.Progress(1))
+            sent_all = True
+        assert not sent_all
+        answer = until(client.receive)
         assert isinstance(answer, protocol.Refused)
-        assert "messages a second" in answer.reason
+        assert "messages per second" in answer.reason
     assert len(running.of(TrainerProgress)) - before < 2000
     assert_serves(running)
 
 
 def test_descriptors_that_a_peer_passes_are_not_taken(running: RunningChannel) -> None:
-    """A peer cannot fill the daemon's descriptor table by passing its own."""
+    """A peer cannot fill the daemon's descriptor table by passing descriptors."""
     with running.joined() as client:
         count = len(os.listdir("/proc/self/fd"))
         for step in range(50):
@@ -243,8 +245,8 @@ def test_descriptors_that_a_peer_passes_are_not_taken(running: RunningChannel) -
 
 
 @pytest.mark.fault("H07")
-def test_without_descriptors_the_connected_are_served_and_nothing_spins() -> None:
-    """Out of descriptors the daemon lets nobody in, goes on with those that it has, and stays calm."""
+def test_without_descriptors_connected_peers_are_served_and_nothing_spins() -> None:
+    """Without free descriptors the daemon accepts no peer, serves the connected ones, and does not spin."""
     script = """
 import resource, sys, time
 from testkit.channel_peer import RunningChannel
@@ -273,12 +275,12 @@ with RunningChannel() as running:
     try:
         socket_path = Path(process.stdout.readline().strip())
         first = Client(socket_path)
-        first.say(protocol.Hello(run="r1"))
-        assert isinstance(first.hear(), protocol.Welcome)
-        others = [Client(socket_path) for _ in range(20)]  # more than there are descriptors
+        first.send(protocol.Hello(run="r1"))
+        assert isinstance(first.receive(), protocol.Welcome)
+        others = [Client(socket_path) for _ in range(20)]  # more than the free descriptors
         process.stdin.write("\n")
-        first.say(protocol.Progress(1))
-        assert select.select([first.socket], [], [], 0.3)[0] == []  # time in which it could spin
+        first.send(protocol.Progress(1))
+        assert select.select([first.socket], [], [], 0.3)[0] == []  # enough time to spin
         process.stdin.write("\n")
         busy_s, is_logged = process.stdout.readline().split()
         assert float(busy_s) < 0.15
@@ -286,8 +288,8 @@ with RunningChannel() as running:
         for other in others:
             other.close()
         with Client(socket_path) as late:
-            late.say(protocol.Hello(run="r1"))
-            assert isinstance(late.hear(), protocol.Welcome)
+            late.send(protocol.Hello(run="r1"))
+            assert isinstance(late.receive(), protocol.Welcome)
         first.close()
     finally:
         process.kill()
@@ -296,13 +298,13 @@ with RunningChannel() as running:
 
 @pytest.mark.fault("S10")
 def test_peers_are_known_on_kernels_without_a_peer_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 6.5 the pidfd comes from the number, and only while the connection stands."""
+    """Before Linux 6.5 the pidfd comes from the pid, and only while the connection is open."""
     monkeypatch.setattr(peers, "SO_PEERPIDFD", 9999)
     with RunningChannel() as running:
         assert_serves(running)
         with PeerProcess(running.path, "join(); wait(); os._exit(0)") as peer:
             running.wait(TrainerJoined, 2)
-            peer.go_on()
+            peer.resume()
             until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()

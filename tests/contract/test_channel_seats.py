@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the trainer channel one peer, or one user, can take up: others are never kept out."""
+"""The limits of one peer and of one user of the trainer channel: the others can always connect."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def running() -> Iterator[RunningChannel]:
 
 
 def refusal(client: Client) -> str:
-    answer = client.hear()
+    answer = client.receive()
     assert isinstance(answer, protocol.Refused), answer
-    assert client.hear() is None
+    assert client.receive() is None
     return answer.reason
 
 
 def connected(running: RunningChannel) -> Client:
-    """A client, as soon as the kernel's queue of connections has room for it."""
+    """A client, as soon as the backlog of the socket has room for it."""
 
     def connect() -> Client | None:
         with suppress(BlockingIOError):
@@ -70,17 +70,17 @@ def connected(running: RunningChannel) -> Client:
 
 
 def assert_operator_is_served(running: RunningChannel) -> None:
-    """What ``swansong status`` and ``swansong notify`` do."""
+    """Do the same as ``swansong status`` and ``swansong notify``."""
     with running.connect() as client:
-        client.say(protocol.StatusQuery())
-        assert client.hear() == protocol.Status({"state": "IDLE"})
-        client.say(protocol.Notify(nonce="n", seconds_left=9.0))
-        assert client.hear() == protocol.Noted()
+        client.send(protocol.StatusQuery())
+        assert client.receive() == protocol.Status({"state": "IDLE"})
+        client.send(protocol.Notify(nonce="n", seconds_left=9.0))
+        assert client.receive() == protocol.Noted()
 
 
 @contextmanager
 def holding(running: RunningChannel, count: int, *, uid: int, hello: bool) -> Iterator[PeerProcess]:
-    """A process of that user which holds so many connections, or as many as it gets; shows how many."""
+    """A process of that user that holds this many connections, or as many as it gets; prints the number."""
     script = f"""
 held = []
 for number in range({count}):
@@ -104,15 +104,15 @@ def join_on(s):
 @as_root
 @pytest.mark.fault("S8", "S12", "H07")
 @pytest.mark.parametrize("hello", [True, False], ids=["joined", "silent"])
-def test_a_user_who_holds_all_it_can_does_not_keep_the_operator_out(
+def test_a_user_with_all_its_connections_does_not_lock_the_operator_out(
     running: RunningChannel, hello: bool
 ) -> None:
-    """Neither with ranks nor with connections that say nothing: status and notify answer root."""
+    """Neither with ranks nor with silent connections: status and notify still work for root."""
     with holding(running, CONNECTIONS_PER_USER, uid=TRAINER, hello=hello) as peer:
         assert peer.line() == str(CONNECTIONS_PER_USER)
         assert_operator_is_served(running)
-        if hello:  # one more is told so, and is not served at the cost of the others
-            with PeerProcess(running.path, "s.connect(path); show(hear())", uid=TRAINER) as late:
+        if hello:  # one more is refused, and closes no other connection
+            with PeerProcess(running.path, "s.connect(path); show(receive())", uid=TRAINER) as late:
                 assert f"user id {TRAINER} has {CONNECTIONS_PER_USER} connections" in late.line()
     until(lambda: len(running.of(TrainerLeft)) >= len(running.of(TrainerJoined)))
 
@@ -120,7 +120,7 @@ def test_a_user_who_holds_all_it_can_does_not_keep_the_operator_out(
 @as_root
 @pytest.mark.fault("S8", "H07")
 def test_all_users_together_leave_seats_for_the_operator(running: RunningChannel) -> None:
-    """Two users who hold all that they get, and the daemon's own user with as many ranks as it may."""
+    """Two users with all their connections, and the daemon's own user with all its ranks."""
     left = CONNECTIONS_MAX - CONNECTIONS_RESERVED - CONNECTIONS_PER_USER
     with (
         holding(running, CONNECTIONS_PER_USER, uid=TRAINER, hello=True) as first,
@@ -131,18 +131,18 @@ def test_all_users_together_leave_seats_for_the_operator(running: RunningChannel
         for _ in range(3):
             assert_operator_is_served(running)
         with running.connect() as client:
-            client.say(protocol.Hello("r1"))
+            client.send(protocol.Hello("r1"))
             assert "connections already" in refusal(client)
         assert_operator_is_served(running)
 
 
 @pytest.mark.fault("S12", "H07")
 def test_ranks_of_one_user_are_bounded(running: RunningChannel) -> None:
-    """One more than the limit is refused with the way out; when one has gone, there is room again."""
+    """One more is refused with the fix; after one has left there is room again."""
     with ExitStack() as clients:
         joined = [clients.enter_context(running.joined()) for _ in range(CONNECTIONS_PER_USER)]
         with running.connect() as client:
-            client.say(protocol.Hello("r1"))
+            client.send(protocol.Hello("r1"))
             assert "one per rank is enough" in refusal(client)
         assert_operator_is_served(running)
         joined[0].close()
@@ -151,21 +151,23 @@ def test_ranks_of_one_user_are_bounded(running: RunningChannel) -> None:
 
 
 @pytest.mark.fault("S12", "H07")
-def test_who_has_not_said_hello_makes_room(running: RunningChannel) -> None:
-    """When all seats are taken, the oldest connection that is silent goes, and no other."""
+def test_a_connection_without_hello_makes_room(running: RunningChannel) -> None:
+    """If all connections are in use, the oldest one without a hello is closed, and no other."""
     with running.joined() as rank, ExitStack() as clients:
         silent = [clients.enter_context(connected(running)) for _ in range(CONNECTIONS_MAX - 1)]
         assert_operator_is_served(running)
-        assert "others need" in refusal(silent[0])
-        silent[1].say(protocol.StatusQuery())
-        assert isinstance(silent[1].hear(), protocol.Status)
+        assert "make room" in refusal(silent[0])
+        silent[1].send(protocol.StatusQuery())
+        assert isinstance(silent[1].receive(), protocol.Status)
         running.channel.send((rank.number,), protocol.Committed(1, 2))
-        assert rank.hear() == protocol.Committed(1, 2)
+        assert rank.receive() == protocol.Committed(1, 2)
 
 
 @pytest.mark.fault("S12")
-def test_who_says_nothing_is_closed_and_who_asks_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hello has a time limit; ``swansong notify --wait`` asks on one connection for long."""
+def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hello has a time limit; ``swansong notify --wait`` queries on one connection for a long time."""
     monkeypatch.setattr(channel, "HELLO_LIMIT_S", 3.0)
     monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
     with (
@@ -179,33 +181,33 @@ def test_who_says_nothing_is_closed_and_who_asks_is_not(monkeypatch: pytest.Monk
 
         asked_mono_s = 0.0
 
-        def heard() -> bytes:
+        def received() -> bytes:
             nonlocal asked_mono_s
             if time.monotonic() - asked_mono_s > 0.1:
                 asked_mono_s = time.monotonic()
-                asking.say(protocol.StatusQuery())
-                assert isinstance(asking.hear(), protocol.Status)
+                asking.send(protocol.StatusQuery())
+                assert isinstance(asking.receive(), protocol.Status)
             with suppress(BlockingIOError):
                 return silent.socket.recv(65536)
             return b""
 
-        assert b"no hello came within" in until(heard, what="the end of the silent one")
+        assert b"no hello within" in until(received, what="the end of the silent connection")
         assert time.monotonic() - began_mono_s >= 2.5
         running.channel.send((rank.number,), protocol.Committed(1, 2))
-        assert rank.hear() == protocol.Committed(1, 2)  # a rank may be silent for ever
+        assert rank.receive() == protocol.Committed(1, 2)  # a rank may be silent forever
 
 
 @pytest.mark.fault("S12")
 def test_a_storm_of_reconnects_costs_a_bounded_number_of_events_and_lines(
     running: RunningChannel,
 ) -> None:
-    """A trainer connects, says hello and hangs up in a loop: the decision loop and the log hear little."""
+    """A trainer connects, sends hello and disconnects in a loop: few events, few lines in the log."""
     began_mono_s = time.monotonic()
     refused = 0
     for _ in range(1500):
         with running.connect() as client:
-            client.say(protocol.Hello("r1"))
-            refused += isinstance(client.hear(), protocol.Refused)
+            client.send(protocol.Hello("r1"))
+            refused += isinstance(client.receive(), protocol.Refused)
     took_s = time.monotonic() - began_mono_s
     most = admission._HELLOS_AT_ONCE + admission._HELLOS_PER_S * took_s + 1
     assert len(running.of(TrainerJoined)) <= most
@@ -217,25 +219,25 @@ def test_a_storm_of_reconnects_costs_a_bounded_number_of_events_and_lines(
 
 @pytest.mark.fault("S12")
 def test_a_flood_of_hellos_on_one_connection_ends_it(running: RunningChannel) -> None:
-    """Each hello is an event and a broadcast, so they have a rate."""
+    """Each hello posts an event, so hellos have a rate limit."""
     with running.joined() as client:
         with suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(150):
-                client.say(protocol.Hello("r1"))
-        heard = iter(client.hear, None)
-        last = [message for message in heard if isinstance(message, protocol.Refused)]
-        assert "one hello a second" in last[0].reason
+                client.send(protocol.Hello("r1"))
+        received = iter(client.receive, None)
+        last = [message for message in received if isinstance(message, protocol.Refused)]
+        assert "one hello per second" in last[0].reason
     assert len(running.of(TrainerJoined)) < 50
 
 
 @pytest.mark.fault("S9")
-def test_a_connection_is_that_of_one_rank(running: RunningChannel) -> None:
-    """A hello that says another rank is refused; one with another attempt, as after a rollback, is not."""
+def test_a_connection_belongs_to_one_rank(running: RunningChannel) -> None:
+    """A hello of another rank is refused; a repeated hello, as after a rollback, is not."""
     with running.joined(rank=1, world_size=4, local_world_size=4) as client:
         again = {"rank": 1, "world_size": 4, "local_world_size": 4}
-        client.say(protocol.Hello("r1", **again, restart_id="x~1", step=3))
-        assert isinstance(client.hear(), protocol.Welcome)
-        client.say(protocol.Hello("r1", **{**again, "rank": 2}))
+        client.send(protocol.Hello("r1", **again, restart_id="x~1", step=3))
+        assert isinstance(client.receive(), protocol.Welcome)
+        client.send(protocol.Hello("r1", **{**again, "rank": 2}))
         assert "rank 1 of 4, and not of rank 2 of 4" in refusal(client)
 
 
@@ -246,16 +248,16 @@ def test_a_connection_is_that_of_one_rank(running: RunningChannel) -> None:
     ids=lambda message: message.TYPE,
 )
 def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message) -> None:
-    """What ranks of several VMs say to their daemons is refused from a rank that has no other VM."""
+    """Messages between ranks of several VMs are refused from a rank of a job on one VM."""
     with running.joined() as client:
-        client.say(message)
+        client.send(message)
         assert "run.several_vms" in refusal(client)
     running.wait(TrainerLeft)
     assert not running.of(PeerRequested) + running.of(JobStarted) + running.of(TrainerAgreed)
 
 
 class Restores:
-    """Restore queries that are answered when the test says so."""
+    """Holds restore queries until the test answers them."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Callable[[Message], None]] = {}
@@ -268,53 +270,53 @@ class Restores:
 
 
 @pytest.mark.fault("S12", "H07")
-def test_restore_queries_that_are_not_answered_are_bounded() -> None:
+def test_pending_restore_queries_are_bounded() -> None:
     """A rank has one; one more than a few is refused, and an answer makes room for the next."""
     restores = Restores()
     with RunningChannel(answer=restores) as running, running.joined() as client:
         for number in range(QUERIES_MAX):
-            client.say(protocol.RestoreQuery(f"q{number}"))
-        client.say(protocol.RestoreQuery("q0"))  # again: its answer is on the way
+            client.send(protocol.RestoreQuery(f"q{number}"))
+        client.send(protocol.RestoreQuery("q0"))  # repeated: its answer follows
         until(lambda: len(restores.asked) == QUERIES_MAX)
         restores.asked["q1"](protocol.Restoring("q1", 1, 2))
         restores.asked["q1"](protocol.Restored("q1"))
-        assert isinstance(client.hear(), protocol.Restoring)
-        assert client.hear() == protocol.Restored("q1")
+        assert isinstance(client.receive(), protocol.Restoring)
+        assert client.receive() == protocol.Restored("q1")
         for number in range(2):
-            client.say(protocol.RestoreQuery(f"more{number}"))
-        assert "wait for the answers" in refusal(client)
+            client.send(protocol.RestoreQuery(f"more{number}"))
+        assert "wait for their answers" in refusal(client)
         assert set(restores.asked) == {*(f"q{n}" for n in range(QUERIES_MAX)), "more0"}
 
 
 @pytest.mark.fault("S12", "S13")
-def test_an_id_without_end_costs_its_sender_the_connection_and_nobody_an_answer() -> None:
+def test_a_huge_query_id_ends_only_the_connection_of_its_sender() -> None:
     """An id is copied into each answer: one of 65,480 characters would leave no room for the rest."""
     restores = Restores()
     with RunningChannel(answer=restores) as running, running.joined() as other:
-        other.say(protocol.RestoreQuery("short"))
+        other.send(protocol.RestoreQuery("short"))
         with running.joined() as client:
-            client.say(json.dumps({"type": "restore_query", "query_id": "x" * 65_480}).encode())
+            client.send(json.dumps({"type": "restore_query", "query_id": "x" * 65_480}).encode())
             assert "restore_query: query_id has 65480 characters" in refusal(client)
         until(lambda: "short" in restores.asked)
         restores.asked["short"](protocol.Restored("short", path="/x"))
-        assert other.hear() == protocol.Restored("short", path="/x")
+        assert other.receive() == protocol.Restored("short", path="/x")
         assert set(restores.asked) == {"short"}
 
 
 @pytest.mark.fault("S12", "H07")
-def test_reconnects_do_not_get_around_the_bound_on_queries() -> None:
-    """Queries of a connection that was closed count on for its user, until they are answered."""
+def test_reconnects_do_not_bypass_the_limit_of_queries() -> None:
+    """Queries of a closed connection count for its user until they are answered."""
     restores = Restores()
     with RunningChannel(answer=restores) as running:
         reason = ""
         for number in range(2000):
             with running.connect() as client:
-                client.say(protocol.Hello("r1"))
-                if isinstance(client.hear(), protocol.Refused):
-                    break  # too many hellos: then there are not more queries either
-                client.say(protocol.RestoreQuery(str(number)))
-                client.say(protocol.Hello("r1"))  # answered after the query was taken
-                answer: Any = client.hear()
+                client.send(protocol.Hello("r1"))
+                if isinstance(client.receive(), protocol.Refused):
+                    break  # too many hellos: no further queries either
+                client.send(protocol.RestoreQuery(str(number)))
+                client.send(protocol.Hello("r1"))  # answered after the query was handled
+                answer: Any = client.receive()
                 if isinstance(answer, protocol.Refused):
                     reason = answer.reason
                     break
@@ -322,12 +324,12 @@ def test_reconnects_do_not_get_around_the_bound_on_queries() -> None:
         assert len(restores.asked) == CONNECTIONS_PER_USER
         restores.asked["0"](protocol.Restored("0"))
         with running.joined() as client:
-            client.say(protocol.RestoreQuery("late"))
+            client.send(protocol.RestoreQuery("late"))
             until(lambda: "late" in restores.asked)
 
 
-def test_complaints_never_fall_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any number of refusals the next minute has a line again, with how many were left out."""
+def test_refusals_are_always_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any number of refusals the next minute has a line again, with the number of omitted ones."""
 
     class Clock:
         now = 1000.0
@@ -341,8 +343,8 @@ def test_complaints_never_fall_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     for minute in range(1, 4):
         for number in range(5000):
             reason = f"nonsense {minute} {number}"
-            running.channel._complain("trainer_refused", reason=reason, uid=1000)
-        running.channel._complain("trainer_refused", reason="another user", uid=1001)
+            running.channel._log_limited("trainer_refused", reason=reason, uid=1000)
+        running.channel._log_limited("trainer_refused", reason="another user", uid=1001)
         assert len(running.lines) == 2 * minute
         clock.now += 61
     assert '"suppressed": 4999' in running.lines[-2]

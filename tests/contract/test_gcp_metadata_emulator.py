@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated metadata server of Compute Engine behaves as the real one is documented to."""
+"""The emulated metadata server of Compute Engine behaves like the documented one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def get(url: str, key: str, **query: str) -> requests.Response:
 
 
 class Hanging:
-    """A request that is on its way in a thread of its own, known to have reached the server."""
+    """A request in a thread, known to have reached the server."""
 
     def __init__(self, url: str, key: str, **query: str) -> None:
         self._replies: queue.Queue[requests.Response | None] = queue.Queue()
@@ -69,8 +69,8 @@ class Hanging:
         return self._replies.empty()
 
 
-def test_flavor_header_is_demanded_and_repeated(server: str) -> None:
-    """Without the header 403, with another value 404, forwarded 403; every answer repeats it."""
+def test_flavor_header_is_required_and_repeated(server: str) -> None:
+    """403 without the header, 404 with another value, 403 if forwarded; each response repeats it."""
     url = server + BASE + PREEMPTED
     assert http("GET", url).status_code == 403
     assert http("GET", url, headers={"Metadata-Flavor": "Amazon"}).status_code == 404
@@ -83,15 +83,15 @@ def test_flavor_header_is_demanded_and_repeated(server: str) -> None:
     assert len(reply.headers["ETag"]) == 16
 
 
-def test_other_etag_is_answered_at_once(server: str) -> None:
-    """An ETag that is not the present one, ``0`` above all, gets the present value without waiting."""
+def test_another_etag_gets_an_immediate_response(server: str) -> None:
+    """An ETag other than the current one, ``0`` above all, gets the current value without a wait."""
     for etag in ("0", "NONE", "0123456789abcdef"):
         reply = get(server, PREEMPTED, wait_for_change="true", last_etag=etag)
         assert (reply.status_code, reply.text) == (200, "FALSE")
 
 
-def test_hangs_although_true_without_etag(server: str) -> None:
-    """Without ``last_etag`` the request waits for the next change, even if the value is TRUE by now."""
+def test_without_etag_a_request_hangs_even_if_true(server: str) -> None:
+    """Without ``last_etag`` the request waits for the next change, even if the value is TRUE already."""
     control(server, "set", key=PREEMPTED, value="TRUE")
     hanging = Hanging(server, PREEMPTED)
     control(server, "set", key="instance/maintenance-event", value="NONE")
@@ -102,7 +102,7 @@ def test_hangs_although_true_without_etag(server: str) -> None:
 
 
 def test_change_wakes_with_value_and_etag(server: str) -> None:
-    """A change answers 200 with the new value and a new ETag; a value that returns has a third one."""
+    """A change returns 200 with the new value and a new ETag; a value that returns has a third ETag."""
     etags = [get(server, PREEMPTED).headers["ETag"]]
     for value in ("TRUE", "FALSE"):
         hanging = Hanging(server, PREEMPTED, last_etag=etags[-1])
@@ -114,8 +114,8 @@ def test_change_wakes_with_value_and_etag(server: str) -> None:
     assert len(set(etags)) == 3
 
 
-def test_same_value_wakes_nobody_and_touch_does(server: str) -> None:
-    """Setting the value that is there changes nothing; ``touch`` makes a spurious wake-up."""
+def test_the_same_value_ends_no_wait_and_touch_does(server: str) -> None:
+    """Setting the current value changes nothing; ``touch`` makes a spurious response."""
     hanging = Hanging(server, PREEMPTED, last_etag=get(server, PREEMPTED).headers["ETag"])
     control(server, "set", key=PREEMPTED, value="FALSE")
     assert hanging.hangs
@@ -123,15 +123,15 @@ def test_same_value_wakes_nobody_and_touch_does(server: str) -> None:
     assert hanging.reply().text == "FALSE"
 
 
-def test_timeout_is_a_normal_answer(server: str) -> None:
-    """After ``timeout_sec`` the present value comes with 200 and the ETag that it had."""
+def test_timeout_is_a_normal_response(server: str) -> None:
+    """After ``timeout_sec`` the current value comes with 200 and its ETag."""
     etag = get(server, PREEMPTED).headers["ETag"]
     reply = get(server, PREEMPTED, wait_for_change="true", last_etag=etag, timeout_sec="1")
     assert (reply.status_code, reply.text, reply.headers["ETag"]) == (200, "FALSE", etag)
 
 
 def test_waiting_parameters_count_in_the_query_only(server: str) -> None:
-    """As headers they are ignored: the answer comes at once."""
+    """As headers they are ignored: the response is immediate."""
     etag = get(server, PREEMPTED).headers["ETag"]
     headers = {**GOOGLE, "wait_for_change": "true", "last_etag": etag}
     assert http("GET", server + BASE + PREEMPTED, headers=headers).text == "FALSE"
@@ -139,13 +139,13 @@ def test_waiting_parameters_count_in_the_query_only(server: str) -> None:
 
 @pytest.mark.parametrize("key", ["instance/", "instance/service-accounts/default/token"])
 def test_directories_and_tokens_cannot_be_waited_for(server: str, key: str) -> None:
-    """400 for both; without waiting they are answered."""
+    """400 for both; without a wait they return a value."""
     assert get(server, key, wait_for_change="true").status_code == 400
     assert get(server, key).status_code == 200
 
 
 def test_recursive_watch_wakes_for_any_change_below(server: str) -> None:
-    """A recursive request is JSON in camel case, waits for any key below, and shows no token."""
+    """A recursive request is JSON in camel case, waits for any key below, and contains no token."""
     whole = get(server, "instance/", recursive="true")
     assert whole.json()["maintenanceEvent"] == "NONE"
     assert "token" not in whole.json()["serviceAccounts"]["default"]
@@ -157,7 +157,7 @@ def test_recursive_watch_wakes_for_any_change_below(server: str) -> None:
 
 
 def test_directories_list_and_redirect(server: str) -> None:
-    """A directory lists its entries; without the slash at its end it redirects to itself with one."""
+    """A directory lists its entries; without the trailing slash it redirects to itself with one."""
     assert "preempted\n" in get(server, "instance/").text
     assert "scheduling/\n" in get(server, "instance/").text
     reply = get(server, "instance")
@@ -165,7 +165,7 @@ def test_directories_list_and_redirect(server: str) -> None:
 
 
 def test_absent_keys(server: str) -> None:
-    """The stop state is 404 until it is set, and again after it is taken away."""
+    """The stop state is 404 until it is set, and again after its removal."""
     key = "instance/shutdown-details/stop-state"
     assert get(server, key).status_code == 404
     control(server, "set", key=key, value="PENDING_STOP")
@@ -175,7 +175,7 @@ def test_absent_keys(server: str) -> None:
 
 
 def test_idle_values(server: str) -> None:
-    """The keys that may announce something are idle, the facts are those of a Spot VM with a GPU."""
+    """The keys of announcements are idle; the other keys are those of a Spot VM with a GPU."""
     assert get(server, "instance/maintenance-event").text == "NONE"
     assert get(server, "instance/upcoming-maintenance").text == "NONE"
     assert get(server, "instance/scheduling/preemptible").text == "TRUE"
@@ -183,14 +183,12 @@ def test_idle_values(server: str) -> None:
     assert get(server, "instance/service-accounts/default/token").json()["token_type"] == "Bearer"
 
 
-def test_dead_answers_nothing(server: str) -> None:
-    """Once dead nothing is answered, not even who hangs already; until it is brought back."""
+def test_dead_means_no_response(server: str) -> None:
+    """Once dead, the server does not respond, not even to held requests, until it is revived."""
     hanging = Hanging(server, PREEMPTED, last_etag=get(server, PREEMPTED).headers["ETag"])
     control(server, "dead", after_s=0)
     control(server, "set", key=PREEMPTED, value="TRUE")
-    until(
-        lambda: asked(server, f"GET {BASE}{PREEMPTED}", "hang"), what="the answer to be held back"
-    )
+    until(lambda: asked(server, f"GET {BASE}{PREEMPTED}", "hang"), what="the response to be held")
     assert hanging.hangs
     with pytest.raises(requests.ReadTimeout):
         http("GET", server + BASE + PREEMPTED, headers=GOOGLE, timeout=0.2)
@@ -204,8 +202,8 @@ TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 TOKEN = "instance/service-accounts/default/token"
 
 
-def test_only_who_reads_is_warned_of_maintenance() -> None:
-    """The warning is shown to a VM that has read the key since the event before, and to no other."""
+def test_only_a_watching_vm_is_warned_of_maintenance() -> None:
+    """A VM gets the warning only if it has read the key since the last event."""
     with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         assert control(process.url, "maintenance", value=TERMINATE) == {"shown": False}
         assert get(process.url, MAINTENANCE).text == "NONE"
@@ -215,8 +213,8 @@ def test_only_who_reads_is_warned_of_maintenance() -> None:
         assert get(process.url, MAINTENANCE).text == "NONE"
 
 
-def test_token_is_kept_until_it_is_nearly_over() -> None:
-    """The same token is handed out with less and less life, then a new one."""
+def test_a_token_is_cached_until_it_nearly_expires() -> None:
+    """The same token is returned with a decreasing lifetime, then a new one."""
     with EmulatorProcess("testkit.emulators.gcp_metadata") as process:
         first, second = (get(process.url, TOKEN).json() for _ in range(2))
         assert first["access_token"] == second["access_token"]
@@ -227,7 +225,7 @@ def test_token_is_kept_until_it_is_nearly_over() -> None:
 
 
 def test_scenarios_are_listed(server: str) -> None:
-    """A user finds out what can be played."""
+    """A user can list the scenarios."""
     scenarios = http("GET", f"{server}/_control/scenarios").json()
     assert set(scenarios) == {
         "no-notice", "gcp-30s", "gcp-120s", "gcp-dead-after-notice", "gcp-maintenance-60min",
@@ -247,7 +245,7 @@ def test_scenarios_are_listed(server: str) -> None:
     ],
 )
 def test_scenario_plays(scenario: str, speed: float, key: str, value: str, ends_dead: bool) -> None:
-    """What the name says befalls the key, and where the power would go the server falls silent."""
+    """The key gets the values of the scenario, and at the power cut the server stops responding."""
     arguments = ("--scenario", scenario, "--speed", str(speed))
     with EmulatorProcess("testkit.emulators.gcp_metadata", *arguments) as process:
         until(lambda: value in get(process.url, key).text, what="the event")
@@ -257,7 +255,7 @@ def test_scenario_plays(scenario: str, speed: float, key: str, value: str, ends_
 
 
 def test_cancelled_maintenance_plays() -> None:
-    """The maintenance comes, and goes again."""
+    """The maintenance is announced, and withdrawn."""
     arguments = ("--scenario", "gcp-maintenance-cancelled", "--speed", "200")
     with EmulatorProcess("testkit.emulators.gcp_metadata", *arguments) as process:
         for value in (TERMINATE, "NONE"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signal reaches one process that wants it, and no process dies of it that did not ask for it."""
+"""The signal reaches one process that handles it, and no process dies of it unintentionally."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOES_NOT = "import sys; print('ready', flush=True); sys.stdin.readline()"
 
 
 class Trainer:
-    """A process without hooks; ``argv`` is what it appears to be."""
+    """A process without hooks; ``argv`` is its command line."""
 
     def __init__(self, script: str, *argv: str, uid: int = 0) -> None:
         become = (
@@ -106,10 +106,10 @@ def refusal(events: list[Event]) -> str:
     return event.reason
 
 
-def test_the_trainer_gets_the_signal_and_its_end_is_told(
+def test_the_trainer_gets_the_signal_and_its_exit_is_posted(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """The handler runs, the delivery is told, and later the exit."""
+    """The handler runs, the delivery is posted, and later the exit."""
     sender(events, pid_file(tmp_path, trainer.pid)).send("q")
     assert trainer.line() == "caught"
     until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
@@ -118,7 +118,7 @@ def test_the_trainer_gets_the_signal_and_its_end_is_told(
 
 
 def test_one_request_is_one_signal(trainer: Trainer, events: list[Event], tmp_path: Path) -> None:
-    """The same request again does nothing; another request is another signal."""
+    """The same request again has no effect; another request is another signal."""
     signals = sender(events, pid_file(tmp_path, trainer.pid))
     for request in ("q", "q", "p", "q"):
         signals.send(request)
@@ -132,8 +132,8 @@ def test_one_request_is_one_signal(trainer: Trainer, events: list[Event], tmp_pa
 
 
 @pytest.mark.fault("S11", "T10")
-def test_a_process_without_a_handler_is_spared(events: list[Event], tmp_path: Path) -> None:
-    """The default action would kill it: it is refused in words, and lives."""
+def test_a_process_without_a_handler_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+    """The default action would end it: the signal is refused with a reason."""
     with Trainer(DOES_NOT) as trainer:
         sender(events, pid_file(tmp_path, trainer.pid)).send("q")
         assert "no handler for SIGUSR1" in refusal(events)
@@ -142,7 +142,7 @@ def test_a_process_without_a_handler_is_spared(events: list[Event], tmp_path: Pa
 
 @pytest.mark.fault("S11", "T10")
 def test_the_mask_of_caught_signals_is_read_right(trainer: Trainer) -> None:
-    """SIGUSR1 is seen as caught where it is, its neighbours and other processes are not."""
+    """SIGUSR1 is found for a process with a handler; neighbouring signals and other processes are not."""
     assert peers.catches_signal(trainer.pid, signal.SIGUSR1)
     assert not peers.catches_signal(trainer.pid, signal.SIGUSR2)
     assert not peers.catches_signal(trainer.pid, signal.SIGSEGV)
@@ -154,18 +154,18 @@ def test_the_mask_of_caught_signals_is_read_right(trainer: Trainer) -> None:
 
 
 @pytest.mark.fault("S10")
-def test_a_process_that_is_gone_is_named(
+def test_a_process_that_has_ended_is_named(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """A pid file that outlived its process hits nobody."""
+    """A pid file that survived its process hits no other one."""
     trainer.end()
     sender(events, pid_file(tmp_path, trainer.pid)).send("q")
-    assert "is gone" in refusal(events)
+    assert "has ended" in refusal(events)
 
 
 @pytest.mark.fault("S10")
 def test_a_pidfd_never_means_another_process(trainer: Trainer) -> None:
-    """Once the process has ended, its pidfd reaches nobody, whoever has the number now."""
+    """After the end of the process its pidfd reaches no other, even if the pid was reused."""
     pidfd = peers.open_process(trainer.pid)
     try:
         assert not peers.has_exited(pidfd)
@@ -178,10 +178,10 @@ def test_a_pidfd_never_means_another_process(trainer: Trainer) -> None:
 
 
 @pytest.mark.fault("S10")
-def test_a_number_that_changes_hands_while_it_is_opened_is_noticed(
+def test_a_pid_that_is_reused_during_the_open_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The start time before and after must agree; the descriptor is not leaked."""
+    """The start time before and after must be equal; the descriptor is not leaked."""
     ticks = iter([1, 2])
     monkeypatch.setattr(peers, "_start_ticks", lambda pid: next(ticks))
     count = len(os.listdir("/proc/self/fd"))
@@ -191,8 +191,8 @@ def test_a_number_that_changes_hands_while_it_is_opened_is_noticed(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
-def test_a_stranger_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
-    """A process of a user who is not configured is left alone; one of a configured user is not."""
+def test_a_process_of_another_user_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+    """A process of a user that is not configured gets no signal; one of a configured user does."""
     with Trainer(CATCHES, uid=65534) as trainer:
         path = pid_file(tmp_path, trainer.pid)
         sender(events, path).send("q")
@@ -210,10 +210,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: ne
 
 @as_root
 @pytest.mark.fault("S11")
-def test_a_process_of_root_is_spared_unless_root_trains(
+def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """A trainer's pid file that names a process of root, with a handler even, sends nothing there."""
+    """A trainer's pid file that names a process of root sends no signal, even if it has a handler."""
     path = pid_file(tmp_path, trainer.pid)
     os.chown(path, TRAINER_UID, TRAINER_UID)
     sender(events, path, allowed=users.may_be_signalled(frozenset({TRAINER_UID}), 0)).send("q")
@@ -224,17 +224,17 @@ def test_a_process_of_root_is_spared_unless_root_trains(
     named = users.may_be_signalled(users.uids_of(("root", TRAINER_UID)), 12345)
     sender(events, path, allowed=named).send(
         "q"
-    )  # by the same pipe: the first "caught" is this one
+    )  # the same pipe: the first "caught" belongs to this request
     assert trainer.line() == "caught"
     until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
 
 
 @as_root
 @pytest.mark.fault("S11")
-def test_a_program_with_the_rights_of_another_user_is_spared(
+def test_a_program_with_the_rights_of_another_user_is_not_signalled(
     events: list[Event], tmp_path: Path
 ) -> None:
-    """A process that a trainer started, and that has root's rights by a setuid bit, is not a trainer."""
+    """A setuid program that a trainer started has root's rights, and is not a trainer."""
     script = f"import os; os.setresuid({TRAINER_UID}, 0, 0)\n{CATCHES}"
     with Trainer(script) as trainer:
         path = pid_file(tmp_path, trainer.pid)
@@ -247,19 +247,19 @@ def test_a_program_with_the_rights_of_another_user_is_spared(
 def test_neither_the_daemon_nor_its_parents_are_signalled(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
-    """Whatever the pid file says, and even if they belong to the right user and catch the signal."""
+    """With any pid file, and even if they belong to an allowed user and have a handler."""
     monkeypatch.setattr(peers, "catches_signal", lambda *_: True)
     monkeypatch.setattr(peers, "uids_of", lambda _: frozenset({os.geteuid()}))
     sent: list[object] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *facts: sent.append(facts))
     sender(events, pid_file(tmp_path, pid)).send("q")
-    assert "the daemon itself, one of its parents or the first process" in refusal(events)
+    assert "the daemon, one of its ancestors or the first process" in refusal(events)
     assert not sent
 
 
 @pytest.mark.fault("S11")
 def test_a_thread_of_the_daemon_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
-    """The number of a thread names no process, and has an answer all the same."""
+    """A thread id is not a pid; the request still gets an answer."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
@@ -273,42 +273,42 @@ def test_a_thread_of_the_daemon_is_not_signalled(events: list[Event], tmp_path: 
 def test_no_thread_is_started_for_a_request(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """A thousand requests are a thousand signals from one thread, and a bounded number of descriptors."""
+    """A thousand requests send a thousand signals from one thread, with a bounded number of descriptors."""
     signals = sender(events, pid_file(tmp_path, trainer.pid))
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for number in range(1000):
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
-    assert set(threading.enumerate()) <= threads  # threads of other tests may end meanwhile
+    assert set(threading.enumerate()) <= threads  # threads of other tests may end during this one
     assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX
     assert all(isinstance(event, SignalSent) for event in events)
 
 
 @pytest.mark.parametrize("content", ["", "abc", "-5", "0", "12 13", "99999999999999", "1\n2"])
-def test_a_pid_file_holds_one_number(content: str, events: list[Event], tmp_path: Path) -> None:
-    """Whatever is not exactly one number (-5 would be a process group) is refused."""
+def test_a_pid_file_contains_one_number(content: str, events: list[Event], tmp_path: Path) -> None:
+    """Any other content is refused; -5 would be a process group."""
     sender(events, pid_file(tmp_path, content)).send("q")
-    assert "does not hold one number" in refusal(events)
+    assert "does not contain exactly one number" in refusal(events)
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
-def test_a_pid_file_that_others_could_write_is_not_believed(
+def test_a_pid_file_that_others_can_write_is_refused(
     trainer: Trainer, events: list[Event], tmp_path: Path, mode: int
 ) -> None:
-    """It must be a regular file that only its owner can write: not everybody, and not its group."""
+    """It must be a regular file that only its owner can write, and neither its group nor all users."""
     path = pid_file(tmp_path, trainer.pid)
     path.chmod(mode)
     sender(events, path).send("q")
     reason = refusal(events)
-    assert "writable by nobody else" in reason
+    assert "only its owner may write" in reason
     assert f"chmod 644 {path}" in reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away: needs root")
-def test_a_pid_file_of_a_stranger_is_not_believed(
+def test_a_pid_file_of_another_user_is_refused(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """The number in it would be the stranger's choice."""
+    """That user would choose the process."""
     path = pid_file(tmp_path, trainer.pid)
     os.chown(path, 65534, 65534)
     sender(events, path).send("q")
@@ -317,7 +317,7 @@ def test_a_pid_file_of_a_stranger_is_not_believed(
 
 @pytest.mark.fault("S1", "S4")
 def test_a_pid_file_is_a_file(trainer: Trainer, events: list[Event], tmp_path: Path) -> None:
-    """Links are not followed, FIFOs do not block, and what is missing is named."""
+    """Links are not followed, FIFOs do not block, and a missing file is named."""
     real = pid_file(tmp_path, trainer.pid)
     (tmp_path / "link").symlink_to(real)
     os.mkfifo(tmp_path / "fifo")
@@ -332,7 +332,7 @@ def test_a_pid_file_is_a_file(trainer: Trainer, events: list[Event], tmp_path: P
 
 
 def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> None:
-    """A launcher, even one that catches the signal, would end the job."""
+    """A launcher, even one with a handler, would end the job."""
     script = tmp_path / "torchrun"
     script.write_text(CATCHES)
     with Trainer(CATCHES, str(script)) as trainer:
@@ -353,14 +353,14 @@ def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> N
     ],
 )
 def test_the_program_is_found_in_the_command_line(command: str, program: str) -> None:
-    """What Python runs counts, not Python, and not the arguments of the script."""
+    """The script or module counts, and neither Python nor the arguments of the script."""
     assert _program(command.split()) == program
 
 
 def test_the_main_process_of_a_unit_is_signalled(
     trainer: Trainer, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """systemctl is asked for the main process; a unit that does not run has none."""
+    """systemctl returns the main process; a unit that does not run has none."""
     tool = tmp_path / "systemctl"
     tool.write_text(
         "#!/bin/sh\n"
@@ -378,22 +378,22 @@ def test_the_main_process_of_a_unit_is_signalled(
     until(lambda: len(events) == 2)
 
 
-def test_a_machine_without_systemd_is_answered(
+def test_without_systemd_the_request_gets_an_answer(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decision always gets an answer."""
+    """The decision loop always gets an answer."""
     monkeypatch.setenv("PATH", str(tmp_path))
     sender(events, unit="train.service").send("q")
-    assert "systemctl does not tell" in refusal(events)
+    assert "systemctl did not return" in refusal(events)
     events.clear()
     sender(events).send("q")
     assert "set trainer.pid_file" in refusal(events)
 
 
-def test_a_process_that_cannot_be_examined_is_spared(
+def test_a_process_that_cannot_be_examined_is_not_signalled(
     trainer: Trainer, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where /proc is hidden nobody knows what the signal would do; the decision gets an answer."""
+    """If /proc is hidden, the effect of the signal is unknown; the request gets an answer."""
 
     def hidden(_: int) -> int:
         raise FileNotFoundError(2, "No such file or directory")
@@ -403,8 +403,8 @@ def test_a_process_that_cannot_be_examined_is_spared(
     assert "cannot be examined" in refusal(events)
 
 
-def test_only_signals_for_trainers_are_taken() -> None:
-    """SIGKILL cannot be caught, so it is no request."""
+def test_only_signals_for_trainers_are_accepted() -> None:
+    """SIGKILL cannot be caught, so it is refused."""
     with pytest.raises(ConfigError):
         SignalSender(
             signal_name="SIGKILL",

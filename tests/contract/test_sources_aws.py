@@ -184,17 +184,17 @@ def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
     """
     control(imds, "fault", path="*", kind="refuse-put")
     control(imds, "notice", action="terminate", in_s=60)
-    cure = "aws ec2 modify-instance-metadata-options"
+    fix = "aws ec2 modify-instance-metadata-options"
     with SourceRun(spot(imds, timeout_s=0.1)) as run:
-        until(lambda: run.statuses and cure in run.statuses[-1].reason, what="the cure")
+        until(lambda: run.statuses and fix in run.statuses[-1].reason, what="the fix")
         assert "--http-put-response-hop-limit 2" in run.statuses[-1].reason
-        words = len(run.statuses)
+        count = len(run.statuses)
         puts = asked(imds, PUT_TOKEN)
         until(lambda: asked(imds, PUT_TOKEN) > puts + 1, what="further attempts")
         assert run.notices == []
-        assert len(run.statuses) == words
+        assert len(run.statuses) == count
         control(imds, "clear")
-        until(lambda: run.notices, what="the notice, once a token comes")
+        until(lambda: run.notices, what="the notice, with a token")
 
 
 def test_a_slow_token_is_not_taken_for_the_hop_limit(imds: str) -> None:
@@ -211,7 +211,7 @@ def test_a_slow_service_is_not_blind(imds: str) -> None:
         polls(imds, 2)
         control(imds, "fault", path=SPOT_PATH, kind="delay", value=0.4)
         until(lambda: run.is_now(Health.DEGRADED), what="the first timeout")
-        until(lambda: run.is_now(Health.OK), what="adaptation")
+        until(lambda: run.is_now(Health.OK), what="the longer timeout")
         before = len(run.statuses)
         polls(imds, 4)
         control(imds, "notice", action="terminate", in_s=60)

@@ -94,9 +94,9 @@ def test_heartbeats_then_completion(imds: str, api: str) -> None:
             return actions(api)[-1] == BEAT
 
         until(beaten_again, what="the heartbeat of a later evacuation")
-    said = [call for call in calls(api) if call["Action"] == COMPLETE]
-    assert len(said) == 1
-    assert said[0] == {
+    completions = [call for call in calls(api) if call["Action"] == COMPLETE]
+    assert len(completions) == 1
+    assert completions[0] == {
         "Action": COMPLETE,
         "Version": "2011-01-01",
         "LifecycleHookName": "swansong",
@@ -110,11 +110,11 @@ def test_heartbeats_keep_their_interval(imds: str, api: str) -> None:
     """Any number of calls sends one heartbeat per interval; the completion is not delayed."""
     with hook(imds, api, interval_s=3600) as lifecycle:
 
-        def told() -> bool:
+        def beaten() -> bool:
             lifecycle.heartbeat()
             return BEAT in actions(api)
 
-        until(told, what="the first heartbeat")
+        until(beaten, what="the first heartbeat")
         for _ in range(100):
             lifecycle.heartbeat()
         lifecycle.complete()
@@ -135,7 +135,7 @@ def test_completion_is_retried_until_it_succeeds(
     with capture_logs() as lines, hook(imds, api) as lifecycle:
         lifecycle.complete()
         until(lambda: len(actions(api)) == 4, what="the fourth attempt")
-        until(lambda: lines and lines[-1]["event"] == "lifecycle_hook", what="the good news")
+        until(lambda: lines and lines[-1]["event"] == "lifecycle_hook", what="the success")
     failed = [line["reason"] for line in lines if line["event"] == "lifecycle_hook_failed"]
     assert len(failed) == 2
     assert code in failed[0]
@@ -147,13 +147,13 @@ def test_a_rejection_is_final(imds: str, api: str) -> None:
     """A call without a pending action, or for another group, is rejected and not retried."""
     with hook(imds, api, group="others") as lifecycle:
         lifecycle.complete()
-        until(lambda: actions(api) == [COMPLETE], what="the refusal")
+        until(lambda: actions(api) == [COMPLETE], what="the rejection")
 
         def beaten() -> bool:
             lifecycle.heartbeat()
             return BEAT in actions(api)
 
-        until(beaten, what="what comes next")
+        until(beaten, what="the next call")
     assert actions(api).count(COMPLETE) == 1
 
 

@@ -410,12 +410,12 @@ def test_earliest_of_several_counts(imds: str) -> None:
         control(imds, "schedule", code="system-reboot", in_s=9000, event_id="late")
         until(lambda: len(run.notices) == 1, what="the first notice")
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="early")
-        until(lambda: len(run.notices) == 2, what="the earlier one")
+        until(lambda: len(run.notices) == 2, what="the earlier event")
         control(imds, "finish", event_id="early", state="canceled")
-        until(lambda: len(run.notices) == 3, what="the first one again")
+        until(lambda: len(run.notices) == 3, what="the first event again")
         assert run.withdrawals == []
         control(imds, "schedule", code="system-reboot", in_s=20000, event_id="late")
-        until(lambda: len(run.notices) == 4, what="it, put off")
+        until(lambda: len(run.notices) == 4, what="the postponed event")
     kinds = [notice.kind for notice in run.notices]
     assert kinds == ["reboot", "stop", "reboot", "reboot"]
     assert [n.identity for n in run.notices] == [

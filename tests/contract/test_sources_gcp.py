@@ -168,8 +168,8 @@ def test_a_held_request_that_never_returns_is_replaced(server: str) -> None:
     """It ends at the timeout, and the next request reads the current value."""
     with SourceRun(preempted(server, hang_s=30, timeout_s=0.5, blind_after_s=60)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
-        until(lambda: run.is_now(Health.DEGRADED), what="the limit")
-        until(lambda: run.is_now(Health.OK), what="a fresh beginning")
+        until(lambda: run.is_now(Health.DEGRADED), what="the timeout")
+        until(lambda: run.is_now(Health.OK), what="a request without an ETag")
 
 
 @pytest.mark.fault("N01", "N02")
@@ -267,8 +267,10 @@ def test_long_notice_is_learned(server: str) -> None:
     with SourceRun(preempted(server, learn_after_s=0.3)) as run:
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
-        control(server, "dead", after_s=0.2)  # it is learned without the metadata server
-        first, second = until(lambda: len(run.notices) == 2 and run.notices, what="the lesson")
+        control(server, "dead", after_s=0.2)  # learning does not need the metadata server
+        first, second = until(
+            lambda: len(run.notices) == 2 and run.notices, what="the learned notice"
+        )
         assert first.identity == second.identity
         assert first.deadline_quality is DeadlineQuality.ASSUMED
         assert second.deadline_quality is DeadlineQuality.DERIVED
@@ -283,8 +285,8 @@ def test_nothing_is_learned_of_a_withdrawn_notice(server: str) -> None:
         until(lambda: run.notices, what="the notice")
         control(server, "set", key=KEY, value="FALSE")
         until(lambda: run.withdrawals, what="the withdrawal")
-        told_mono_s = time.monotonic()
-        until(lambda: time.monotonic() > told_mono_s + 0.8, what="the time of the lesson")
+        posted_mono_s = time.monotonic()
+        until(lambda: time.monotonic() > posted_mono_s + 0.8, what="the time to learn")
         assert len(run.notices) == 1
 
 

@@ -98,7 +98,7 @@ def test_raised_once_and_withdrawn(server: str, kind: type) -> None:
         assert notice.source == kind.name == run.statuses[-1].source
         goal = asked(server, f"GET {BASE}{key}") + 2
         control(server, "touch", key=key)
-        until(lambda: asked(server, f"GET {BASE}{key}") >= goal, what="more answers")
+        until(lambda: asked(server, f"GET {BASE}{key}") >= goal, what="more responses")
         assert len(run.notices) == 1
         control(server, "set", key=key, value=None if kind is GcpStopSource else "NONE")
         (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
@@ -137,7 +137,7 @@ def test_failures_are_unknown_and_pass(
         control(server, "set", key=key, value=None if kind is GcpStopSource else "NONE")
         assert run.withdrawals == []
         control(server, "clear")
-        until(lambda: run.withdrawals, what="the all-clear")
+        until(lambda: run.withdrawals, what="the withdrawal")
         until(lambda: run.is_now(Health.OK), what="health")
 
 
@@ -166,7 +166,7 @@ def test_a_response_of_another_server_is_not_used(server: str, kind: type) -> No
         assert "Metadata-Flavor" in run.statuses[-1].reason
         control(server, "set", key=key, value=None)
         goal = asked(server, f"GET {BASE}{key}", "404") + 2
-        until(lambda: asked(server, f"GET {BASE}{key}", "404") >= goal, what="more answers")
+        until(lambda: asked(server, f"GET {BASE}{key}", "404") >= goal, what="more responses")
         assert run.withdrawals == []
 
 

@@ -75,7 +75,7 @@ def test_a_shutdown_is_a_notice_and_waits_for_the_release(
     watched = fake_host.source()
     with SourceRun(watched) as run:
         until(lambda: run.is_now(Health.OK))
-        watched.release()  # with no shutdown under way it changes nothing
+        watched.release()  # without a shutdown it has no effect
         fake_host.shows(locks=1)
 
         before_mono_s = time.monotonic()
@@ -383,21 +383,21 @@ def test_the_lock_is_not_inherited(fake_host: FakeHost) -> None:
 # ------------------------------------------------------------------ what SIGTERM means
 
 
-def stand_in(tmp_path: Path, says: str) -> dict[str, Any]:
+def stand_in(tmp_path: Path, state: str) -> dict[str, Any]:
     """A host with systemd, whose ``systemctl is-system-running`` prints this state."""
     systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f'#!/bin/sh\n[ "$1" = is-system-running ] && echo {says}\n')
+    systemctl.write_text(f'#!/bin/sh\n[ "$1" = is-system-running ] && echo {state}\n')
     systemctl.chmod(0o755)
     return {"systemd_directory": tmp_path, "systemctl": str(systemctl)}
 
 
 @pytest.mark.fault("H02")
-@pytest.mark.parametrize("says", ["running", "degraded", "starting", "maintenance"])
+@pytest.mark.parametrize("state", ["running", "degraded", "starting", "maintenance"])
 def test_sigterm_on_a_running_host_is_not_a_notice(
-    fake_host: FakeHost, tmp_path: Path, says: str
+    fake_host: FakeHost, tmp_path: Path, state: str
 ) -> None:
     """Neither logind nor systemd reports a shutdown."""
-    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is False
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, state)) is False
 
 
 @pytest.mark.fault("H03")
@@ -410,12 +410,12 @@ def test_sigterm_during_a_shutdown_by_logind_is_a_notice(
 
 
 @pytest.mark.fault("H03")
-@pytest.mark.parametrize("says", ["stopping", "offline", ""])
+@pytest.mark.parametrize("state", ["stopping", "offline", ""])
 def test_sigterm_during_a_shutdown_without_logind_is_a_notice(
-    fake_host: FakeHost, tmp_path: Path, says: str
+    fake_host: FakeHost, tmp_path: Path, state: str
 ) -> None:
     """If logind reports none, systemd decides; no response counts as a shutdown."""
-    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, says)) is True
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, state)) is True
 
 
 @pytest.mark.fault("H02", "H03")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rights in staging with real users: the daemon, a trainer, a member of their group, an outsider."""
+"""Permissions in staging with real users: the daemon, a trainer, a member of their group, an outsider."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MS_NOSUID_NODEV, _MNT_DETACH = 6, 2
 
 @pytest.fixture
 def staging() -> Iterator[Path]:
-    """As tmpfiles.d makes it: of the daemon, with the group of the trainers."""
+    """As tmpfiles.d creates it: owned by the daemon, with the group of the trainers."""
     with place_for_all(DAEMON, mode=0o2750) as path:
         yield path
 
 
 @pytest.fixture
 def run(staging: Path) -> Path:
-    """Prepared by a daemon under the unit's umask."""
+    """Prepared by a daemon with the umask of its unit."""
     assert as_user(DAEMON, lambda: prepared(staging)) == "prepared"
     return staging / "r1"
 
@@ -52,7 +52,7 @@ def scanned(run: Path) -> Scanned:
 
 
 def a_set(run: Path, umask: int = 0o022, step: int = 5) -> Path:
-    """Written by a trainer that knows nothing of groups and modes."""
+    """A set by a trainer that does not care for groups and modes."""
 
     def write() -> str:
         os.umask(umask)
@@ -84,10 +84,8 @@ ATTEMPTS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 @pytest.mark.parametrize("who", [MEMBER, OUTSIDER])
-def test_nobody_but_its_writer_can_change_a_set(
-    run: Path, attempt: str, who: int, umask: int
-) -> None:
-    """Neither a member of the trainers' group nor an outsider, whatever umask the trainer has."""
+def test_only_its_writer_can_change_a_set(run: Path, attempt: str, who: int, umask: int) -> None:
+    """Neither a member of the trainers' group nor an outsider, with any umask of the trainer."""
     path = a_set(run, umask)
     groups = (GROUP,) if who == MEMBER else ()
     refused = as_user(who, lambda: ATTEMPTS[attempt](path), groups=groups)
@@ -98,8 +96,8 @@ def test_nobody_but_its_writer_can_change_a_set(
 
 @pytest.mark.fault("T14")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_the_daemon_reads_and_prunes_what_a_trainer_wrote(run: Path, umask: int) -> None:
-    """Whatever umask the trainer has, and though the daemon is neither root nor the owner."""
+def test_the_daemon_reads_and_deletes_the_sets_of_a_trainer(run: Path, umask: int) -> None:
+    """With any umask of the trainer, although the daemon is neither root nor the owner."""
     path = a_set(run, umask)
 
     def read_and_prune() -> list[object]:
@@ -117,8 +115,8 @@ def test_the_daemon_reads_and_prunes_what_a_trainer_wrote(run: Path, umask: int)
 
 
 @pytest.mark.fault("S24")
-def test_a_trainer_reads_what_was_restored_and_cannot_change_it(run: Path) -> None:
-    """The directory is the daemon's; the group may read and enter."""
+def test_a_trainer_can_read_and_not_change_restored_files(run: Path) -> None:
+    """The daemon owns the directory; the group may read and enter."""
 
     def restored() -> str:
         fd = os.open(run, os.O_RDONLY)
@@ -138,8 +136,8 @@ def test_a_trainer_reads_what_was_restored_and_cannot_change_it(run: Path) -> No
 
 
 @pytest.mark.fault("S24")
-def test_what_a_trainer_plants_under_our_names_is_moved_aside(staging: Path) -> None:
-    """A directory, or a link, that was there before the daemon is not used, and stays unharmed."""
+def test_entries_of_a_trainer_under_the_daemons_names_are_moved_aside(staging: Path) -> None:
+    """A directory or a link that existed before the daemon is not used, and stays unchanged."""
     run = staging / "r1"
     run.mkdir()
     os.chown(run, DAEMON, GROUP)
@@ -163,8 +161,8 @@ def test_what_a_trainer_plants_under_our_names_is_moved_aside(staging: Path) -> 
 
 
 @pytest.mark.fault("S24", "S8")
-def test_a_directory_of_mode_0700_under_our_names_is_moved_aside(staging: Path) -> None:
-    """The daemon may not open the member's directory to read its owner, and works all the same."""
+def test_a_directory_of_mode_0700_under_the_daemons_names_is_moved_aside(staging: Path) -> None:
+    """The daemon cannot open the member's directory to read its owner, and still works."""
     run = staging / "r1"
     run.mkdir()
     os.chown(run, DAEMON, GROUP)
@@ -187,7 +185,7 @@ def test_a_directory_of_mode_0700_under_our_names_is_moved_aside(staging: Path) 
 
 @pytest.mark.fault("S7", "S8")
 def test_a_mount_that_refuses_the_daemon_does_not_hide_the_sets(run: Path) -> None:
-    """stat() of a FUSE mount fails for everyone but the user who mounted it."""
+    """stat() of a FUSE mount fails for all users but the one that mounted it."""
     path = a_set(run)
     as_user(MEMBER, lambda: os.mkdir(run / "x"))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -212,12 +210,12 @@ def test_a_mount_that_refuses_the_daemon_does_not_hide_the_sets(run: Path) -> No
     finally:
         os.close(device)
     assert names == [path.name]
-    assert rejected == [[ALL, "an entry that cannot be examined is passed over: Permission denied"]]
+    assert rejected == [[ALL, "an entry that cannot be examined is ignored: Permission denied"]]
 
 
 @pytest.mark.fault("S7", "S8")
 def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
-    """2,000 directories of a member: none is looked into, and the set of the trainer is found."""
+    """2,000 directories of a member: none is examined, and the set of the trainer is found."""
     path = a_set(run)
 
     def flood() -> None:
@@ -233,14 +231,14 @@ def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
     assert found[1] == [
         [
             ALL,
-            f"entries of user id {MEMBER} are passed over; add that user to trainer.users if it trains",
+            f"entries of user id {MEMBER} are ignored; add that user to trainer.users if it trains",
         ]
     ]
 
 
 @pytest.mark.fault("S3")
-def test_a_member_cannot_give_a_file_of_a_set_a_second_name(run: Path) -> None:
-    """A second name would void the set; where the kernel protects no hard links, the directory does."""
+def test_a_member_cannot_add_a_hard_link_to_a_file_of_a_set(run: Path) -> None:
+    """A hard link would void the set; if the kernel does not protect hard links, the directory does."""
     path = a_set(run)
     attempts: list[Callable[[], object]] = [
         lambda: os.link(path / "rank-00000.json", run / "stolen"),
@@ -253,7 +251,7 @@ def test_a_member_cannot_give_a_file_of_a_set_a_second_name(run: Path) -> None:
 
 @pytest.mark.fault("S6")
 def test_only_the_ranks_of_one_user_can_compute_the_names_of_their_sets(staging: Path) -> None:
-    """The secret differs by user, and stays the same over a restart of the daemon."""
+    """The secret differs by user, and survives a restart of the daemon."""
 
     def secrets_of() -> list[str]:
         held = prepare(staging, "r1")
@@ -269,13 +267,13 @@ def test_only_the_ranks_of_one_user_can_compute_the_names_of_their_sets(staging:
 
 @pytest.mark.fault("H10")
 def test_a_trainer_cannot_hold_the_lock_of_the_run(run: Path) -> None:
-    """Only the daemon's user can open what the lock is on."""
+    """Only the daemon's user can open the locked directory."""
     refused = as_user(TRAINER, lambda: os.open(run / scan.OWN_DIRECTORY, os.O_RDONLY))
     assert str(refused).startswith("PermissionError")
 
 
-def test_a_directory_of_a_trainer_in_the_place_of_the_run_is_named(staging: Path) -> None:
-    """Where the operator let trainers create it, the daemon refuses it with the fix."""
+def test_a_run_directory_of_a_trainer_is_refused(staging: Path) -> None:
+    """If trainers may create it, the daemon refuses it with the fix."""
     staging.chmod(0o2770)
     as_user(TRAINER, lambda: write_files(staging / "r1" / "x", {"a": b"1"}) and None)
 

@@ -180,7 +180,7 @@ def test_an_unreadable_notice_counts_as_a_notice(
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     vm.start_trainer(script=witness).lines.wait(step=2)
-    aws.says_instead(body)
+    aws.returns_instead(body)
     notice = daemon.lines.wait(event="notice")
     assert notice["deadline_quality"] == "assumed"
     assert notice["seconds_left"] <= 25

@@ -189,7 +189,7 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
     """A user of ``trainer.users`` is refused; root is not."""
     answered: list[protocol.Message] = []
     uid = 65534
-    script = f's.connect(path); say(type="{kind}", nonce="n", seconds_left=9); show(hear())'
+    script = f's.connect(path); send(type="{kind}", nonce="n", seconds_left=9); show(receive())'
     with RunningChannel(
         allowed_uids=frozenset({0, uid}), answer=lambda message, _: answered.append(message)
     ) as running:
@@ -200,7 +200,7 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
         assert "only root" in reply
         assert answered == []
         with running.connect() as client:
-            client.say(protocol.Notify(nonce="n", seconds_left=9.0))
+            client.send(protocol.Notify(nonce="n", seconds_left=9.0))
             until(lambda: answered)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs what the decision loop orders to be logged, at a limited rate, and records the timeline."""
+"""Logs the lines of the decision loop, at a limited rate, and records the timeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swansongd.observe import log as logs
 from swansongd.observe.timeline import Timeline
 from swansongd.util.rates import LogLimit
 
-# More than any honest job causes.  A trainer must not fill the system journal.
+# More than a normal job causes: a trainer must not fill the system journal.
 _LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
 _MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
-# Nor must a source whose answers contradict each other at every poll.
+# Neither must a source whose values change with each poll.
 _SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
 _OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
 

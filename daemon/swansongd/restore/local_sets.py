@@ -49,7 +49,7 @@ def newest_local(
         record = read_record(own, config.run.name, store_url)
         scanner = Scanner(
             run_directory,
-            allowed_uids=users.may_speak(users.uids_of(config.trainer.users)),
+            allowed_uids=users.may_connect(users.uids_of(config.trainer.users)),
             settle_s=0.0,  # one scan cannot observe whether files still grow
             monotonic=time.monotonic,
         )

@@ -101,7 +101,7 @@ def restore(
 
     Raises:
         NothingToRestore: no commit of the selection is whole; names the reasons.
-        CorruptError: an unknown object lies among the commits.
+        CorruptError: there is an unknown object among the commits.
         StagingError: the destination cannot be used, or has too little space.
         StoreError: the store could not be read.
         Stopped: ``options.stop`` was set.
@@ -181,7 +181,7 @@ def verify(
 
     Raises:
         NothingToRestore: there is no commit.
-        CorruptError: an unknown object lies among the commits.
+        CorruptError: there is an unknown object among the commits.
         StoreError: the store could not be read.
         Stopped: ``options.stop`` was set.
     """

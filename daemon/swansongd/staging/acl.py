@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default ACL of the staging directory of a run.
 
-A trainer creates files as its own user, and the daemon must read and later prune them.  Group permissions
-would let every other member of the group do the same.  A default ACL names the daemon alone: it is
-inherited by all that is created below, whatever umask the trainer has.  The kernel's format is documented
-in ``linux/posix_acl_xattr.h``.
+A trainer creates files as its own user, and the daemon must read and later delete them.  Group permissions
+would give the same rights to each other member of the group.  A default ACL names only the daemon, and each
+new file below inherits it, with any umask of the trainer.  The kernel's format is documented in
+``linux/posix_acl_xattr.h``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _READ, _WRITE, _ENTER = 4, 2, 1
 
 
 def set_default(fd: int, uid: int) -> None:
-    """Let ``uid`` read and prune what others create below an open directory, and close it to all others.
+    """Let ``uid`` and the owner, and no other user, read and delete new entries of an open directory.
 
-    The group gets nothing: a member who can reach a file can give it a second name, and a set whose files
-    have several names is refused.
+    The group gets no rights: a member who can reach a file can add a hard link to it, and a set with hard
+    links is rejected.
 
     Raises:
         OSError: the file system has no ACLs, or the directory belongs to another user.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the staging directory of a run: inotify wakes the scan, and a periodic scan is the net.
+"""Watches the staging directory of a run: inotify triggers a scan, and there is a periodic scan as well.
 
-inotify loses events without a word, and its instances run out; so nothing here depends on it but speed.
+inotify can lose events silently, and its instances are limited, so only the latency depends on inotify.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _EVENTS = [
     FileDeletedEvent,
     FileMovedEvent,
 ]
-"""Not the opening and reading of files: that is us."""
+"""Without opening and reading, which the daemon itself does."""
 
 
 class StagingObserver:
-    """Scans in a thread of its own, and posts Scanned when there is news or when it was asked to.
+    """Scans in a thread, and posts Scanned after a change or on request.
 
     Args:
-        scanner: what to do again and again.
+        scanner: does the scan.
         post: takes the events.
         log: a structlog logger.
-        interval_s: between scans when nothing else causes one.
+        interval_s: interval of the periodic scans.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class StagingObserver:
         self._log = log
         self._interval_s = interval_s
         self._wake = threading.Event()
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self._stop = threading.Event()
         self._last: Scanned | None = None
         self._trouble = ""
         self._thread = threading.Thread(target=self._run, name="staging-observer", daemon=True)
 
     def start(self) -> None:
-        """Scan at once, and whenever there is reason to."""
+        """Start the thread, which begins with a scan."""
         self._thread.start()
 
     def rescan(self) -> None:
-        """Post what a scan finds that begins after this call, be it news or not."""
-        self._asked.set()
+        """Post the result of a scan that begins after this call, even without a change."""
+        self._requested.set()
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread; it may outlive a scan that hangs on a broken file system."""
+        """End the thread; a thread that hangs on a broken file system is abandoned."""
         self._stop.set()
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -88,7 +88,7 @@ class StagingObserver:
             self._wake.clear()
             began_mono_s = time.monotonic()
             self._scan()
-            # Even when something changes all the time, no more than half of it is spent on scans.
+            # Even with permanent changes, scans take at most half of the time.
             self._stop.wait(max(_GAP_MIN_S, time.monotonic() - began_mono_s))
             self._wake.wait(self._pause_s())
         if observer is not None:
@@ -101,21 +101,21 @@ class StagingObserver:
         return min(self._interval_s, max(_INTERVAL_MIN_S, self._scanner.settle_s / 4))
 
     def _scan(self) -> None:
-        # Read before the scan begins: who asks while it goes on gets the next one.
-        is_asked = self._asked.is_set()
-        if is_asked:
-            self._asked.clear()
+        # Read before the scan begins: a request during this scan gets the next one.
+        is_requested = self._requested.is_set()
+        if is_requested:
+            self._requested.clear()
         try:
             scanned = self._scanner.scan()
-        except Exception as error:  # the thread must outlive every state of the disk
-            if is_asked:
-                self._asked.set()
+        except Exception as error:  # the thread must survive any state of the disk
+            if is_requested:
+                self._requested.set()
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 self._log.error("staging_scan_failed", error=self._trouble)
             return
         self._trouble = ""
-        if is_asked or self._last is None or _content(scanned) != _content(self._last):
+        if is_requested or self._last is None or _content(scanned) != _content(self._last):
             self._last = scanned
             self._post(scanned)
 
@@ -124,12 +124,12 @@ class StagingObserver:
         handler.on_any_event = lambda _: self._wake.set()
         try:
             observer = Observer()
-            # Not below: sets get their sealed name here, and adopted ones have to settle anyway.
+            # Not recursive: a seal is a rename in this directory, and adopted sets must settle anyway.
             observer.schedule(
                 handler, str(self._scanner.run_directory), recursive=False, event_filter=_EVENTS
             )
             observer.start()
-        except Exception as error:  # whatever it is, we can do without
+        except Exception as error:  # any failure: the periodic scan is enough
             self._log.warning("staging_watch_failed", error=str(error), fallback="periodic scan")
             return None
         return observer

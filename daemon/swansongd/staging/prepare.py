@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the staging directory of a run, and holds it for one daemon alone."""
+"""Prepares the staging directory of a run, and locks it for one daemon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swansongd.staging import acl
 from swansongd.staging.scan import OWN_DIRECTORY
 
 RUN_DIRECTORY_MODE = 0o1770
-"""Trainers enter by their group; the sticky bit keeps them from renaming what belongs to others."""
+"""Trainers get access by their group; the sticky bit prevents renames of other users' entries."""
 RESTORED_DIRECTORY_MODE = 0o750
 _ATTEMPTS = 3
 _NAMING_KEY = "naming.key"
@@ -34,15 +34,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The staging directory of a run, held until :meth:`release` or the end of the process.
+    """The staging directory of a run, locked until :meth:`release` or the end of the process.
 
-    All work goes through the descriptors: the path is for messages, and for the trainers.
+    All file operations use the descriptors; the path is for messages and for trainers.
     """
 
     path: Path
     fd: int
     own_fd: int
-    """The daemon's own directory, mode 0700, which it holds a lock on."""
+    """The daemon's own directory, mode 0700, which carries the lock."""
 
     @property
     def own(self) -> Path:
@@ -52,16 +52,16 @@ class RunDirectory:
     def naming_secret(self, uid: int) -> str:
         """Secret part of the names of sets, for the ranks of this user; other users cannot compute it.
 
-        It stays the same over a restart of the daemon: ranks reconnect one by one.
+        It survives a restart of the daemon, because ranks reconnect one by one.
         """
         try:
             key = _naming_key(self.own_fd)
         except OSError:
-            return ""  # a full disk: others can compute the names, and a name that they take costs a save
+            return ""  # a full disk: another user could compute a name, and taking it makes one save fail
         return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
     def room(self) -> dict[str, int] | None:
-        """Size and free bytes of the file system, as far as this user may write; None if unknown."""
+        """Size of the file system, and the bytes that this user can still write; None if unknown."""
         try:
             facts = os.fstatvfs(self.fd)
         except OSError:
@@ -72,29 +72,32 @@ class RunDirectory:
         }
 
     def release(self) -> None:
-        """Let another daemon have it."""
+        """Release the lock."""
         os.close(self.fd)
         os.close(self.own_fd)
 
 
 def prepare(staging: Path, run: str) -> RunDirectory:
-    """Create ``<staging>/<run>`` and the daemon's own directory in it, and lock the latter.
+    """Create ``<staging>/<run>`` and the daemon's own directory in it, and lock that directory.
 
-    The staging directory itself must exist: were a mount missing, the root disk would fill up instead.
-    Foreign entries under the names that the daemon needs are moved aside.  A full disk is no error.
+    The staging directory must exist: if a mount is missing, sets must not fill the root disk.  Entries of
+    other users with names that the daemon needs are moved aside.  A full disk is not an error.
 
     Raises:
-        StagingError: it is missing, not writable, belongs to another user, or another daemon holds it.
+        StagingError: the directory is missing, not writable, owned by another user, or locked by another
+            daemon.
     """
     if not run or "/" in run or run.startswith("."):
-        raise StagingError(f"{run!r:.100} cannot be the name of a directory", hint="change run")
+        raise StagingError(
+            f"{run!r:.100} is not a valid name of a directory", hint="change run.name"
+        )
     try:
         bounds.path(run, "run")
     except BoundsError as error:
         raise StagingError(str(error)) from None
     path = staging / run
     with _explained(staging, "create or mount it, or change staging.path"):
-        # The operator named the path: it may be a link, to the disk that holds staging.
+        # The operator configured the path, so it may be a link to the disk for staging.
         staging_fd = openat.open_directory(os.path.realpath(staging))
     try:
         with _explained(path, "let the daemon's user write to the staging directory"):
@@ -117,22 +120,22 @@ def prepare(staging: Path, run: str) -> RunDirectory:
 
 
 def open_restored(run_fd: int) -> int:
-    """Open the directory for restored checkpoints: trainers read there, and only the daemon writes.
+    """Open the directory for restored checkpoints, which trainers can read and only the daemon can write.
 
     Raises:
-        OSError: it can be neither opened nor created.
+        OSError: the directory can be neither opened nor created.
     """
     return open_own(run_fd, protocol.RESTORED_DIRECTORY, RESTORED_DIRECTORY_MODE)
 
 
 def open_own(run_fd: int, name: str, mode: int) -> int:
-    """Open a directory of the daemon's in the staging directory of the run, creating it if need be.
+    """Open a directory of the daemon in the staging directory of the run; create it if necessary.
 
-    A link, a file, or a directory of another user under that name is moved aside, never followed.  Its mode
-    does not matter: a directory that the daemon may not enter is moved aside as well.
+    A link, a file, or another user's directory of that name is moved aside and never followed, also if the
+    daemon has no permission to enter it.
 
     Raises:
-        OSError: the file system refused, or another process keeps putting something there.
+        OSError: the file system failed, or another process creates the name repeatedly.
     """
     for _ in range(_ATTEMPTS):
         with suppress(FileExistsError):
@@ -156,11 +159,11 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
             os.close(fd)
             raise
         return fd
-    raise FileExistsError(errno.EEXIST, "other processes keep taking the name", name)
+    raise FileExistsError(errno.EEXIST, "other processes create this name repeatedly", name)
 
 
 def _is_closed_to_us(name: str, run_fd: int) -> bool:
-    """Whether another user owns the entry: the daemon may not open a directory of mode 0700 to find out."""
+    """Whether another user owns the entry; the daemon cannot open another user's directory of mode 0700."""
     try:
         return os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid != os.geteuid()
     except OSError:
@@ -179,7 +182,7 @@ def _naming_key(own_fd: int) -> bytes:
 
 
 def _open_run(staging_fd: int, run: str) -> int:
-    before = os.umask(0)  # a later fchmod could not keep the inherited setgid bit in the sandbox
+    before = os.umask(0)  # in the sandbox, a later fchmod would lose the inherited setgid bit
     try:
         os.mkdir(run, RUN_DIRECTORY_MODE, dir_fd=staging_fd)
         is_new = True
@@ -205,7 +208,7 @@ def _open_run(staging_fd: int, run: str) -> int:
 
 
 def _admit_trainers(run_fd: int, mode: int, *, is_new: bool) -> None:
-    """Let the group create entries, and let the daemon prune what is created."""
+    """Let the group create entries, and let the daemon delete them."""
     if is_new and mode & RUN_DIRECTORY_MODE != RUN_DIRECTORY_MODE:
         mode |= RUN_DIRECTORY_MODE
     if mode & 0o022:
@@ -218,12 +221,12 @@ def _admit_trainers(run_fd: int, mode: int, *, is_new: bool) -> None:
             "staging_without_acl",
             reason=error.strerror,
             hint="Use ext4, XFS, Btrfs or tmpfs for staging, or run the trainer as the daemon's user;"
-            " otherwise the daemon cannot prune the sets of other users",
+            " otherwise the daemon cannot delete the sets of other users",
         )
     if os.fstat(run_fd).st_mode & 0o7777 != mode:
         try:
             os.fchmod(run_fd, mode)
-        except PermissionError:  # the sandbox refuses the setgid bit, which the ACL does not need
+        except PermissionError:  # the sandbox forbids the setgid bit; the ACL works without it
             os.fchmod(run_fd, mode & ~0o2000)
 
 
@@ -232,12 +235,12 @@ def _lock(own_fd: int, path: Path) -> None:
         fcntl.flock(own_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StagingError(
-            f"another swansongd works in {path}", hint="stop it, or give this one another run"
+            f"another swansongd has locked {path}", hint="stop it, or set another run.name here"
         ) from None
 
 
 def _probe(own_fd: int, path: Path) -> None:
-    """Show that files can be created; a disk without space or inodes is reported only."""
+    """Check that files can be created; a disk without space or inodes is only logged."""
     name = f"probe-{secrets.token_hex(8)}"
     try:
         os.close(openat.create_file(name, dir_fd=own_fd))
@@ -249,7 +252,7 @@ def _probe(own_fd: int, path: Path) -> None:
             "staging_full",
             staging=str(path),
             reason=error.strerror,
-            hint="Make room: trainers cannot save there, and a restarted daemon sends again what it has sent",
+            hint="Free space: trainers cannot save, and after a restart the daemon repeats its uploads",
         )
 
 

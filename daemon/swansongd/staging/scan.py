@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks, opens and removes sealed sets in staging, trusting nothing that lies there.
+"""Walks, opens and removes sealed sets in staging.  The contents of staging are untrusted.
 
-All work goes through directory descriptors, one component at a time, and follows no link, so the file that
-was checked is the file that is read.  Only regular files count, with one name, on one device, of a user of
-``trainer.users``.
+Names are resolved through directory descriptors, one component at a time, and links are never followed.  So
+the daemon reads exactly the file that it checked.  Only regular files are allowed, with one name, on one
+device, owned by a user of ``trainer.users``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swansongd.errors import StagingError
 from swansongd.model import Staged, StagedFile
 
 OWN_DIRECTORY = ".swansongd"
-"""The daemon's own, below the staging directory of the run: journal, claim and what is being removed."""
+"""The daemon's own directory, below that of the run: journal, claim, and sets during their removal."""
 DIRECTORIES_MAX = FILES_MAX
 _REMOVING_SUFFIX = ".removing"
 _ASIDE_SUFFIX = ".aside"
@@ -47,31 +47,31 @@ def walk(
 
     Args:
         directory_fd: open directory of the set.
-        allowed_uids: users that files and directories may belong to, and whose files must be readable;
-            None asks neither.
-        passing_over: whether an entry of the top level, by its name, is left out.
+        allowed_uids: users that may own files and directories, and whose files must be readable; None checks
+            neither.
+        passing_over: whether to skip an entry of the top level, by its name.
 
     Raises:
-        StagingError: something there must not, or cannot, be uploaded; the message names it.
+        StagingError: an entry must not, or cannot, be uploaded; the message names it.
     """
     try:
         walking = _Walk(os.fstat(directory_fd).st_dev, allowed_uids)
         walking.enter(directory_fd, "", passing_over=passing_over)
         space = os.fstatvfs(directory_fd)
     except OSError as error:
-        raise StagingError(f"changed while it was walked, or cannot be read: {error}") from error
+        raise StagingError(f"changed during the walk, or cannot be read: {error}") from error
     files = walking.files
     size_bytes = sum(file.size_bytes for file in files)
     holds_bytes = space.f_blocks * space.f_frsize
     if size_bytes > holds_bytes > 0:
         raise StagingError(
-            f"claims {size_bytes} bytes on a file system of {holds_bytes}: sparse files"
+            f"has {size_bytes} bytes on a file system of {holds_bytes} bytes: its files are sparse"
         )
     return tuple(sorted(files, key=lambda file: file.path))
 
 
 class _Walk:
-    """One walk over a set: what it has found, within its limits."""
+    """One walk over a set: the files so far, and the limits."""
 
     def __init__(self, device: int, allowed_uids: frozenset[int] | None) -> None:
         self.files: list[StagedFile] = []
@@ -88,7 +88,7 @@ class _Walk:
                     continue
                 path = prefix + entry.name
                 facts = entry.stat(follow_symlinks=False)
-                _check(path, facts, self._device, self._allowed_uids)  # bounds the depth too
+                _check(path, facts, self._device, self._allowed_uids)  # also limits the depth
                 if stat.S_ISDIR(facts.st_mode):
                     self._enter_below(directory_fd, entry.name, path)
                 else:
@@ -97,7 +97,7 @@ class _Walk:
     def _enter_below(self, directory_fd: int, name: str, path: str) -> None:
         self._directories += 1
         if self._directories > DIRECTORIES_MAX:
-            raise StagingError(f"holds more than {DIRECTORIES_MAX} directories")
+            raise StagingError(f"contains more than {DIRECTORIES_MAX} directories")
         inner_fd = openat.open_directory(name, dir_fd=directory_fd)
         try:
             self.enter(inner_fd, f"{path}/")
@@ -106,14 +106,14 @@ class _Walk:
 
     def _add(self, directory_fd: int, name: str, path: str, facts: os.stat_result) -> None:
         if len(self.files) >= FILES_MAX:
-            raise StagingError(f"holds more than {FILES_MAX} files")
+            raise StagingError(f"contains more than {FILES_MAX} files")
         if self._allowed_uids is not None and not os.access(
             name, os.R_OK, dir_fd=directory_fd, effective_ids=True
         ):
             os.stat(name, dir_fd=directory_fd, follow_symlinks=False)  # or FileNotFoundError
             raise StagingError(
                 f"{path!r} cannot be read by the daemon",
-                hint="let the trainer write files that its group may read (umask 027)",
+                hint="set umask 027 for the trainer, so that its group can read the files",
             )
         self.files.append(_staged(path, facts))
 
@@ -125,7 +125,7 @@ def listing(
     *,
     passing_over: Callable[[str], bool] | None = None,
 ) -> tuple[StagedFile, ...]:
-    """The files of a set: all below its directory, or the one file that it is.
+    """The files of a set: all files below its directory, or the file itself for a set of one file.
 
     Raises:
         StagingError: as for :func:`walk`.
@@ -163,7 +163,7 @@ def _check_facts(
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise StagingError(f"{path!r} is {_kind(facts.st_mode)}")
     if facts.st_dev != device:
-        raise StagingError(f"{path!r} lies on another file system")
+        raise StagingError(f"{path!r} is on another file system")
     if allowed_uids is not None and facts.st_uid not in allowed_uids:
         raise StagingError(
             f"{path!r} belongs to user id {facts.st_uid}", hint="add that user to trainer.users"
@@ -178,7 +178,7 @@ def _is_same(facts: os.stat_result, file: StagedFile) -> bool:
 
 
 def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "no file")
+    return _KINDS.get(stat.S_IFMT(mode), "not a file")
 
 
 def _staged(path: str, facts: os.stat_result) -> StagedFile:
@@ -188,14 +188,14 @@ def _staged(path: str, facts: os.stat_result) -> StagedFile:
 
 
 class SetDirectory:
-    """The directory that the files of a set lie in, held open until it is closed.
+    """The open directory of a set.
 
-    Whatever the name comes to mean later, files opened through it are those of this directory.  May be
-    used by many threads at once.
+    Files opened through it belong to this directory, even if another one has its name by then.  May be used
+    by many threads.
 
     Args:
         run_directory: staging directory of the run, as a path or an open descriptor.
-        directory: of the set, as in :attr:`Staged.directory`; of a one-file set the file itself.
+        directory: of the set, as in :attr:`Staged.directory`; for a set of one file, the file itself.
 
     Raises:
         StagingError: there is no such set.
@@ -206,24 +206,24 @@ class SetDirectory:
         try:
             with _opened_set(run_directory, directory) as (set_fd, _):
                 self._device = os.fstat(set_fd).st_dev
-                self._fd = os.dup(set_fd)  # not inherited, like the one it is of
+                self._fd = os.dup(set_fd)
         except OSError as error:
             raise StagingError(f"{directory} cannot be opened: {error.strerror}") from error
         except StagingError as error:
             raise StagingError(f"{directory}: {error}", hint=error.hint) from None
 
     def close(self) -> None:
-        """Once, when nobody opens files through it any more."""
+        """Close the directory; call this once, after the last open()."""
         os.close(self._fd)
 
     def open(self, file: StagedFile) -> int:
         """Open one file for reading; the caller closes the descriptor.
 
         Args:
-            file: as the scan saw it.
+            file: as listed by the scan.
 
         Raises:
-            StagingError: it is not what the scan saw any more, or cannot be read.
+            StagingError: the file changed since the scan, or cannot be read.
         """
         where = f"{self._directory}/{file.path}"
         try:
@@ -247,18 +247,18 @@ class SetDirectory:
 
 
 def open_file(run_directory: int | Path, directory: str, file: StagedFile) -> int:
-    """Open one file of a sealed set: :class:`SetDirectory` for a single one."""
+    """Open one file of a sealed set; see :class:`SetDirectory` for several."""
     with closing(SetDirectory(run_directory, directory)) as set_directory:
         return set_directory.open(file)
 
 
 def unchanged(fd: int, file: StagedFile) -> bool:
-    """Whether the open file is still exactly what the scan saw."""
+    """Whether the open file is unchanged since the scan."""
     return _is_same(os.fstat(fd), file)
 
 
 def same_listing(run_directory: int | Path, staged: Staged) -> bool:
-    """Whether the set still consists of exactly the files that the scan saw, all unchanged."""
+    """Whether the set still has exactly the files of the scan, all unchanged."""
     try:
         return listing(run_directory, staged.directory) == staged.files
     except StagingError:
@@ -266,14 +266,14 @@ def same_listing(run_directory: int | Path, staged: Staged) -> bool:
 
 
 def remove_set(run_directory: int | Path, directory: str) -> None:
-    """Delete a set.  It loses its name first, so that no half of it is ever taken for a set.
+    """Delete a set; no error if it does not exist.
 
-    It moves into the daemon's own directory, where only the daemon can create entries: all that
-    :func:`remove_leftovers` finds there is the daemon's to delete.  Removing what is not there is no error.
+    The set is first renamed, so that an interrupted removal never leaves half a set.  It moves into the
+    daemon's own directory, where only the daemon can create entries, so :func:`remove_leftovers` may delete
+    whatever is there.
 
     Raises:
-        StagingError: it cannot be deleted; what is left of it is tried again by
-            :func:`remove_leftovers`.
+        StagingError: the set cannot be deleted; :func:`remove_leftovers` retries the rest.
     """
     doomed = f"{secrets.token_hex(8)}{_REMOVING_SUFFIX}"
     try:
@@ -290,17 +290,17 @@ def remove_set(run_directory: int | Path, directory: str) -> None:
 
 
 def booted_wall_ns() -> int:
-    """When this VM was booted, by the clock that gives files their times, in nanoseconds."""
+    """Time of the boot in nanoseconds, by the clock of file times."""
     return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def set_aside(run_directory: int | Path, directory: str) -> None:
-    """Move a set into the daemon's own directory, out of the trainers' sight; one that is gone is no error.
+    """Move a set into the daemon's own directory, out of the trainers' reach; no error if it does not exist.
 
     :func:`remove_set_aside` deletes it.
 
     Raises:
-        StagingError: it cannot be moved.
+        StagingError: the set cannot be moved.
     """
     try:
         with opened(run_directory) as run_fd, _own_directory(run_fd) as own_fd:
@@ -313,12 +313,12 @@ def set_aside(run_directory: int | Path, directory: str) -> None:
 
 
 def remove_set_aside(run_directory: int | Path) -> None:
-    """Delete the sets that were set aside, as far as possible."""
+    """Delete the sets that were moved aside, as far as possible."""
     _remove_own(run_directory, _ASIDE_SUFFIX)
 
 
 def remove_leftovers(run_directory: int | Path) -> None:
-    """Delete what interrupted removals left behind, as far as possible."""
+    """Delete the rest of interrupted removals, as far as possible."""
     _remove_own(run_directory, _REMOVING_SUFFIX)
 
 
@@ -343,10 +343,10 @@ def _own_directory(run_fd: int) -> Iterator[int]:
 
 @contextmanager
 def opened(directory: int | Path) -> Iterator[int]:
-    """Descriptor of a directory: opened here, or as given.
+    """Descriptor of a directory; opened here unless the caller passes a descriptor.
 
     Raises:
-        OSError: it is no directory, or a link to one.
+        OSError: the path is not a directory, or is a link to one.
     """
     if isinstance(directory, int):
         yield directory
@@ -360,7 +360,7 @@ def opened(directory: int | Path) -> Iterator[int]:
 
 @contextmanager
 def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int, bool]]:
-    """Directory that the paths of a set are relative to, and whether the set is one file in it."""
+    """The directory to which the paths of a set are relative, and whether the set is one file in it."""
     _check_name(directory)
     with opened(run_directory) as run_fd:
         mode = os.stat(directory, dir_fd=run_fd, follow_symlinks=False).st_mode
@@ -372,7 +372,9 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
         set_fd = openat.open_directory(directory, dir_fd=run_fd)
         try:
             if os.fstat(set_fd).st_dev != os.fstat(run_fd).st_dev:
-                raise StagingError("lies on another file system")  # its reads may never end
+                raise StagingError(
+                    "is on another file system"
+                )  # reads from a FUSE mount may block forever
             yield set_fd, False
         finally:
             os.close(set_fd)
@@ -380,7 +382,7 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
 
 def _check_name(directory: str) -> None:
     if "/" in directory:
-        raise StagingError(f"{directory[:100]!r} is no name of a set")
+        raise StagingError(f"{directory[:100]!r} is not a valid name of a set")
     _check_path(directory, "the name of the set")
 
 

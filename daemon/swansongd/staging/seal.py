@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognises complete checkpoints in the staging directory of a run.
 
-A set of our hooks is complete when it has its sealed name, and a rank manifest of each local rank that lists
-every file with its size.  Layouts of other frameworks are adopted by the rules in :data:`ADOPTED`, once they
-have settled: unchanged for a while, and no file open for writing.
+A set of the hooks is complete when it has its sealed name, and a rank manifest of each local rank that lists
+each file with its size.  Layouts of other frameworks are adopted by the rules in :data:`ADOPTED` after they
+have settled: they are unchanged for a time, and no file is open for writing.
 
-A set of our hooks that is still being written has files that are final: those that their rank has moved into
-its final directory.  They may be stored already, and count for nothing until the set is sealed.
+A set that the hooks are still writing may have final files, which a rank has moved into its final directory.
+The daemon may upload them early, but they are part of no commit before the set is sealed.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ from swansongd.staging import scan
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a framework lays a checkpoint out, and how it shows that it has finished."""
+    """The layout of a framework's checkpoints, and its sign of completion."""
 
     framework: str
     """Key of :data:`swansong.protocol.ADOPTED_NAMES`."""
     is_one_file: bool = False
     needs: frozenset[str] = frozenset()
-    """Without these files it is not this layout."""
+    """Files that identify the layout."""
     last: tuple[str, str] | None = None
-    """(a, b): a set that has ``a`` is not complete before it has ``b``."""
+    """(a, b): a set with ``a`` is complete only if it has ``b``."""
     markers: frozenset[str] = frozenset()
 
 
 ADOPTED = (
-    Layout(  # Hugging Face: training_args.bin comes with the model, trainer_state.json after all else
+    Layout(  # Hugging Face: training_args.bin is written with the model, trainer_state.json last
         "checkpoint-n",
         last=("training_args.bin", "trainer_state.json"),
         markers=frozenset({"trainer_state.json"}),
     ),
-    Layout(  # PyTorch DCP: the coordinator puts .metadata in place after all ranks have written
+    Layout(  # PyTorch DCP: the coordinator renames .metadata after all ranks have written
         "dcp",
         needs=frozenset({".metadata"}),
         markers=frozenset({".metadata"}),
     ),
     Layout("ckpt", is_one_file=True),  # Lightning
 )
-"""The first that fits is taken."""
+"""In order of precedence."""
 
 SETS_MAX = 500
-"""Sets, partial or sealed, that one scan examines: the newest by step."""
+"""Sets, partial or sealed, that one scan examines: those with the highest steps."""
 REJECTIONS_MAX = 20
 """Rejections that one scan reports; each is a line of the log."""
 MANIFESTS_MAX_BYTES = 32 * 2**20
-"""All rank manifests of one set together."""
+"""Limit for the sum of all rank manifests of one set."""
 ALL = "*"
-"""Stands for the directory in a rejection that concerns many."""
+"""In place of the directory, in a rejection of several entries."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What is known of one entry of the staging directory."""
+class _EntryState:
+    """The state of one entry of the staging directory."""
 
     files: tuple[StagedFile, ...] | None
-    """None when they could not be listed."""
+    """None if they could not be listed."""
     since_mono_s: float
     scan_mono_s: float
-    """When the scan began that first found these files."""
+    """Start of the scan that first found these files."""
     outcome: Staged | str | None = None
-    """The set, or why it is none; None while it has not settled."""
+    """The set, or the reason of its rejection; None until it has settled."""
 
 
 class Scanner:
-    """Walks the staging directory of a run, and remembers from scan to scan what has not changed.
+    """Scans the staging directory of a run, and reuses the results for unchanged entries.
 
     Args:
         run_directory: staging directory of the run.
         run_fd: its descriptor; None opens the path at each scan.
-        allowed_uids: users that staged files may belong to.
-        settle_s: how long an adopted set must be unchanged.
+        allowed_uids: users that may own staged files.
+        settle_s: time for which an adopted set must be unchanged.
         monotonic: the clock.
     """
 
@@ -106,20 +106,20 @@ class Scanner:
         self._directory: int | Path = run_directory if run_fd is None else run_fd
         self.settle_s = settle_s
         self.is_settling = False
-        """Whether the last scan saw an adopted set that has not settled."""
+        """Whether the last scan found an adopted set that has not settled."""
         self._allowed_uids = allowed_uids
         self._monotonic = monotonic
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _EntryState] = {}
         self._growing: dict[str, Staged] = {}
 
     def scan(self) -> Scanned:
-        """One walk.
+        """Scan once.
 
         Raises:
-            OSError: the staging directory of the run itself cannot be read.
+            OSError: the staging directory of the run cannot be read.
         """
         started_mono_s = self._monotonic()
-        seen: dict[str, _Seen] = {}
+        seen: dict[str, _EntryState] = {}
         staged: list[Staged] = []
         pending: list[str] = []
         growing: dict[str, Staged] = {}
@@ -129,7 +129,7 @@ class Scanner:
             for name in names:
                 if protocol.parse_partial_name(name):
                     pending.append(name)
-                    partly = self._look_into(run_fd, name)
+                    partly = self._examine_partial(run_fd, name)
                     if partly is not None:
                         growing[name] = partly
                     continue
@@ -138,7 +138,7 @@ class Scanner:
                     layout = _layout_of(run_fd, name)
                     if layout is None:
                         continue
-                found = self._look_at(run_fd, name, layout, started_mono_s)
+                found = self._examine_entry(run_fd, name, layout, started_mono_s)
                 if found is None:
                     continue
                 seen[name] = found
@@ -159,10 +159,10 @@ class Scanner:
         )
 
     def _candidates(self, run_fd: int) -> tuple[list[str], list[tuple[str, str]]]:
-        """Names of the entries that may be sets, the newest :data:`SETS_MAX`; and what is passed over.
+        """Names of the newest :data:`SETS_MAX` entries that may be sets, and the reasons for the others.
 
-        Entries of other users are passed over before anything of them is read, with one line for each
-        user: their number must cost neither time nor log.
+        Entries of other users are ignored before any of their files is read, with one line for each user,
+        so that their number costs neither time nor log.
         """
         steps: dict[str, int] = {}
         foreign_uids: set[int] = set()
@@ -186,67 +186,67 @@ class Scanner:
         rejected = [
             (
                 ALL,
-                f"entries of user id {uid} are passed over; add that user to trainer.users if it trains",
+                f"entries of user id {uid} are ignored; add that user to trainer.users if it trains",
             )
             for uid in sorted(foreign_uids)
         ]
         if closed is not None:
-            reason = f"an entry that cannot be examined is passed over: {closed.strerror}"
+            reason = f"an entry that cannot be examined is ignored: {closed.strerror}"
             rejected.append((ALL, reason))
         names = sorted(steps, key=lambda name: (steps[name], name))
         if len(names) > SETS_MAX:
-            rejected.append(
-                (ALL, f"there are more than {SETS_MAX} sets: the oldest are passed over")
-            )
+            rejected.append((ALL, f"there are more than {SETS_MAX} sets; the oldest are ignored"))
         return sorted(names[-SETS_MAX:]), rejected
 
-    def _look_into(self, run_fd: int, name: str) -> Staged | None:
-        """What is final of a set that is being written; None when nothing can be said of it."""
+    def _examine_partial(self, run_fd: int, name: str) -> Staged | None:
+        """The final files of a set that is being written; None if it cannot be read."""
         try:
             files = scan.listing(
                 run_fd, name, self._allowed_uids, passing_over=protocol.is_writing_directory
             )
             return _growing(run_fd, name, files)
         except (StagingError, ProtocolError):
-            # It changes all the time: what was seen of it before holds while it is there.
+            # It changes all the time: the last result is valid while the directory exists.
             with suppress(OSError):
                 os.stat(name, dir_fd=run_fd, follow_symlinks=False)
                 return self._growing.get(name)
             return None
 
-    def _look_at(
+    def _examine_entry(
         self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float
-    ) -> _Seen | None:
-        """What is known of the entry now; None when it lost its name meanwhile.
+    ) -> _EntryState | None:
+        """The current state of an entry; None if it was renamed or removed during the examination.
 
-        A set that is removed loses its name first.  So whatever is wrong with a set that still has its
-        name was not caused by :func:`scan.remove_set`.
+        :func:`scan.remove_set` renames a set first.  A defect of a set that still has its name is therefore
+        never the work of the daemon.
         """
         identity = _identity(run_fd, name)
         try:
             found = self._examine(run_fd, name, layout, scan_mono_s)
         except StagingError as error:
-            # A file was removed during the scan: the next one lists the entry again.
+            # A file was removed during the scan: the next scan lists the entry again.
             is_changing = isinstance(error.__cause__, FileNotFoundError)
             outcome = None if is_changing else error.line()
-            found = _Seen(None, self._monotonic(), scan_mono_s, outcome)
+            found = _EntryState(None, self._monotonic(), scan_mono_s, outcome)
         except Exception as error:  # one set must not hide the others
             reason = f"cannot be examined: {type(error).__name__}"
-            found = _Seen(None, self._monotonic(), scan_mono_s, reason)
+            found = _EntryState(None, self._monotonic(), scan_mono_s, reason)
         is_set = isinstance(found.outcome, Staged)
         return found if is_set or _identity(run_fd, name) == identity else None
 
-    def _examine(self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float) -> _Seen:
-        """What is known of the entry now.
+    def _examine(
+        self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float
+    ) -> _EntryState:
+        """The current state of an entry.
 
         Raises:
-            StagingError: its listing is unsound, so that there is nothing to remember.
+            StagingError: its listing failed, so there is no state to reuse.
         """
         now_mono_s = self._monotonic()
         files = scan.listing(run_fd, name, self._allowed_uids)
         seen = self._seen.get(name)
         if seen is None or seen.files != files:
-            seen = _Seen(files, now_mono_s, scan_mono_s)
+            seen = _EntryState(files, now_mono_s, scan_mono_s)
         if seen.outcome is not None:
             return seen
         try:
@@ -263,19 +263,19 @@ class Scanner:
 
 
 def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> bool:
-    """Whether some process has a file of the set open for writing, as far as can be known.
+    """Whether a process has a file of the set open for writing; False if the kernel cannot tell.
 
-    Asked with a read lease, which the kernel grants only where there is no writer.  It needs to be the
-    owner of the file, or CAP_LEASE; without it, or on file systems without leases, the answer is False.
+    The check requests a read lease, which the kernel grants only if there is no writer.  That needs ownership
+    of the file or CAP_LEASE, and a file system with leases.
     """
     for file in files:
         try:
             fd = scan.open_file(run_directory, directory, file)
         except StagingError:
-            return True  # changed just now
+            return True  # changed since the listing
         try:
-            # A writer that comes while we hold the lease has us sent this signal, which by default is
-            # ignored; without this line it would be SIGIO, which by default kills.
+            # If a writer opens the file during the lease, the kernel sends this signal, which is ignored by
+            # default.  Without this line it would send SIGIO, which kills by default.
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -289,7 +289,7 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
 
 
 def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
-    """Device and inode of the entry; None when there is none."""
+    """Device and inode of the entry; None if it does not exist."""
     try:
         facts = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
     except OSError:
@@ -298,7 +298,7 @@ def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
 
 
 def _step_of(name: str) -> int:
-    """The step in the name of an entry, as far as it has one; -1 without."""
+    """The step in the name of an entry; -1 without one."""
     of_hooks = protocol.parse_sealed_name(name) or protocol.parse_partial_name(name)
     if of_hooks is not None:
         return of_hooks[0]
@@ -309,20 +309,20 @@ def _step_of(name: str) -> int:
 def _limited(rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if len(rejected) <= REJECTIONS_MAX:
         return tuple(rejected)
-    return (*rejected[:REJECTIONS_MAX], (ALL, "more entries are not sound"))
+    return (*rejected[:REJECTIONS_MAX], (ALL, "further entries are rejected as well"))
 
 
 def _layout_of(run_fd: int, name: str) -> Layout | None:
     try:
         mode = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_mode
         for layout in ADOPTED:
-            # A link under a name that would be adopted is reported; others are nobody's business.
+            # A link with a name that would be adopted is reported; other links are ignored.
             fits = stat.S_ISLNK(mode) or stat.S_ISDIR(mode) != layout.is_one_file
             fits &= protocol.parse_adopted_name(layout.framework, name) is not None
             if fits and _holds(run_fd, name, layout.needs):
                 return layout
     except OSError:
-        pass  # gone meanwhile
+        pass  # removed since the listing
     return None
 
 
@@ -344,7 +344,7 @@ def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged
     if step is None or step < 0:
         raise StagingError("has no step number of up to 12 digits in its name")
     if not paths:
-        raise StagingError("holds no file")
+        raise StagingError("contains no file")
     if layout.last is not None and layout.last[0] in paths and layout.last[1] not in paths:
         raise StagingError(f"is not complete: {layout.last[1]} is missing")
     content = "\n".join(f"{f.path}\t{f.size_bytes}\t{f.mtime_ns}\t{f.inode}" for f in files)
@@ -362,7 +362,7 @@ def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> 
     named = [file for file in files if protocol.is_rank_manifest(file.path)]
     if not named:
         raise StagingError("has no rank manifest")
-    # Counted before they are read: a set may hold thousands of large ones.
+    # Counted before they are read: a set may contain thousands of large ones.
     first = _read_manifest(run_fd, name, named[0])
     if len(named) != first.local_world_size:
         raise StagingError(f"has {len(named)} of {first.local_world_size} rank manifests")
@@ -381,7 +381,7 @@ def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> 
 
 
 def _growing(run_fd: int, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    """The final part of a set.  What its ranks report is checked when it is sealed, and not before."""
+    """The final part of a set.  The claims of its ranks are checked when the set is sealed."""
     named = [
         file
         for file in files
@@ -401,7 +401,7 @@ def _check_total(named: Sequence[StagedFile]) -> None:
 
 
 def _lead(manifests: list[RankManifest]) -> RankManifest:
-    # Ranks agree on all but their files and health; one that was asked speaks for the set.
+    # Manifests differ only in files and health; one with a request id represents the set.
     return next((manifest for manifest in manifests if manifest.request_id), manifests[0])
 
 
@@ -418,7 +418,7 @@ def _of_hooks(
     if not (0 <= lead.node < lead.nodes and lead.local_world_size >= 1 and is_possible):
         raise StagingError(
             f"node {lead.node} of {lead.nodes} with {lead.local_world_size} of {lead.world_size} ranks"
-            " makes no sense"
+            " is impossible"
         )
     if lead.kind not in tuple(CheckpointKind):
         raise StagingError(f"rank {lead.rank}: unknown kind {lead.kind!r:.40}")
@@ -450,9 +450,9 @@ def _check_manifest(manifest: RankManifest, lead: RankManifest, run: str, step: 
     if manifest.run != run:
         raise StagingError(f"{rank}: belongs to run {manifest.run!r:.100}, not {run!r}")
     if manifest.step != step:
-        raise StagingError(f"{rank}: says step {manifest.step}")
+        raise StagingError(f"{rank}: its manifest is of step {manifest.step}")
     if _world(manifest) != _world(lead) or not 0 <= manifest.rank < manifest.world_size:
-        raise StagingError(f"{rank}: disagrees with rank {lead.rank} about the ranks there are")
+        raise StagingError(f"{rank}: another number of ranks or nodes than in rank {lead.rank}")
     if manifest.kind not in tuple(CheckpointKind):
         raise StagingError(f"{rank}: unknown kind {manifest.kind!r:.40}")
 
@@ -481,5 +481,5 @@ def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifes
             raise StagingError(f"{file.path}: {error}") from None
     rank = manifest.rank
     if file.path not in (protocol.rank_manifest_name(rank), protocol.rank_begun_name(rank)):
-        raise StagingError(f"{file.path} says it is of rank {manifest.rank}")
+        raise StagingError(f"{file.path} is the manifest of rank {manifest.rank}")
     return manifest

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer channel: one thread that listens, reads, writes and sees processes end.
+"""The trainer channel: one thread that accepts connections, exchanges messages, and watches processes end.
 
-Turns messages into events and decides nothing beyond who may speak.  No peer can make it wait: sockets
-do not block, messages, rates, queues and connections are bounded, and whoever exceeds a bound is dropped.
-:mod:`swansongd.trainers.admission` has the bounds for each user.
+It turns messages into events, and decides only which peers are served.  No peer can block it: sockets are
+non-blocking; messages, rates, queues and connections are bounded; and a peer that exceeds a bound is
+dropped.  :mod:`swansongd.trainers.admission` has the bounds for each user.
 
-For one connection that said hello: one TrainerJoined (again if it repeats its hello), then at most one
-TrainerLeft with ``exited=False`` (the connection ended and the process lives), then at most one with
-``exited=True`` (the process ended, or said goodbye).  Once a process joins with another connection, what
-became of its earlier, closed one is not told any more.
+The events of a connection that sent a hello, in order:
+
+- TrainerJoined, again for each repeated hello;
+- at most one TrainerLeft with ``exited=False``: the connection ended, and the process runs;
+- at most one TrainerLeft with ``exited=True``: the process ended, or sent a goodbye.
+
+When a process joins with another connection, its earlier, closed connection has no further events.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from swansongd.trainers.admission import (
 )
 from swansongd.trainers.connection import (
     MESSAGES_PER_S_MAX,
-    Connection,
+    PeerConnection,
     adopt,
     close_socket,
     listen,
@@ -54,24 +57,24 @@ ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 _MESSAGES_PER_TURN = 16
 _SWEEP_S = 1.0
-_COMPLAINT_EVERY_S = 60.0
+_LOG_INTERVAL_S = 60.0
 _BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.JobStart)
 _SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class TrainerChannel:
-    """Where trainers, and ``swansong status``, reach the daemon.  All methods return at once.
+    """The Unix socket for trainers, and for commands such as ``swansong status``.  No method blocks.
 
     Args:
         path: of the Unix socket.
         run: name of the daemon's run.
-        staging: absolute staging directory of the run, told to trainers.
-        allowed_uids: users that may speak here; the caller adds root and the daemon's own.
+        staging: absolute staging directory of the run, sent to trainers.
+        allowed_uids: users that may connect, including root and the daemon's own.
         post: takes the events.
         answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
-            the reply, now or later, from whatever thread.  Each RestoreQuery gets a Restored in the end.
+            the reply, now or later, from any thread.  Each RestoreQuery must get one Restored.
         log: a structlog logger.
-        listener_fd: the listening socket when there is one already; ``path`` is then not touched.
+        listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
         several_vms: whether trainers may have ranks on other VMs.
         naming_secret: by user id, see :class:`swansong.protocol.Welcome`.
     """
@@ -91,7 +94,7 @@ class TrainerChannel:
         naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
         self.grace_s = 0.0
-        """Shortest notice to be expected, told to trainers; 0 when unknown.  To be set before the start."""
+        """Shortest expected grace period, sent to trainers; 0 if unknown.  Set it before :meth:`start`."""
         self._path = path
         self._run = run
         self._staging = staging
@@ -102,13 +105,15 @@ class TrainerChannel:
         self._listener_fd = listener_fd
         self._several_vms = several_vms
         self._naming_secret = naming_secret
-        self._born: os.stat_result | None = None  # the socket file, when it is ours
+        self._own_file: os.stat_result | None = None  # the socket file, if this channel created it
         self._generation: int | None = None
         self._numbers = itertools.count(1)
-        self._connections: dict[int, Connection] = {}
-        self._lingering: dict[int, Connection] = {}  # by pid: closed, and the process still watched
+        self._connections: dict[int, PeerConnection] = {}
+        self._lingering: dict[
+            int, PeerConnection
+        ] = {}  # by pid: closed, the process is still watched
         self._admission = Admission(frozenset({0, os.geteuid()}))
-        self._complaints = LogLimit(burst=1, interval_s=_COMPLAINT_EVERY_S)
+        self._log_limit = LogLimit(burst=1, interval_s=_LOG_INTERVAL_S)
         self._swept_mono_s = 0.0
         self._accept_again_mono_s: float | None = None
         self._commands: deque[tuple[frozenset[int] | None, bytes]] = deque()
@@ -124,8 +129,8 @@ class TrainerChannel:
         """Listen, and serve in a thread.
 
         Raises:
-            SwansongError: another process answers at the path, or the path is no socket.
-            ConfigError: the socket cannot be made there.
+            SwansongError: another process listens at the path, or the path is not a socket.
+            ConfigError: the socket cannot be created there.
         """
         if self._listener_fd is None:
             try:
@@ -135,7 +140,7 @@ class TrainerChannel:
                     [f"trainer.socket: cannot listen at {self._path}: {error.strerror}"],
                     hint="Create its directory, and let the daemon's user write there",
                 ) from error
-            self._born = os.lstat(self._path)
+            self._own_file = os.lstat(self._path)
         else:
             self._listener = adopt(self._listener_fd)
         self._listener.setblocking(False)
@@ -145,12 +150,12 @@ class TrainerChannel:
         self._thread.start()
 
     def share_listener(self) -> int:
-        """The listening socket, for others who keep it open: its path is then left behind at the end."""
-        self._born = None
+        """The listening socket, to be stored for the next daemon; :meth:`close` then keeps its path."""
+        self._own_file = None
         return self._listener.fileno()
 
     def send(self, connections: Iterable[int] | None, message: Message) -> None:
-        """Send to these connections; None means all that said hello.  Unknown numbers are skipped.
+        """Send to these connections; None means all that have joined.  Unknown numbers are skipped.
 
         Raises:
             ProtocolError: the message is too large.
@@ -160,11 +165,11 @@ class TrainerChannel:
         self._wake()
 
     def set_generation(self, generation: int) -> None:
-        """From now on the welcome tells this generation."""
+        """Put this generation into each welcome from now on."""
         self._generation = generation
 
     def close(self) -> None:
-        """Send what was asked for so far, as far as peers take it, and end the thread."""
+        """Send the queued messages as far as peers read them, and end the thread."""
         self._is_closing = True
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -189,15 +194,16 @@ class TrainerChannel:
         self._selector.close()
         self._listener.close()
         with suppress(OSError):
-            # Not the socket of a daemon that has taken the path over meanwhile.
-            if self._born is not None and os.path.samestat(os.lstat(self._path), self._born):
+            # Never unlink the socket of another daemon that has taken the path since.
+            own = self._own_file
+            if own is not None and os.path.samestat(os.lstat(self._path), own):
                 os.unlink(self._path)
         with self._lock:
             os.close(self._wakefd)
             self._wakefd = -1
 
     def _pause_s(self) -> float | None:
-        """How long to wait for something to happen."""
+        """Timeout of the next select."""
         pause_s = None
         if any(not each.has_joined for each in self._connections.values()):
             pause_s = _SWEEP_S
@@ -210,16 +216,15 @@ class TrainerChannel:
         return pause_s
 
     def _drop_silent(self) -> None:
-        """Close the connections that send nothing, so that others get their place."""
+        """Close connections without a hello in time, to make room for others."""
         now = time.monotonic()
         if now - self._swept_mono_s < _SWEEP_S:
             return
         self._swept_mono_s = now
         for connection in list(self._connections.values()):
-            if not connection.has_joined and now - connection.heard_mono_s > HELLO_LIMIT_S:
-                self._refuse(
-                    connection, f"no hello came within {HELLO_LIMIT_S:g} s: say hello first"
-                )
+            if not connection.has_joined and now - connection.received_mono_s > HELLO_LIMIT_S:
+                reason = f"no hello within {HELLO_LIMIT_S:g} s: send hello first"
+                self._refuse(connection, reason)
 
     def _run_commands(self, _: int = 0) -> None:
         with suppress(BlockingIOError):
@@ -235,10 +240,10 @@ class TrainerChannel:
             connected, _address = self._listener.accept()
         except OSError as error:
             if error.errno in _SHORT_OF_RESOURCES:
-                # The peer would stay acceptable, and this thread would spin.
+                # The connection stays pending, so without a pause this thread would spin.
                 self._selector.unregister(self._listener)
                 self._accept_again_mono_s = time.monotonic() + ACCEPT_PAUSE_S
-                self._complain("trainer_not_accepted", reason=error.strerror)
+                self._log_limited("trainer_not_accepted", reason=error.strerror)
             return
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -250,21 +255,21 @@ class TrainerChannel:
         try:
             if peer.uid not in self._allowed_uids:
                 raise Refusal(
-                    f"user id {peer.uid} may not speak to the daemon: "
+                    f"user id {peer.uid} may not connect to the daemon: "
                     "add it to trainer.users in the configuration"
                 )
-            makes_room = self._admission.seat(peer.uid, self._connections.values())
+            evicted = self._admission.admit(peer.uid, self._connections.values())
         except Refusal as refusal:
             os.close(peer.pidfd)
             self._turn_away(connected, str(refusal), uid=peer.uid)
             return
-        if makes_room is not None:
-            self._refuse(makes_room, "others need the connection: send hello at once")
-        connection = Connection(next(self._numbers), connected, peer, time.monotonic())
+        if evicted is not None:
+            self._refuse(evicted, "closed to make room for another peer: send hello immediately")
+        connection = PeerConnection(next(self._numbers), connected, peer, time.monotonic())
         self._connections[connection.number] = connection
         self._selector.register(connected, selectors.EVENT_READ, partial(self._ready, connection))
 
-    def _ready(self, connection: Connection, mask: int) -> None:
+    def _ready(self, connection: PeerConnection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE and connection.socket is not None:
             try:
                 connection.flush()
@@ -275,8 +280,8 @@ class TrainerChannel:
             if not self._receive(connection):
                 return
 
-    def _receive(self, connection: Connection) -> bool:
-        """Handle the next message; whether there may be more."""
+    def _receive(self, connection: PeerConnection) -> bool:
+        """Handle the next message; returns whether there may be more."""
         if connection.socket is None:
             return False
         try:
@@ -294,7 +299,7 @@ class TrainerChannel:
         if not (connection.messages.take(now) and of_user.take(now)):
             self._refuse(
                 connection,
-                f"more than {MESSAGES_PER_S_MAX:.0f} messages a second: report less often",
+                f"more than {MESSAGES_PER_S_MAX:.0f} messages per second: report less often",
             )
         elif is_cut:
             self._refuse(
@@ -303,17 +308,17 @@ class TrainerChannel:
                 "put large data into staging, not into messages",
             )
         else:
-            self._heard(connection, data, pid)
+            self._decode(connection, data, pid)
         return True
 
-    def _heard(self, connection: Connection, data: bytes, sender_pid: int) -> None:
-        # Number 0: sent in the moment between connect and our asking for credentials; only a hello can be.
+    def _decode(self, connection: PeerConnection, data: bytes, sender_pid: int) -> None:
+        # Pid 0: sent before this socket requested credentials, which is possible only for a hello.
         if sender_pid != connection.peer.pid and (sender_pid or connection.has_joined):
             if connection.has_joined:
-                self._complain(
+                self._log_limited(
                     "forked_child_ignored",
-                    reason=f"process {sender_pid} speaks on the connection of {connection.peer.pid}: "
-                    "close it in children, or connect again",
+                    reason=f"process {sender_pid} sent on the connection of {connection.peer.pid}: "
+                    "close it in child processes, or connect again",
                     uid=connection.peer.uid,
                     pid=connection.peer.pid,
                 )
@@ -325,44 +330,44 @@ class TrainerChannel:
         except ProtocolError as error:
             self._refuse(connection, f"{error}: use matching versions of daemon and hooks")
             return
-        connection.heard_mono_s = time.monotonic()
+        connection.received_mono_s = time.monotonic()
         try:
             self._handle(connection, message)
-        except Exception as error:  # one peer's message must not silence the others
-            self._complain(
+        except Exception as error:  # one message must not end the channel for all peers
+            self._log_limited(
                 "trainer_message_failed",
                 level="error",
                 uid=connection.peer.uid,
                 type=message.TYPE,
                 exc_info=error,
             )
-            self._drop(connection, "the daemon failed at a message")
+            self._drop(connection, "the daemon failed to handle a message")
 
-    def _handle(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: PeerConnection, message: Message) -> None:
         number = connection.number
         if isinstance(message, protocol.Hello):
-            self._greet(connection, message)
+            self._join(connection, message)
         elif isinstance(message, protocol.StatusQuery):
             of_user = self._admission.user(connection.peer.uid).messages
             if of_user.take(time.monotonic(), STATUS_COST):
                 self._answer(message, partial(self.send, (number,)))
             else:
-                self._refuse(connection, "too many status queries: ask less often")
+                self._refuse(connection, "too many status queries: query less often")
         elif isinstance(message, protocol.RestoreQuery) and connection.has_joined:
             self._ask_restore(connection, message)
         elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
             if connection.peer.uid in (0, os.geteuid()):
                 self._answer(message, partial(self.send, (number,)))
             else:
-                self._refuse(connection, "only root and the daemon's own user may give notice")
+                self._refuse(connection, "only root and the daemon's own user may send notices")
         elif not isinstance(message, protocol.FROM_TRAINER):
-            self._refuse(connection, f"{message.TYPE} is not for the daemon")
+            self._refuse(connection, f"{message.TYPE} is not a message for the daemon")
         elif not connection.has_joined:
-            self._refuse(connection, f"{message.TYPE} came before hello: say hello first")
+            self._refuse(connection, f"{message.TYPE} came before hello: send hello first")
         elif isinstance(message, _BETWEEN_VMS) and not _spans_vms(connection):
             self._refuse(
                 connection,
-                f"{message.TYPE} is for jobs over several VMs: say so in hello, and set "
+                f"{message.TYPE} is for jobs over several VMs: set nodes in hello, and "
                 "run.several_vms = true in the configuration",
             )
         elif isinstance(message, protocol.Bye):
@@ -371,17 +376,17 @@ class TrainerChannel:
         else:
             self._post(translate.event_of(number, message))
 
-    def _ask_restore(self, connection: Connection, query: protocol.RestoreQuery) -> None:
+    def _ask_restore(self, connection: PeerConnection, query: protocol.RestoreQuery) -> None:
         queries = self._admission.user(connection.peer.uid).queries
         key = connection.number, query.query_id
         if key in queries:
-            return  # its answer is on the way
+            return  # a repeated query: the answer follows
         own = sum(number == connection.number for number, _ in tuple(queries))
         if own >= QUERIES_MAX or len(queries) >= CONNECTIONS_PER_USER:
             self._refuse(
                 connection,
-                f"{own} restore queries are not answered yet, and {len(queries)} of user id "
-                f"{connection.peer.uid}: wait for the answers",
+                f"too many restore queries: {own} of this connection and {len(queries)} of user id "
+                f"{connection.peer.uid} are pending; wait for their answers",
             )
             return
 
@@ -397,13 +402,14 @@ class TrainerChannel:
             queries.discard(key)
             raise
 
-    def _greet(self, connection: Connection, hello: protocol.Hello) -> None:
+    def _join(self, connection: PeerConnection, hello: protocol.Hello) -> None:
+        """Accept a hello: send the welcome, watch the process, and post TrainerJoined."""
         now = time.monotonic()
         problem = translate.problem_with(hello, self._run, several_vms=self._several_vms)
         if not problem and connection.hello is not None:
             problem = translate.change_of(connection.hello, hello)
         if not problem and not connection.hellos.take(now):
-            problem = "more than one hello a second: say it once for each connection"
+            problem = "more than one hello per second: send it once for each connection"
         try:
             if not problem and not connection.has_joined:
                 self._admission.hello(connection.peer.uid, self._connections.values(), now)
@@ -436,8 +442,10 @@ class TrainerChannel:
             view = translate.view_of(connection.number, pid, hello, greeted_mono_s=now)
             self._post(TrainerJoined(view))
 
-    def _same_rank(self, connection: Connection, hello: protocol.Hello) -> Connection | None:
-        """The connection of another living process that is the same rank of this VM."""
+    def _same_rank(
+        self, connection: PeerConnection, hello: protocol.Hello
+    ) -> PeerConnection | None:
+        """The connection of another running process with the same rank on this VM."""
         for other in self._connections.values():
             if (
                 other.has_joined
@@ -452,45 +460,47 @@ class TrainerChannel:
 
     # ------------------------------------------------------------------ sending and ending
 
-    def _send(self, connection: Connection, data: bytes) -> None:
+    def _send(self, connection: PeerConnection, data: bytes) -> None:
         if connection.socket is None:
             return
         try:
             if not connection.send(data):
-                self._complain(
+                self._log_limited(
                     "trainer_dropped",
-                    reason="it does not read",
+                    reason="the peer does not read its messages",
                     uid=connection.peer.uid,
                     pid=connection.peer.pid,
                 )
-                self._drop(connection, "it does not read its messages")
+                self._drop(connection, "the peer does not read its messages")
         except OSError as error:
             self._drop(connection, f"connection lost: {error.strerror}")
         self._watch_writing(connection)
 
-    def _watch_writing(self, connection: Connection) -> None:
+    def _watch_writing(self, connection: PeerConnection) -> None:
         if connection.socket is not None:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_sending else 0)
             key = self._selector.get_key(connection.socket)
             if key.events != events:
                 self._selector.modify(connection.socket, events, key.data)
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        self._complain(
+    def _refuse(self, connection: PeerConnection, reason: str) -> None:
+        self._log_limited(
             "trainer_refused", reason=reason, uid=connection.peer.uid, pid=connection.peer.pid
         )
-        self._drop(connection, reason, last_words=translate.refused(reason))
+        self._drop(connection, reason, last_message=translate.refused(reason))
 
     def _turn_away(self, connected: socket.socket, reason: str, uid: int | None = None) -> None:
-        self._complain("trainer_refused", reason=reason, uid=uid)
+        self._log_limited("trainer_refused", reason=reason, uid=uid)
         close_socket(connected, translate.refused(reason))
 
-    def _drop(self, connection: Connection, reason: str, last_words: bytes | None = None) -> None:
-        """Close the connection; the process of one that had joined stays watched."""
+    def _drop(
+        self, connection: PeerConnection, reason: str, last_message: bytes | None = None
+    ) -> None:
+        """Close the connection; if it had joined, its process is still watched."""
         if connection.socket is None:
             return
         self._selector.unregister(connection.socket)
-        connection.close(last_words)
+        connection.close(last_message)
         del self._connections[connection.number]
         if not connection.has_joined:
             os.close(connection.peer.pidfd)
@@ -500,15 +510,15 @@ class TrainerChannel:
         own = [each for each in self._lingering.values() if each.peer.uid == uid]
         if len(own) >= CONNECTIONS_PER_USER:
             self._forget_closed(own[0].peer.pid)
-            reason = "too many processes of its user have closed their connections"
+            reason = "too many processes of this user have closed their connections"
             self._post(TrainerLeft(own[0].number, exited=True, reason=reason))
         self._lingering[connection.peer.pid] = connection
         self._post(TrainerLeft(connection.number, exited=False, reason=translate.short(reason)))
 
-    def _exited(self, connection: Connection, _: int) -> None:
+    def _exited(self, connection: PeerConnection, _: int) -> None:
         if not connection.has_joined:
-            return  # settled by another event of the same turn
-        while self._receive(connection):  # what it said last, such as "sealed", comes first
+            return  # handled by another event of the same select
+        while self._receive(connection):  # its last messages, such as "sealed", come first
             pass
         if self._lingering.get(connection.peer.pid) is connection:
             self._forget_closed(connection.peer.pid)
@@ -516,28 +526,28 @@ class TrainerChannel:
             self._leave(connection)
             self._drop(connection, "the process ended")
         else:
-            return  # it said goodbye
+            return  # it sent a goodbye
         self._post(TrainerLeft(connection.number, exited=True, reason="the process ended"))
 
-    def _leave(self, connection: Connection) -> None:
-        """Back to where it was before its hello."""
+    def _leave(self, connection: PeerConnection) -> None:
+        """Return to the state before the hello."""
         self._selector.unregister(connection.peer.pidfd)
         connection.has_joined = False
 
     def _forget_closed(self, pid: int) -> None:
-        """Stop watching the process for the sake of a connection that is closed already."""
+        """Stop watching the process of a closed connection."""
         earlier = self._lingering.pop(pid, None)
         if earlier is not None:
             self._leave(earlier)
             os.close(earlier.peer.pidfd)
 
-    def _complain(self, event: str, *, level: str = "warning", **facts: object) -> None:
-        """Log a line, once a minute for each user: peers may retry for ever."""
-        extra = self._complaints.admit((event, facts.get("uid")), time.monotonic())
+    def _log_limited(self, event: str, *, level: str = "warning", **facts: object) -> None:
+        """Log a line, at most once a minute for each event and user: peers may retry forever."""
+        extra = self._log_limit.admit((event, facts.get("uid")), time.monotonic())
         if extra is not None:
             getattr(self._log, level)(event, **facts, **extra)
 
 
-def _spans_vms(connection: Connection) -> bool:
-    """Whether the hello of the rank is of a job over several VMs; without ``several_vms`` it was refused."""
+def _spans_vms(connection: PeerConnection) -> bool:
+    """Whether the rank belongs to a job over several VMs; without ``several_vms`` its hello was refused."""
     return connection.hello is not None and connection.hello.nodes > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of the trainer channel, and the socket that they come in by.  Holds no policy."""
+"""One connection of the trainer channel, and the listening socket.  Contains no policy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MESSAGES_PER_S_MAX = 200.0
 _HELLOS_AT_ONCE, _HELLOS_PER_S = 10.0, 1.0
 SOCKET_MODE = 0o660
 _BACKLOG = 1024
-"""Connections that wait to be accepted; the kernel refuses those beyond it."""
+"""Pending connections; the kernel refuses further ones."""
 
 
-class Connection:
-    """A connected peer: its socket (None once closed), its process, and what waits to be sent to it."""
+class PeerConnection:
+    """A connected peer: its socket (None once closed), its process, and its queue of outgoing messages."""
 
     def __init__(
         self, number: int, connected: socket.socket, peer: Peer, now_mono_s: float
@@ -38,25 +38,25 @@ class Connection:
         self.peer = peer
         self.has_joined = False
         self.hello: Hello | None = None
-        """The last one."""
+        """The last hello."""
         self.hellos = TokenBucket(_HELLOS_AT_ONCE, _HELLOS_PER_S)
         self.messages = TokenBucket(MESSAGES_PER_S_MAX, MESSAGES_PER_S_MAX)
-        self.heard_mono_s = now_mono_s
-        """When the last message was understood; before the first, when the peer connected."""
+        self.received_mono_s = now_mono_s
+        """Time of the last valid message, or of the connection."""
         self._outgoing: deque[bytes] = deque()
         self._outgoing_bytes = 0
 
     @property
     def is_sending(self) -> bool:
-        """Whether messages wait until the peer reads."""
+        """Whether messages are queued until the peer reads."""
         return bool(self._outgoing)
 
     def is_alive(self) -> bool:
-        """Whether the process runs and its end of the socket is open, whatever has been read so far."""
+        """Whether the process runs and its end of the socket is open; reads no message."""
         try:
             if self.socket is None or select.select([self.peer.pidfd], [], [], 0)[0]:
                 return False
-            # An empty message is the end; an unread one keeps the question open.
+            # An empty message is the end of the stream; an unread one hides whether the end follows.
             return bool(self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
@@ -64,16 +64,16 @@ class Connection:
             return False
 
     def receive(self) -> tuple[bytes, int, bool]:
-        """The next message, the pid that sent it, and whether it was cut off at the size limit.
+        """The next message, the pid of its sender, and whether it was truncated at the size limit.
 
-        No bytes mean that the peer has closed.
+        An empty message means that the peer has closed its end.
 
         Raises:
-            BlockingIOError: no message is there.
+            BlockingIOError: there is no message.
             OSError: the connection is broken.
         """
         assert self.socket is not None
-        # Room for the credentials alone: descriptors that a peer might pass are dropped by the kernel.
+        # The buffer fits only the credentials, so the kernel drops descriptors that a peer may pass.
         data, ancillary, flags, _ = self.socket.recvmsg(
             MAX_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS_BYTES), socket.MSG_CMSG_CLOEXEC
         )
@@ -84,7 +84,7 @@ class Connection:
         return data, pid, bool(flags & socket.MSG_TRUNC)
 
     def send(self, message: bytes) -> bool:
-        """Send, or keep until the peer reads; False when too much is kept already.
+        """Send, or queue until the peer reads; False if the queue is full.
 
         Raises:
             OSError: the connection is broken.
@@ -108,40 +108,41 @@ class Connection:
                 self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
                 self._outgoing_bytes -= len(self._outgoing.popleft())
 
-    def close(self, last_words: bytes | None = None) -> None:
-        """Close the socket; ``last_words`` reach the peer if it has room for them."""
+    def close(self, last_message: bytes | None = None) -> None:
+        """Close the socket; send ``last_message`` before, if the peer's buffer has room for it."""
         if self.socket is not None:
-            close_socket(self.socket, last_words)
+            close_socket(self.socket, last_message)
             self.socket = None
             self._outgoing.clear()
             self._outgoing_bytes = 0
 
 
-def close_socket(connected: socket.socket, last_words: bytes | None) -> None:
-    """Close a non-blocking socket, saying something first."""
-    if last_words is not None:
+def close_socket(connected: socket.socket, last_message: bytes | None) -> None:
+    """Close a non-blocking socket, after a last message."""
+    if last_message is not None:
         with suppress(OSError):
-            # What is unread at the close would reach the peer as an error that hides our last words.
+            # Unread bytes at the close would reset the connection, and the peer would lose the message.
             connected.shutdown(socket.SHUT_RD)
             while connected.recv(1):
                 pass
         with suppress(OSError):
-            connected.send(last_words, socket.MSG_NOSIGNAL)
+            connected.send(last_message, socket.MSG_NOSIGNAL)
     connected.close()
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at ``path``, of mode 0660, in place of one that nobody answers on any more.
+    """A listening socket at ``path`` with mode 0660; replaces a stale one.
 
     Raises:
-        SwansongError: somebody answers there, or what is there is no socket.
-        OSError: the directory is missing or not ours to write to.
+        SwansongError: another process listens there, or the path is not a socket.
+        OSError: the directory is missing or not writable.
     """
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        # The file is born with the mode of the unbound socket, less the umask; the chmod afterwards can
-        # only widen it.  So at no moment may others connect, and the process-wide umask is left alone.
+        # bind() creates the file with the mode of the unbound socket, less the umask, and the later chmod
+        # can only add permissions.  So no other user can connect at any time, and the umask of the process
+        # stays unchanged.
         os.fchmod(listener.fileno(), SOCKET_MODE)
         listener.bind(os.fspath(path))
         os.chmod(path, SOCKET_MODE)
@@ -153,16 +154,16 @@ def listen(path: Path) -> socket.socket:
 
 
 def adopt(listener_fd: int) -> socket.socket:
-    """The listening socket that systemd handed over.
+    """The listening socket that systemd passed.
 
     Raises:
-        SwansongError: it is of another type.
+        SwansongError: it has another type.
     """
     listener = socket.socket(fileno=listener_fd)
     if (listener.family, listener.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
         listener.close()
         raise SwansongError(
-            "the socket handed over by systemd is of the wrong type",
+            "the socket from systemd has the wrong type",
             hint="use ListenSequentialPacket= in the socket unit",
         )
     return listener
@@ -184,6 +185,6 @@ def _remove_stale(path: Path) -> None:
             os.unlink(path)
     elif code != errno.ENOENT:
         raise SwansongError(
-            f"another process answers on {path}",
+            f"another process listens at {path}",
             hint="stop the other daemon, or name another path in trainer.socket",
         )

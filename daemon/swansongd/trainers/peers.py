@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is at the other end: identity of a process, held by a pidfd so that it cannot turn into another.
+"""The process at the other end of a socket, identified by a pidfd.
 
-A process id alone may name a stranger a moment later; a pidfd names one process for ever.
+A process id may be reused by another process at any time; a pidfd always refers to the same process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import struct
 from dataclasses import dataclass
 
 SO_PEERPIDFD = 77
-"""Of Linux 6.5; the standard library has no name for it yet."""
+"""Since Linux 6.5; the standard library has no constant for it yet."""
 _UCRED = struct.Struct("iII")
 CREDENTIALS_BYTES = _UCRED.size
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process at the other end of a socket.  Whoever holds the Peer closes ``pidfd``."""
+    """A process at the other end of a socket.  The owner of the Peer must close ``pidfd``."""
 
     pid: int
     uid: int
@@ -30,10 +30,10 @@ class Peer:
 
 
 def identify(connected: socket.socket) -> Peer:
-    """The process that made the connection, with a pidfd of its own.
+    """The process that made the connection, with a new pidfd.
 
     Raises:
-        ProcessLookupError: it is gone, or lives in a PID namespace that cannot be seen from here.
+        ProcessLookupError: the process has ended, or is in a PID namespace that is not visible here.
         OSError: no descriptor is left.
     """
     pid, uid, gid = unpack_credentials(
@@ -41,42 +41,42 @@ def identify(connected: socket.socket) -> Peer:
     )
     if pid <= 0:
         raise ProcessLookupError(
-            "it is not visible from the daemon's PID namespace; run the trainer in a child namespace "
-            "of the daemon's, or in the same (--pid=host)"
+            "it is not visible in the daemon's PID namespace; run the trainer in the same namespace "
+            "(--pid=host) or in a child namespace"
         )
     try:
         return Peer(pid, uid, gid, connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
     except OSError as error:
         if error.errno in (errno.ESRCH, errno.EINVAL):
-            raise ProcessLookupError(f"process {pid} is gone") from error
+            raise ProcessLookupError(f"process {pid} has ended") from error
         if error.errno != errno.ENOPROTOOPT:
             raise
     pidfd = open_process(pid)
-    # Older kernels: had the process ended and its number gone to another, the connection would be closed.
+    # Older kernels: if the process had ended and its pid were reused, the connection would be closed.
     if _is_hung_up(connected):
         os.close(pidfd)
-        raise ProcessLookupError(f"process {pid} is gone")
+        raise ProcessLookupError(f"process {pid} has ended")
     return Peer(pid, uid, gid, pidfd)
 
 
 def unpack_credentials(data: bytes) -> tuple[int, int, int]:
-    """(pid, uid, gid) of a ``struct ucred``."""
+    """Unpack a ``struct ucred`` into (pid, uid, gid)."""
     pid, uid, gid = _UCRED.unpack(data[:CREDENTIALS_BYTES])
     return pid, uid, gid
 
 
 def open_process(pid: int) -> int:
-    """A pidfd of the process that has the number ``pid`` now.
+    """A pidfd of the process with this pid.
 
     Raises:
-        ProcessLookupError: there is none, or the number changed hands meanwhile.
+        ProcessLookupError: there is no such process, or the pid was reused during the call.
         OSError: no descriptor is left.
     """
     began = _start_ticks(pid)
     pidfd = os.pidfd_open(pid)
     try:
         if _start_ticks(pid) != began:
-            raise ProcessLookupError(f"process id {pid} was given to another process")
+            raise ProcessLookupError(f"process id {pid} was reused by another process")
     except BaseException:
         os.close(pidfd)
         raise
@@ -84,28 +84,28 @@ def open_process(pid: int) -> int:
 
 
 def has_exited(pidfd: int) -> bool:
-    """Whether the process has ended (it may still wait to be reaped)."""
+    """Whether the process has ended; it may still be a zombie."""
     return wait_exit(pidfd, 0.0)
 
 
 def wait_exit(pidfd: int, timeout_s: float | None) -> bool:
-    """Wait until the process ends; whether it has.  None waits without limit."""
+    """Wait until the process ends; returns whether it has.  None waits without a limit."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def catches_signal(pid: int, signum: int) -> bool:
-    """Whether the process has a handler of its own for the signal, by ``SigCgt``.
+    """Whether the process has a handler for the signal, by ``SigCgt``.
 
     Raises:
-        OSError: its status cannot be read: it is gone, or /proc hides it.
+        OSError: its status cannot be read: it has ended, or /proc hides it.
     """
     return bool(int(_status_field(pid, b"SigCgt"), 16) >> (signum - 1) & 1)
 
 
 def uids_of(pid: int) -> frozenset[int]:
-    """Real, effective and saved user id of the process.
+    """Real, effective and saved user ids of the process.
 
     Raises:
         OSError: its status cannot be read.
@@ -114,7 +114,7 @@ def uids_of(pid: int) -> frozenset[int]:
 
 
 def lineage(pid: int) -> frozenset[int]:
-    """The process, its parent, and so on up to the first process.
+    """The process and all its ancestors.
 
     Raises:
         OSError: a status cannot be read.
@@ -127,7 +127,7 @@ def lineage(pid: int) -> frozenset[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Arguments that the process was started with, as it shows them.
+    """Arguments of the process, as /proc shows them.
 
     Raises:
         OSError: they cannot be read.
@@ -142,16 +142,16 @@ def _status_field(pid: int, name: bytes) -> bytes:
             key, _, value = line.partition(b":")
             if key == name:
                 return value.strip()
-    raise ProcessLookupError(f"process {pid} shows no {name.decode()}")
+    raise ProcessLookupError(f"the status of process {pid} has no {name.decode()}")
 
 
 def _start_ticks(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field is the name, which may hold blanks and brackets; this is the 22nd.
+            # The second field is the name, which may contain spaces and parentheses; this is the 22nd.
             return int(file.read().rpartition(b")")[2].split()[19])
     except FileNotFoundError:
-        raise ProcessLookupError(f"there is no process {pid}") from None
+        raise ProcessLookupError(f"process {pid} does not exist") from None
 
 
 def _is_hung_up(connected: socket.socket) -> bool:

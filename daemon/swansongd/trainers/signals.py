@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signal for trainers without our hooks: sent through a pidfd, and only where it cannot kill.
+"""The signal for trainers without the hooks: sent through a pidfd, and only to a process that survives it.
 
-The default action of most signals ends the process, so the target must catch the signal, belong to a
-user who may train, and be the training script itself: launchers die of it and leave their workers.
-The number of the process comes from a file that the trainer writes, and the daemon may signal any process
-of the VM.  The target is therefore never a process of another user, the daemon itself or one of its parents.
+The default action of most signals ends the process.  So the target must have a handler for the signal, belong
+to an allowed user, and be the training script itself: a launcher would die and leave its workers behind.
+The pid comes from a file that the trainer writes, and the daemon may be able to signal any process of the VM.
+The target is therefore never a process of another user, the daemon itself, or one of its ancestors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swansongd.trainers import peers, users
 
 SYSTEMCTL_TIMEOUT_S = 2.0
 REQUESTS_MAX = 64
-"""Requests that are remembered, and processes that are watched after they were signalled."""
+"""Remembered requests, and watched processes after their signal."""
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FIRST_PID = 1
 _PID_FILE = re.compile(rb"\s*([1-9][0-9]{0,9})\s*")
@@ -40,22 +40,22 @@ _LAUNCHERS = re.compile(
 
 
 class SignalRefusal(Exception):
-    """Why the signal is not sent, with the way out."""
+    """The signal is not sent; ``str()`` is the reason and the fix."""
 
 
 class SignalSender:
-    """Signals the one configured process, in a thread of its own.
+    """Signals the configured process, in a thread.
 
     Args:
         signal_name: for example ``SIGUSR1``.
-        pid_file: file that holds the number of the process; it comes before ``unit``.
-        unit: systemd unit whose main process is meant.
-        allowed_uids: users that the process may belong to, see :func:`users.may_be_signalled`; its pid
-            file may also be root's.
-        post: takes SignalSent or SignalRefused, and SignalledExited once the process is gone.
+        pid_file: file with the pid; takes precedence over ``unit``.
+        unit: systemd unit; its main process is signalled.
+        allowed_uids: users that may own the process, see :func:`users.may_be_signalled`; the pid file may
+            also belong to root.
+        post: takes SignalSent or SignalRefused, and SignalledExited after the end of the process.
 
     Raises:
-        ConfigError: no such signal, or not one for a trainer.
+        ConfigError: the signal does not exist, or is not one for trainers.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SignalSender:
         self._name = signal_name
         number = signal_number(signal_name)
         if number is None:
-            raise ConfigError([f"trainer.signal: {signal_name} is no signal for a trainer"])
+            raise ConfigError([f"trainer.signal: {signal_name} is not a signal for trainers"])
         self._number = number
         self._pid_file = pid_file
         self._unit = unit
@@ -85,21 +85,21 @@ class SignalSender:
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread."""
         self._thread.start()
 
     def send(self, request_id: str) -> None:
-        """Signal the trainer, once per request; returns at once.  For one thread."""
+        """Signal the trainer, once per request, without blocking.  For one thread."""
         if request_id not in self._known:
             self._known.append(request_id)
             self._waiting.append(request_id)
             os.eventfd_write(self._wakefd, 1)
 
     def examine(self) -> int:
-        """Number of the process that would be signalled now; sends nothing.
+        """The pid of the process that would be signalled now; sends no signal.
 
         Raises:
-            SignalRefusal: why it would not be.
+            SignalRefusal: no process would be signalled.
         """
         pid, pidfd = self._target()
         os.close(pidfd)
@@ -121,11 +121,11 @@ class SignalSender:
         except SignalRefusal as refusal:
             self._post(SignalRefused(request_id, str(refusal)))
             return
-        except Exception as error:  # the decision waits for an answer, whatever happened
+        except Exception as error:  # the decision loop needs an answer to each request
             self._post(SignalRefused(request_id, f"the process cannot be examined: {error}"))
             return
         try:
-            # The checks read /proc by number; that the pidfd's process still lives makes them its own.
+            # The checks read /proc by pid.  They are valid because the process of the pidfd still runs.
             signal.pidfd_send_signal(pidfd, self._number)
         except OSError as error:
             os.close(pidfd)
@@ -147,7 +147,7 @@ class SignalSender:
         try:
             pidfd = peers.open_process(pid)
         except ProcessLookupError:
-            raise SignalRefusal(f"process {pid} is gone") from None
+            raise SignalRefusal(f"process {pid} has ended") from None
         try:
             self._check(pid)
         except BaseException:
@@ -158,12 +158,12 @@ class SignalSender:
     def _check(self, pid: int) -> None:
         if pid == _FIRST_PID or pid in peers.lineage(os.getpid()):
             raise SignalRefusal(
-                f"process {pid} is the daemon itself, one of its parents or the first process: "
+                f"process {pid} is the daemon, one of its ancestors or the first process: "
                 "let the training script write its own pid to trainer.pid_file"
             )
-        strangers = peers.uids_of(pid) - self._allowed_uids
-        if strangers:
-            named = ", ".join(map(str, sorted(strangers)))
+        foreign_uids = peers.uids_of(pid) - self._allowed_uids
+        if foreign_uids:
+            named = ", ".join(map(str, sorted(foreign_uids)))
             raise SignalRefusal(
                 f"process {pid} belongs to user id {named}, which is not in trainer.users: "
                 "add that user if the process is the trainer"
@@ -176,7 +176,7 @@ class SignalSender:
             )
         if not peers.catches_signal(pid, self._number):
             raise SignalRefusal(
-                f"process {pid} has no handler for {self._name} and would die of it: "
+                f"process {pid} has no handler for {self._name}, which would end it: "
                 "install one in the training script, or use the hooks"
             )
 
@@ -185,11 +185,13 @@ class SignalSender:
             return self._pid_from_file(self._pid_file)
         if self._unit is not None:
             return _main_pid(self._unit)
-        raise SignalRefusal("no process is configured: set trainer.pid_file or trainer.unit")
+        raise SignalRefusal(
+            "the trainer's process is unknown: set trainer.pid_file or trainer.unit"
+        )
 
     def _pid_from_file(self, path: Path) -> int:
         try:
-            # Neither a link to elsewhere nor a FIFO that never answers.
+            # Do not follow a link, and do not block on a FIFO.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise SignalRefusal(
@@ -204,26 +206,26 @@ class SignalSender:
             if facts.st_uid not in owners or facts.st_mode & _WRITABLE_BY_OTHERS:
                 raise SignalRefusal(
                     f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
-                    "must belong to root or one of trainer.users and be writable by nobody else: "
+                    "must belong to root or one of trainer.users, and only its owner may write to it: "
                     f"chown it, or chmod 644 {path}"
                 )
             match = _PID_FILE.fullmatch(os.read(fd, 64))
         finally:
             os.close(fd)
         if match is None:
-            raise SignalRefusal(f"the pid file {path} does not hold one number")
+            raise SignalRefusal(f"the pid file {path} does not contain exactly one number")
         return int(match[1])
 
 
 def _not_sent(pid: int, error: OSError) -> str:
     if isinstance(error, ProcessLookupError):
-        return f"process {pid} is gone"
+        return f"process {pid} has ended"
     if isinstance(error, PermissionError):
         return (
-            f"not permitted to signal process {pid}: give the daemon CAP_KILL, "
+            f"no permission to signal process {pid}: give the daemon CAP_KILL, "
             "or run both as the same user"
         )
-    return f"process {pid} could not be signalled: {error.strerror}"
+    return f"signalling process {pid} failed: {error.strerror}"
 
 
 def _main_pid(unit: str) -> int:
@@ -234,7 +236,7 @@ def _main_pid(unit: str) -> int:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SignalRefusal(
-            f"systemctl does not tell the main process of {unit}: {error}"
+            f"systemctl did not return the main process of {unit}: {error}"
         ) from None
     pid = 0
     with suppress(ValueError):
@@ -245,7 +247,7 @@ def _main_pid(unit: str) -> int:
 
 
 def _program(arguments: list[str]) -> str:
-    """What the process runs: name of the program, or of the script or module that Python runs."""
+    """Name of the program, or of the script or module that Python runs."""
     if not arguments:
         return ""
     name = PurePath(arguments[0]).name
@@ -268,7 +270,7 @@ def _program(arguments: list[str]) -> str:
 def open_sender(
     config: TrainerConfig, trainers: frozenset[int], post: Callable[[Event], None]
 ) -> SignalSender | None:
-    """The sender that the configuration asks for; None for ``trainer.signal = "none"``.
+    """The configured sender; None for ``trainer.signal = "none"``.
 
     Args:
         config: of the trainer.

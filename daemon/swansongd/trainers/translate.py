@@ -29,7 +29,7 @@ _TEXT_CHARS_MAX = 500
 
 
 def event_of(connection: int, message: Message) -> Event:
-    """The event that stands for a trainer's message; not for those that the channel itself handles."""
+    """The event for a trainer's message, except messages that the channel itself handles."""
     match message:
         case protocol.Progress():
             return TrainerProgress(
@@ -70,7 +70,7 @@ def event_of(connection: int, message: Message) -> Event:
 def view_of(
     connection: int, pid: int, hello: protocol.Hello, *, greeted_mono_s: float
 ) -> TrainerView:
-    """What a hello tells of its rank."""
+    """The view of a rank, from its hello."""
     return TrainerView(
         connection=connection,
         pid=pid,
@@ -86,42 +86,42 @@ def view_of(
 
 
 def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -> str:
-    """Why a trainer may not join ``run``, with the way out; empty when it may."""
+    """Why a trainer may not join ``run``, and the fix; empty if it may."""
     if hello.version != protocol.VERSION:
         return (
-            f"the hooks speak version {hello.version} and the daemon {protocol.VERSION}: "
+            f"the hooks use protocol version {hello.version}, the daemon {protocol.VERSION}: "
             "install matching versions"
         )
     if hello.run not in ("", run):
         return (
-            f"the trainer says run {hello.run!r:.100}, the daemon serves {run!r}: "
-            "let the trainer leave the run out, or change run in the configuration"
+            f"the trainer names run {hello.run!r:.100}, the daemon serves {run!r}: "
+            "remove the run from the trainer, or change run.name in the configuration"
         )
     if hello.nodes > 1 and not several_vms:
         return (
-            f"the job has {hello.nodes} VMs, and the daemon was not told so: "
-            "set run.several_vms = true in the configuration of each of them"
+            f"the job has {hello.nodes} VMs, but run.several_vms is not set: "
+            "set run.several_vms = true in the configuration of each VM"
         )
     if not (0 <= hello.rank < hello.world_size and 1 <= hello.local_world_size <= hello.world_size):
         return (
             f"rank {hello.rank} of {hello.world_size} ({hello.local_world_size} on this VM) "
-            "makes no sense: check RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+            "is impossible: check RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
         )
     return ""
 
 
 def change_of(before: protocol.Hello, hello: protocol.Hello) -> str:
-    """Why a connection may not say this hello after an earlier one; empty when it may."""
+    """Why a connection may not send this hello after an earlier one; empty if it may."""
     if _ranks_of(before) != _ranks_of(hello):
         return (
-            f"the connection is that of rank {before.rank} of {before.world_size}, and not of rank "
+            f"the connection belongs to rank {before.rank} of {before.world_size}, not to rank "
             f"{hello.rank} of {hello.world_size}: connect once for each rank"
         )
     return ""
 
 
 def taken(hello: protocol.Hello, pid: int) -> str:
-    """Why a rank may not join while another process of the same rank is connected, with the way out."""
+    """Why a rank may not join while another process with the same rank is connected, and the fix."""
     return (
         f"rank {hello.rank} of {hello.world_size} is connected already, as process {pid}: a daemon serves "
         "one job. If these are ranks of one job, start them with torchrun, or set RANK, WORLD_SIZE, "
@@ -135,12 +135,12 @@ def _ranks_of(hello: protocol.Hello) -> tuple[int, ...]:
 
 
 def refused(reason: str) -> bytes:
-    """The last message to a peer that is turned away."""
+    """The last message to a refused peer."""
     return protocol.encode(protocol.Refused(short(reason)))
 
 
 def short(text: str) -> str:
-    """``text``, cut to what belongs into a log line."""
+    """``text``, cut for one log line."""
     return text if len(text) <= _TEXT_CHARS_MAX else f"{text[:_TEXT_CHARS_MAX]}..."
 
 

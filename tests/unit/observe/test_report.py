@@ -23,9 +23,9 @@ from testkit.story import MIB, Story
 def shown(story: Story) -> dict[str, Any]:
     """The report, after a round trip through JSON."""
     report = status_report(story.state, story.now)
-    told: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
-    assert told == report, "plain JSON values"
-    return told
+    reported: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
+    assert reported == report, "plain JSON values"
+    return reported
 
 
 def test_unknown_values_are_null_and_not_zero() -> None:
@@ -140,9 +140,9 @@ def test_the_store_has_its_own_health_field(health: Health) -> None:
         story.tell(SourceChanged(status))
     story.now += 3
     report = shown(story)
-    said = {"health": health.value, "reason": "why", "for_s": 3.0}
-    assert report["store"] == {"name": "store", **said}
-    assert report["sources"] == [{"name": "aws.spot", **said}]
+    expected = {"health": health.value, "reason": "why", "for_s": 3.0}
+    assert report["store"] == {"name": "store", **expected}
+    assert report["sources"] == [{"name": "aws.spot", **expected}]
 
 
 def test_trainers_are_shown_as_they_reported() -> None:

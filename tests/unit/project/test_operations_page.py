@@ -113,7 +113,7 @@ def events() -> dict[str, set[str]]:
         elif method == "log" and len(call.args) >= 2:
             names = strings(call.args[1])
             levels = strings(call.args[0]) or LEVEL_OF_LIBRARIES
-        elif method == "_complain":
+        elif method == "_log_limited":
             names = strings(call.args[0])
             given = [strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
             levels = given[0] if given else {"warning"}

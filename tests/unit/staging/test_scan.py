@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walking, opening and removing sets: nothing outside the set is read, and nothing is read but files."""
+"""Walking, opening and removing sets: the daemon reads only files, and no file outside the set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def find(run: Path, path: str) -> StagedFile:
 
 
 def test_a_walk_finds_all_files(run: Path) -> None:
-    """Paths are relative to the set and sorted; sizes, times and inodes are those on disk."""
+    """Paths are relative to the set and sorted; sizes, times and inodes match the disk."""
     facts = os.stat(run / "set" / "dir" / "b")
     assert [file.path for file in listing(run)] == ["a", "dir/.metadata", "dir/b"]
     assert listing(run)[2] == StagedFile(
@@ -57,7 +57,7 @@ def test_a_walk_finds_all_files(run: Path) -> None:
 
 
 def test_a_file_alone_is_a_set(run: Path) -> None:
-    """A one-file set is named by its file, and handled like any other."""
+    """A set of one file has the name of its file, and works like any other."""
     (run / "step=5.ckpt").write_bytes(b"abc")
     one = staged(run, "step=5.ckpt")
     assert [file.path for file in one.files] == ["step=5.ckpt"]
@@ -109,10 +109,10 @@ def _device(at: Path) -> None:
         (_device, "device"),
     ],
 )
-def test_what_is_no_plain_file_voids_the_set(
+def test_an_entry_that_is_not_a_regular_file_voids_the_set(
     run: Path, make: Callable[[Path], None], words: str
 ) -> None:
-    """Links, FIFOs, sockets and devices are named, and nothing of them is read."""
+    """Links, FIFOs, sockets and devices are named, and never read."""
     make(run / "set" / "dir" / "evil")
     with pytest.raises(StagingError, match=words):
         listing(run)
@@ -121,8 +121,8 @@ def test_what_is_no_plain_file_voids_the_set(
 @as_root
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("path", ["set", "set/dir", "set/dir/b"])
-def test_what_belongs_to_others_voids_the_set(run: Path, path: str) -> None:
-    """Every directory and file of a set belongs to a user who may train."""
+def test_an_entry_of_another_user_voids_the_set(run: Path, path: str) -> None:
+    """Each directory and file of a set must belong to an allowed user."""
     os.chown(run / path, 65534, 65534)
     with pytest.raises(StagingError, match="user id 65534") as caught:
         listing(run)
@@ -133,7 +133,7 @@ def test_what_belongs_to_others_voids_the_set(run: Path, path: str) -> None:
 @as_root
 @pytest.mark.fault("T14")
 def test_files_that_the_daemon_cannot_read_are_named(run: Path) -> None:
-    """A trainer's umask that shuts the daemon out is reported with the way out."""
+    """A umask of the trainer that excludes the daemon is reported with the fix."""
     (run / "set" / "a").chmod(0o600)
     for parent in (run, *run.parents[:-1]):
         if parent.name.startswith("pytest-") or parent == run:
@@ -163,7 +163,7 @@ def test_files_that_the_daemon_cannot_read_are_named(run: Path) -> None:
     ],
 )
 def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str, reason: str) -> None:
-    """A set holds only names that we would write to when restoring."""
+    """A set contains only names that a restore would write."""
     (run / "set" / name).write_bytes(b"")
     with pytest.raises(StagingError, match=reason):
         listing(run)
@@ -171,7 +171,7 @@ def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str, rea
 
 @pytest.mark.fault("S7")
 def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number, depth and size of what a trainer can make us walk or read have limits."""
+    """Number, depth and size of a trainer's entries have limits."""
     deep = run / "deep" / "/".join("d" * 16)
     write_files(deep.parent, {"f": b""})
     assert len(listing(run, "deep")) == 1
@@ -197,14 +197,14 @@ def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_file_system_within_a_set_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is mounted into a set is not part of it."""
+    """A mount inside a set is not part of the set."""
     facts = os.stat(run / "set")
     with pytest.raises(StagingError, match="another file system"):
         scan._check("a", facts, facts.st_dev + 1, None)
 
 
 def test_open_gives_the_bytes(run: Path) -> None:
-    """A file opens by path or by descriptor of the run directory, ready for blocking reads."""
+    """A file opens by path, or by a descriptor of the run directory, ready for blocking reads."""
     run_fd = os.open(run, os.O_RDONLY)
     for where in (run, run_fd):
         fd = scan.open_file(where, "set", find(run, "dir/b"))
@@ -216,8 +216,8 @@ def test_open_gives_the_bytes(run: Path) -> None:
 
 
 @pytest.mark.fault("D09", "S5")
-def test_a_file_that_changes_is_not_the_file_any_more(run: Path) -> None:
-    """Growing, shrinking, rewriting or replacing a file shows, on the open descriptor or on opening."""
+def test_a_changed_file_is_detected(run: Path) -> None:
+    """Growing, truncating, rewriting or replacing a file is detected on the descriptor or at the open."""
     file = find(run, "a")
     fd = scan.open_file(run, "set", file)
     target = run / "set" / "a"
@@ -237,8 +237,8 @@ def test_a_file_that_changes_is_not_the_file_any_more(run: Path) -> None:
 
 
 @pytest.mark.fault("S1", "S4", "S6")
-def test_open_leaves_no_set(run: Path) -> None:
-    """No path, link or FIFO leads out of the set or into a wait, whatever the listing says."""
+def test_open_stays_inside_the_set(run: Path) -> None:
+    """No path, link or FIFO leads out of the set or blocks, with any listing."""
     file = find(run, "dir/b")
     outside = write_files(run.parent / "outside", {"b": b"22"})
     for path in ("../outside/b", "/etc/passwd", "dir/../a", "", ".", "dir//b"):
@@ -267,7 +267,7 @@ def test_open_leaves_no_set(run: Path) -> None:
 
 @pytest.mark.fault("S2")
 def test_a_link_swapped_in_is_never_read(run: Path) -> None:
-    """While a name flips between a file and a link to a secret, only the file is ever read."""
+    """While a name alternates between a file and a link to a secret, only the file is read."""
     secret = run.parent / "secret"
     secret.write_bytes(b"S")
     target, spare = run / "set" / "a", run / "set" / "next"
@@ -288,7 +288,7 @@ def test_a_link_swapped_in_is_never_read(run: Path) -> None:
         while min(results.values()) < 100:
             try:
                 fd = scan._open_below(set_fd, "a")
-            except OSError:  # it was a link just now
+            except OSError:  # at this moment it was a link
                 results["refused"] += 1
                 continue
             assert os.read(fd, 1) == b"1"
@@ -301,8 +301,8 @@ def test_a_link_swapped_in_is_never_read(run: Path) -> None:
 
 
 @pytest.mark.fault("D09", "S5")
-def test_any_change_to_a_set_shows(run: Path) -> None:
-    """Adding, removing or changing a file makes another listing; so does the loss of the set."""
+def test_any_change_of_a_set_is_detected(run: Path) -> None:
+    """Adding, removing or changing a file changes the listing; so does removing the set."""
     before = staged(run)
     assert scan.same_listing(run, before)
     extra = run / "set" / "extra"
@@ -316,7 +316,7 @@ def test_any_change_to_a_set_shows(run: Path) -> None:
 
 
 def test_removing_a_set_removes_nothing_else(run: Path) -> None:
-    """A set goes with all that is in it, odd files included; what its links point at stays."""
+    """All entries of the set are removed, also special files; the targets of its links stay."""
     outside = write_files(run.parent / "outside", {"keep": b"1"})
     (run / "set" / "dir" / "link").symlink_to(outside)
     (run / "set" / "file-link").symlink_to(outside / "keep")
@@ -333,7 +333,7 @@ def test_removing_a_set_removes_nothing_else(run: Path) -> None:
 
 
 def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set loses its name before its first file, and what is left goes with the next start."""
+    """A set loses its name before its first file, and the next start removes the rest."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "broken")
@@ -350,7 +350,7 @@ def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.fault("S7", "D12")
 def test_only_the_daemons_own_leftovers_are_removed(run: Path) -> None:
-    """A directory of a trainer that is named like a leftover stays, however deep it is."""
+    """A trainer's directory with the name of a leftover stays, at any depth."""
     write_files(run / ".removing.x", {"a/b/c": b"1"})
     write_files(run / "0123456789abcdef.removing", {"a/b/c": b"1"})
     scan.remove_leftovers(run)
@@ -362,7 +362,7 @@ def test_only_the_daemons_own_leftovers_are_removed(run: Path) -> None:
 def test_a_set_of_too_many_directories_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Empty directories count as well: a walk is bounded by them, not by the files alone."""
+    """Empty directories count as well, because they too bound the walk."""
     monkeypatch.setattr(scan, "DIRECTORIES_MAX", 50)
     for number in range(60):
         (run / "set" / f"d{number}").mkdir()
@@ -371,7 +371,7 @@ def test_a_set_of_too_many_directories_is_refused(
 
 
 def visible(run: Path) -> list[str]:
-    """What lies in the staging directory of the run, besides the daemon's own."""
+    """Entries of the staging directory of the run, without the daemon's own."""
     return sorted(name for name in os.listdir(run) if name != scan.OWN_DIRECTORY)
 
 
@@ -384,7 +384,7 @@ trees = st.recursive(
 
 
 def plant(directory: Path, tree: dict[str, object]) -> dict[str, bytes]:
-    """Write the tree; the files in it by path."""
+    """Write the tree; returns its files by path."""
     directory.mkdir()
     planted: dict[str, bytes] = {}
     for name, content in tree.items():
@@ -403,7 +403,7 @@ def plant(directory: Path, tree: dict[str, object]) -> dict[str, bytes]:
 def test_any_tree_is_listed_read_and_removed_whole(
     tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The listing is the tree, each file opens to its bytes, and removal leaves nothing."""
+    """The listing is the tree, each file returns its bytes, and the removal leaves nothing."""
     run = tmp_path_factory.mktemp("run")
     planted = plant(run / "set", tree)
     files = listing(run)
@@ -419,7 +419,7 @@ def test_any_tree_is_listed_read_and_removed_whole(
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
 @pytest.mark.fault("S7")
 def test_a_set_that_is_a_mount_is_refused(run: Path) -> None:
-    """Its reads may hang for ever, as those of a FUSE mount of the trainer."""
+    """Reads from a FUSE mount of the trainer may block forever."""
     libc = ctypes.CDLL(None, use_errno=True)
     place = os.fsencode(run / "set")
     if libc.mount(b"tmpfs", place, b"tmpfs", 0, None) != 0:

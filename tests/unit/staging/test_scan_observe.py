@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observer tells of every set, with and without inotify; one daemon holds one staging directory."""
+"""The observer finds each set, with and without inotify; one daemon locks one staging directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Observing:
-    """A running observer and what it posted."""
+    """A running observer and its events."""
 
     def __init__(self, run: Path, *, interval_s: float = NEVER_S, settle_s: float = 0.05) -> None:
         self.events: list[Scanned] = []
@@ -57,7 +57,7 @@ class Observing:
         until(lambda: self.events and len(self.events[-1].staged) == count, what=f"{count} sets")
 
     @property
-    def complaints(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return [str(call.args[0]) for call in self.log.calls]
 
 
@@ -76,8 +76,8 @@ def observing(run: Path) -> Iterator[Callable[..., Observing]]:
         one.observer.close()
 
 
-def test_sealing_wakes_the_scan(run: Path, observing: Callable[..., Observing]) -> None:
-    """A set is told when it gets its sealed name, long before the next periodic scan."""
+def test_a_seal_triggers_the_scan(run: Path, observing: Callable[..., Observing]) -> None:
+    """A set is posted when it gets its sealed name, long before the next periodic scan."""
     seen = observing()
     directory = write_set(run.parent / "elsewhere" / "r1")
     directory.rename(run / f"{directory.name}.partial")
@@ -86,10 +86,10 @@ def test_sealing_wakes_the_scan(run: Path, observing: Callable[..., Observing]) 
     seen.until_staged(1)
 
 
-def test_an_adopted_set_is_told_when_it_has_settled(
+def test_an_adopted_set_is_posted_when_it_has_settled(
     run: Path, observing: Callable[..., Observing]
 ) -> None:
-    """While something settles, scans come by themselves."""
+    """While a set settles, scans follow without a trigger."""
     seen = observing()
     (run / "step=5.ckpt").write_bytes(b"1")
     seen.until_staged(1)
@@ -99,38 +99,40 @@ def test_an_adopted_set_is_told_when_it_has_settled(
 def test_the_periodic_scan_finds_what_inotify_lost(
     run: Path, observing: Callable[..., Observing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With not a single event delivered, sets are found all the same."""
+    """Without a single inotify event, sets are still found."""
     monkeypatch.setattr(StagingObserver, "_watch", lambda _: None)
     seen = observing(interval_s=0.02)
     write_set(run)
     seen.until_staged(1)
 
 
-def test_only_news_is_posted_unless_asked(run: Path, observing: Callable[..., Observing]) -> None:
-    """Scans without news are silent; one that was asked for began after the asking, and is posted."""
+def test_only_changes_are_posted_unless_requested(
+    run: Path, observing: Callable[..., Observing]
+) -> None:
+    """A scan without a change posts nothing; a requested one begins after the request, and is posted."""
     seen = observing(interval_s=0.01)
     scans = count_scans(seen.scanner)
     until(lambda: len(scans) > 5)
     assert len(seen.events) == 1
     asked_mono_s = time.monotonic()
     seen.observer.rescan()
-    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+    until(lambda: len(seen.events) == 2, what="the requested scan")
     assert seen.events[1].started_mono_s >= asked_mono_s
     assert seen.events[1].staged == seen.events[0].staged
 
 
-def test_asking_during_a_scan_gets_the_next_one(
+def test_a_request_during_a_scan_gets_the_next_one(
     run: Path, observing: Callable[..., Observing]
 ) -> None:
-    """A scan that was under way already does not count as the answer."""
+    """A scan that had already begun does not answer the request."""
     seen = observing()
-    inside, go_on = threading.Event(), threading.Event()
+    inside, resume = threading.Event(), threading.Event()
     scan = seen.scanner.scan
 
     def held() -> Scanned:
         result = scan()
         inside.set()
-        assert go_on.wait(20)
+        assert resume.wait(20)
         return result
 
     seen.scanner.scan = held  # type: ignore[method-assign]
@@ -138,13 +140,13 @@ def test_asking_during_a_scan_gets_the_next_one(
     assert inside.wait(20)
     asked_mono_s = time.monotonic()
     seen.observer.rescan()
-    go_on.set()
+    resume.set()
     until(lambda: len(seen.events) >= 3, what="both answers")
     assert seen.events[1].started_mono_s < asked_mono_s <= seen.events[2].started_mono_s
 
 
-def test_our_own_reading_does_not_wake_us(run: Path, observing: Callable[..., Observing]) -> None:
-    """A scan opens directories and files in the watched place, and is no reason for another scan."""
+def test_the_scan_does_not_trigger_itself(run: Path, observing: Callable[..., Observing]) -> None:
+    """A scan opens directories and files in the watched directory, and triggers no other scan."""
     write_set(run)
     (run / "step=5.ckpt").write_bytes(b"1")
     seen = observing(interval_s=NEVER_S, settle_s=0.0)
@@ -152,21 +154,21 @@ def test_our_own_reading_does_not_wake_us(run: Path, observing: Callable[..., Ob
     scans = count_scans(seen.scanner)
     seen.observer.rescan()
     until(lambda: scans)
-    threading.Event().wait(0.3)  # time in which a circle would show
+    threading.Event().wait(0.3)  # enough time for a loop to show
     assert len(scans) == 1
 
 
-def test_errors_never_end_it(run: Path, observing: Callable[..., Observing]) -> None:
-    """While the directory is away one line says so; when it is back, so are the scans."""
+def test_errors_never_end_the_observer(run: Path, observing: Callable[..., Observing]) -> None:
+    """While the directory is missing, one line reports it; when it is back, the scans resume."""
     seen = observing(interval_s=0.01)
     run.rename(run.parent / "away")
-    until(lambda: seen.complaints, what="a complaint")
+    until(lambda: seen.log_lines, what="the log line")
     scans = count_scans(seen.scanner)
     until(lambda: len(scans) > 3)
-    assert seen.complaints == ["staging_scan_failed"]
+    assert seen.log_lines == ["staging_scan_failed"]
     seen.observer.rescan()
     (run.parent / "away").rename(run)
-    until(lambda: len(seen.events) == 2, what="the scan that was asked for")
+    until(lambda: len(seen.events) == 2, what="the requested scan")
 
 
 def count_scans(scanner: Scanner) -> list[None]:
@@ -216,7 +218,7 @@ os._exit(0)
 )
 @pytest.mark.fault("D11")
 def test_without_inotify_there_is_polling() -> None:
-    """When the user's inotify instances are used up, one line says so, and sets are found by polling."""
+    """If the user's inotify instances are used up, one line reports it, and polling finds the sets."""
     uid = 61000 + os.getpid() % 4000
     run = Path(tempfile.mkdtemp(prefix="swansong-"))
     os.chown(run, uid, uid)
@@ -246,7 +248,7 @@ def umask(value: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_the_directory_of_a_run_lets_the_group_in(tmp_path: Path, mask: int) -> None:
-    """Trainers write there and cannot take away what is not theirs; the daemon's own place is shut."""
+    """Trainers write there and cannot remove other users' entries; the daemon's own directory is closed."""
     with umask(mask):
         held = prepare(tmp_path, "r1")
     assert held.path == tmp_path / "r1"
@@ -257,8 +259,8 @@ def test_the_directory_of_a_run_lets_the_group_in(tmp_path: Path, mask: int) -> 
 
 
 @pytest.mark.fault("H10")
-def test_one_daemon_holds_a_run(tmp_path: Path) -> None:
-    """A second daemon on the same run is told so; another run is free, and so is this one afterwards."""
+def test_one_daemon_locks_a_run(tmp_path: Path) -> None:
+    """A second daemon of the same run is refused; another run is free, and this one after the release."""
     held = prepare(tmp_path, "r1")
     with pytest.raises(StagingError, match="another swansongd") as caught:
         prepare(tmp_path, "r1")
@@ -269,23 +271,23 @@ def test_one_daemon_holds_a_run(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
-    """A child of the daemon does not hold the run when the daemon has ended."""
+    """A child of the daemon does not hold the lock after the daemon has ended."""
     held = prepare(tmp_path, "r1")
     assert fcntl.fcntl(held.own_fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     held.release()
 
 
 @pytest.mark.fault("D08")
-def test_staging_itself_is_never_made(tmp_path: Path) -> None:
-    """Where the mount is missing the daemon says so instead of filling the root disk."""
+def test_the_staging_directory_is_never_created(tmp_path: Path) -> None:
+    """If the mount is missing, the daemon reports it instead of filling the root disk."""
     with pytest.raises(StagingError, match="cannot be used: No such file") as caught:
         prepare(tmp_path / "missing", "r1")
     assert "mount" in caught.value.hint
     assert os.listdir(tmp_path) == []
 
 
-def test_staging_itself_may_be_a_link(tmp_path: Path) -> None:
-    """The operator names it, for example as a link to the disk that the VM has."""
+def test_the_staging_directory_may_be_a_link(tmp_path: Path) -> None:
+    """The operator configures it, for example as a link to a local disk of the VM."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "staging").symlink_to(tmp_path / "disk")
     held = prepare(tmp_path / "staging", "r1")
@@ -294,10 +296,10 @@ def test_staging_itself_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("S1", "S6")
-def test_the_directory_of_a_run_is_no_link(tmp_path: Path) -> None:
-    """Neither the run nor the daemon's own directory may be a way to elsewhere.
+def test_the_directory_of_a_run_must_not_be_a_link(tmp_path: Path) -> None:
+    """Neither the run nor the daemon's own directory may lead elsewhere.
 
-    The former ends the start; a link in the place of the latter is moved aside, for trainers can make it.
+    The first ends the start; a link in place of the second is moved aside, because trainers can create it.
     """
     outside = write_files(tmp_path / "outside", {"a": b"1"})
     (tmp_path / "r1").symlink_to(outside)
@@ -315,8 +317,8 @@ def test_the_directory_of_a_run_is_no_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away: needs root")
-def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
-    """A trainer that was there first could do with it what it likes."""
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
+    """A trainer that created it could replace its entries at any time."""
     (tmp_path / "r1").mkdir()
     os.chown(tmp_path / "r1", 65534, 65534)
     with pytest.raises(StagingError, match="user id 65534"):
@@ -324,8 +326,8 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A staging directory without write permission ends the start with one line and the way out."""
+def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
+    """Without permission to write, the start ends with one line and the fix."""
     for directory in (tmp_path, *tmp_path.parents):
         if not directory.stat().st_mode & stat.S_IXOTH:
             directory.chmod(0o755)
@@ -339,8 +341,8 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("D12")
-def test_half_removed_sets_go_at_the_start(tmp_path: Path) -> None:
-    """What an interrupted removal left behind is gone after the next start; sets stay."""
+def test_half_removed_sets_are_removed_at_the_start(tmp_path: Path) -> None:
+    """The next start removes the rest of an interrupted removal; sets stay."""
     write_files(tmp_path / "r1" / ".swansongd" / "0123456789abcdef.removing", {"a/b": b"1"})
     write_set(tmp_path / "r1")
     held = prepare(tmp_path, "r1")
@@ -350,8 +352,8 @@ def test_half_removed_sets_go_at_the_start(tmp_path: Path) -> None:
     held.release()
 
 
-def test_a_deep_tree_does_not_keep_the_daemon_from_starting(tmp_path: Path) -> None:
-    """1,500 levels: the start passes them by, and their removal needs no stack."""
+def test_a_deep_tree_does_not_prevent_the_start(tmp_path: Path) -> None:
+    """1,500 levels: the start ignores them, and their removal does not recurse."""
     prepare(tmp_path, "r1").release()
     for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
         fd = openat.open_directory(parent)
@@ -370,10 +372,10 @@ def test_a_deep_tree_does_not_keep_the_daemon_from_starting(tmp_path: Path) -> N
 
 @pytest.mark.fault("D02")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_does_not_keep_the_daemon_from_starting(
+def test_a_full_disk_does_not_prevent_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """No space and no inodes: the daemon starts, and says so."""
+    """Without space or inodes the daemon starts, and logs it."""
     prepare(tmp_path, "r1").release()
 
     def full(*_: object, **__: object) -> int:
@@ -386,7 +388,7 @@ def test_a_full_disk_does_not_keep_the_daemon_from_starting(
 
 
 def test_a_foreign_entry_is_moved_aside_and_reported(tmp_path: Path) -> None:
-    """A file in the place of the daemon's own directory is neither used nor lost."""
+    """A file in place of the daemon's own directory is neither used nor deleted."""
     (tmp_path / "r1").mkdir()
     (tmp_path / "r1" / ".swansongd").write_text("planted")
     with capture_logs() as lines:

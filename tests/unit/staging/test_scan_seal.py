@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which directories are complete checkpoints: those of our hooks by what they say, others by rules."""
+"""Complete checkpoints: those of the hooks by their manifests, those of frameworks by rules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scanner(run: Path, clock: Clock) -> Scanner:
 
 
 def settled(scanner: Scanner, clock: Clock) -> tuple[Staged, ...]:
-    """What is staged once everything has had the time to settle."""
+    """All sets after the time that an adopted set needs to settle."""
     scanner.scan()
     clock.now_s += scanner.settle_s
     return scanner.scan().staged
@@ -57,8 +57,8 @@ def why_rejected(scanner: Scanner) -> str:
     return reason
 
 
-def test_a_sealed_set_is_taken_at_once(run: Path, scanner: Scanner, clock: Clock) -> None:
-    """A whole set of our hooks needs no time to settle, and carries what its manifests say."""
+def test_a_sealed_set_needs_no_time_to_settle(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """A complete set of the hooks is found by the first scan, with the facts of its manifests."""
     directory = write_set(
         run, 7, "n1", ranks=2, world_size=6, node=1, nodes=3, kind="emergency", request_id="q",
         health={"loss": 2.5}, framework="torch",
@@ -78,14 +78,14 @@ def test_a_sealed_set_is_taken_at_once(run: Path, scanner: Scanner, clock: Clock
 
 
 def test_a_set_of_an_earlier_boot_is_a_set(run: Path, scanner: Scanner) -> None:
-    """The scanner needs to have seen nothing of the set's coming into being."""
+    """The scanner need not have observed the writing of the set."""
     write_set(run)
     assert len(scanner.scan().staged) == 1
 
 
 @pytest.mark.fault("T03")
 def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
-    """What a trainer left when it died in the middle is never taken, however long it lies there."""
+    """The directory of a trainer that died while saving is never taken, however old it is."""
     directory = write_set(run)
     directory.rename(run / protocol.partial_name(directory.name))
     scanned = scanner.scan()
@@ -94,7 +94,7 @@ def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
 
 
 def begun_set(run: Path, *, ranks: int = 2, **facts: Any) -> Path:
-    """A set of which rank 0 has written everything, and the others have finished one file of two."""
+    """A set for which rank 0 has written all files, and each other rank one of two."""
     directory = write_set(run, 7, "n1", ranks=ranks, **facts)
     for rank in range(1, ranks):
         manifest = directory / protocol.rank_manifest_name(rank)
@@ -104,8 +104,8 @@ def begun_set(run: Path, *, ranks: int = 2, **facts: Any) -> Path:
     return directory.rename(run / protocol.partial_name(directory.name))
 
 
-def test_what_is_final_of_a_growing_set_is_told(run: Path, scanner: Scanner) -> None:
-    """Files that their ranks have finished, and rank manifests; nothing that is still being written."""
+def test_the_final_files_of_a_growing_set_are_listed(run: Path, scanner: Scanner) -> None:
+    """Files that their ranks have finished, and rank manifests; no file that is still being written."""
     directory = begun_set(run, request_id="q", world_size=6, node=2, nodes=3, kind="emergency")
     scanned = scanner.scan()
     (found,) = scanned.growing
@@ -120,8 +120,8 @@ def test_what_is_final_of_a_growing_set_is_told(run: Path, scanner: Scanner) -> 
     assert scanned.pending == (directory.name,)
 
 
-def test_what_was_final_early_is_the_same_file_when_sealed(run: Path, scanner: Scanner) -> None:
-    """Path, size, inode and time: by these the flush knows what it need not send again."""
+def test_an_early_final_file_is_unchanged_in_the_sealed_set(run: Path, scanner: Scanner) -> None:
+    """Path, size, inode and time are the same, so the flush does not send it again."""
     directory = begun_set(run)
     (growing,) = scanner.scan().growing
     shutil.rmtree(directory / protocol.writing_directory(1))
@@ -135,8 +135,8 @@ def test_what_was_final_early_is_the_same_file_when_sealed(run: Path, scanner: S
     assert set(growing.files) < set(sealed.files)
 
 
-def test_the_hooks_and_the_scan_agree_on_what_is_final(run: Path, scanner: Scanner) -> None:
-    """Of a save in progress exactly the finished file is told, and it is the sealed one to the last."""
+def test_the_hooks_and_the_scan_agree_on_final_files(run: Path, scanner: Scanner) -> None:
+    """During a save exactly the finished file is listed, with all facts that it has after the seal."""
     manifest = RankManifest(run="r1", step=7, kind="emergency", files=[], request_id="q", node=0)
     early: list[Staged] = []
 
@@ -156,8 +156,8 @@ def test_the_hooks_and_the_scan_agree_on_what_is_final(run: Path, scanner: Scann
     assert len(sealed.files) == 3
 
 
-def test_a_growing_set_in_mid_change_is_what_it_was(run: Path, scanner: Scanner) -> None:
-    """A moment in which it cannot be read is not its end; that it is gone is."""
+def test_a_growing_set_that_is_unreadable_for_a_moment_stays(run: Path, scanner: Scanner) -> None:
+    """An unreadable moment is not its end; its removal is."""
     directory = begun_set(run, ranks=1)
     before = scanner.scan().growing
     assert len(before) == 1
@@ -168,27 +168,27 @@ def test_a_growing_set_in_mid_change_is_what_it_was(run: Path, scanner: Scanner)
     assert scanner.scan().growing == ()
 
 
-def test_a_directory_of_nobody_is_not_growing(run: Path, scanner: Scanner) -> None:
-    """Before a rank has said what it writes, nothing of it is anybody's answer."""
+def test_a_directory_without_a_rank_is_not_growing(run: Path, scanner: Scanner) -> None:
+    """Before a rank has begun to write, its directory belongs to no checkpoint."""
     directory = begun_set(run, ranks=1)
     (directory / protocol.rank_manifest_name(0)).unlink()
     assert scanner.scan().growing == ()
 
 
 @pytest.mark.fault("S1", "S4")
-def test_what_may_not_be_read_spoils_a_growing_set(run: Path, scanner: Scanner) -> None:
-    """The same rules as for a sealed one: no link, no FIFO, nobody else's file."""
+def test_a_forbidden_entry_voids_a_growing_set(run: Path, scanner: Scanner) -> None:
+    """The rules of a sealed set: no link, no FIFO, no file of another user."""
     directory = begun_set(run, ranks=1)
     (directory / "rank-00000" / "link").symlink_to("/etc/passwd")
     assert scanner.scan().growing == ()
 
 
 class AtCall:
-    """Does something just before the n-th call that looks into the file system.
+    """Calls a function just before the n-th access to the file system.
 
     Args:
-        number: of the call, from 1.
-        act: what to do then.
+        number: of the access, from 1.
+        act: the function.
     """
 
     def __init__(self, number: int, act: Callable[[], object]) -> None:
@@ -210,7 +210,7 @@ class AtCall:
 def scans_with(
     new_scanner: Callable[[], Scanner], make: Callable[[], object], act: Callable[[], object]
 ) -> Iterator[Scanned]:
-    """One scan for each of its calls, with ``act`` just before that call."""
+    """One scan for each access, with ``act`` just before that access."""
     for number in itertools.count(1):
         make()
         at_call = AtCall(number, act)
@@ -225,7 +225,7 @@ def scans_with(
 
 
 def test_a_set_that_is_pruned_during_the_scan_is_not_rejected(run: Path, clock: Clock) -> None:
-    """Whenever the removal comes, the set is found or gone, and no error is reported."""
+    """At any time of the removal, the set is found or missing, and no error is reported."""
 
     def new_scanner() -> Scanner:
         return Scanner(run, allowed_uids=ME, settle_s=2.0, monotonic=clock)
@@ -247,7 +247,7 @@ def test_a_set_that_is_pruned_during_the_scan_is_not_rejected(run: Path, clock: 
 def test_a_set_that_loses_its_files_during_the_scan_is_not_rejected(
     run: Path, clock: Clock
 ) -> None:
-    """A framework deletes its old checkpoints file by file: that is a change, and no error."""
+    """A framework deletes its old checkpoints file by file: that is a change, and not an error."""
     directory = run / "checkpoint-5"
 
     def make() -> None:
@@ -309,7 +309,7 @@ def _bloat_manifest(directory: Path) -> None:
         (_lose_manifest, "1 of 2 rank manifests"),
         (_lose_manifests, "no rank manifest"),
         (_tear_manifest, "rank-00001.json: rank manifest is not JSON"),
-        (_misname_manifest, "says it is of rank 1"),
+        (_misname_manifest, "is the manifest of rank 1"),
         (_link_shard, "symbolic link"),
         (_bloat_manifest, "has over"),
     ],
@@ -317,7 +317,7 @@ def _bloat_manifest(directory: Path) -> None:
 def test_a_torn_set_is_rejected_with_its_reason(
     run: Path, scanner: Scanner, spoil: Callable[[Path], None], words: str
 ) -> None:
-    """Sealed by name but not in fact: the set is not taken, and what is wrong is named."""
+    """It has the sealed name but is not complete: it is rejected, and the defect is named."""
     spoil(write_set(run))
     assert words in why_rejected(scanner)
 
@@ -326,37 +326,37 @@ def test_a_torn_set_is_rejected_with_its_reason(
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"manifest_step": 8}, "says step 8"),
+        ({"manifest_step": 8}, "of step 8"),
         ({"run": "other"}, "belongs to run 'other'"),
         ({"kind": "weird"}, "unknown kind 'weird'"),
-        ({"world_size": 3}, "makes no sense"),
+        ({"world_size": 3}, "is impossible"),
         ({"local_world_size": 0}, "local_world_size is 0"),
-        ({"node": 1}, "makes no sense"),
+        ({"node": 1}, "is impossible"),
         ({"version": 9}, "version 9"),
         ({"files": [FileEntry("../../etc/shadow", 1)]}, "which is reserved"),
         ({"files": [FileEntry("/etc/shadow", 1)]}, "which is reserved"),
     ],
 )
-def test_a_manifest_that_cannot_be_is_rejected(
+def test_an_impossible_manifest_is_rejected(
     run: Path, scanner: Scanner, facts: dict[str, Any], words: str
 ) -> None:
-    """A manifest must fit its directory, its run and its siblings, and name only safe paths."""
+    """A manifest must fit its directory, its run and the other manifests, and name only safe paths."""
     directory = write_set(run, 5, "abc", **facts)
     assert directory.name == "step-000000000005.abc"
     assert words in why_rejected(scanner)
 
 
 def test_ranks_that_disagree_are_rejected(run: Path, scanner: Scanner) -> None:
-    """Manifests of two worlds do not make one set."""
+    """Manifests of different world sizes make no set."""
     directory = write_set(run, ranks=2)
     other = write_set(run / "elsewhere" / "r1", ranks=2, world_size=4)
     shutil.copy(other / "rank-00001.json", directory / "rank-00001.json")
     shutil.rmtree(run / "elsewhere")
-    assert "disagrees" in why_rejected(scanner)
+    assert "another number of ranks" in why_rejected(scanner)
 
 
-def test_a_repaired_set_is_taken(run: Path, scanner: Scanner) -> None:
-    """A rejection lasts as long as what it is about."""
+def test_a_repaired_set_is_accepted(run: Path, scanner: Scanner) -> None:
+    """A rejection lasts as long as its cause."""
     directory = write_set(run)
     _tear_shard(directory)
     assert "bytes" in why_rejected(scanner)
@@ -364,10 +364,10 @@ def test_a_repaired_set_is_taken(run: Path, scanner: Scanner) -> None:
     assert len(scanner.scan().staged) == 1
 
 
-def test_restored_and_hidden_directories_are_none_of_ours(
+def test_restored_and_hidden_directories_are_ignored(
     run: Path, scanner: Scanner, clock: Clock
 ) -> None:
-    """What the daemon itself put there is not a new checkpoint; other directories are left alone."""
+    """A directory that the daemon restored is not a new checkpoint; other directories are ignored."""
     write_files(run / "restored" / "checkpoint-5", {"a": b"1"})
     write_files(run / ".removing.checkpoint-6", {"a": b"1"})
     write_files(run / ".swansongd", {".metadata": b"1"})
@@ -398,7 +398,7 @@ def test_layouts_of_frameworks_are_adopted(  # noqa: PLR0917 - the table above
     run: Path, scanner: Scanner, clock: Clock,
     directory: str, files: list[str], step: int, framework: str, markers: set[str],
 ) -> None:  # fmt: skip
-    """Hugging Face and DCP directories are checkpoints, with step and markers, when they have settled."""
+    """Settled Hugging Face and DCP directories are checkpoints, with step and markers."""
     write_files(run / directory, dict.fromkeys(files, b"1"))
     first = scanner.scan()
     assert (first.staged, first.pending) == ((), (directory,))
@@ -417,7 +417,7 @@ def test_layouts_of_frameworks_are_adopted(  # noqa: PLR0917 - the table above
 
 @pytest.mark.parametrize("name", ["epoch=1-step=300.ckpt", "step=300.ckpt", "x_step=300-v1.ckpt"])
 def test_lightning_files_are_adopted(run: Path, scanner: Scanner, clock: Clock, name: str) -> None:
-    """A file alone is a set of one file, named by itself."""
+    """A file is a set of one file, with its own name."""
     (run / name).write_bytes(b"123")
     (found,) = settled(scanner, clock)
     assert (found.id.step, found.directory, found.framework) == (300, name, "ckpt")
@@ -428,7 +428,7 @@ def test_lightning_files_are_adopted(run: Path, scanner: Scanner, clock: Clock, 
 def test_a_directory_without_a_step_is_rejected(
     run: Path, scanner: Scanner, clock: Clock, name: str
 ) -> None:
-    """A DCP checkpoint whose name tells no step (a time is none) is reported, not guessed at."""
+    """A DCP checkpoint without a step in its name is reported; a time is not a step."""
     write_files(run / name, {".metadata": b"1"})
     assert settled(scanner, clock) == ()
     assert "no step number" in why_rejected(scanner)
@@ -456,8 +456,8 @@ def test_links_under_adopted_names_are_rejected(run: Path, scanner: Scanner, clo
 
 
 @pytest.mark.fault("D09")
-def test_every_change_starts_the_settling_anew(run: Path, scanner: Scanner, clock: Clock) -> None:
-    """A set that changes again and again is not taken; one that changes later is another set."""
+def test_every_change_restarts_the_settle_time(run: Path, scanner: Scanner, clock: Clock) -> None:
+    """A set that keeps changing is not taken; one that changes later is another set."""
     file = run / "checkpoint-5" / "model"
     write_files(file.parent, {"model": b""})
     for _ in range(5):
@@ -474,7 +474,7 @@ def test_every_change_starts_the_settling_anew(run: Path, scanner: Scanner, cloc
 
 
 def can_lease(directory: Path) -> bool:
-    """Whether the kernel tells of writers here (not over NFS, for example)."""
+    """Whether the kernel reports writers here, which it does not over NFS, for example."""
     with open(directory / "probe", "wb"):
         return seal.is_written(directory.parent, directory.name, _files(directory))
 
@@ -495,8 +495,10 @@ for name in ("model", "optimizer"):
 
 
 @pytest.mark.fault("D09", "T03")
-def test_a_slow_writer_is_waited_for(run: Path, scanner: Scanner, clock: Clock) -> None:
-    """However long the gaps between its writes: while a file is open for writing, the set is not taken."""
+def test_a_set_with_an_open_writer_has_not_settled(
+    run: Path, scanner: Scanner, clock: Clock
+) -> None:
+    """While a file is open for writing, the set is not taken, with any pauses between the writes."""
     directory = run / "checkpoint-5"
     directory.mkdir()
     if not can_lease(directory):
@@ -523,8 +525,8 @@ def test_a_slow_writer_is_waited_for(run: Path, scanner: Scanner, clock: Clock) 
     ]
 
 
-def test_asking_for_writers_harms_neither_side(run: Path) -> None:
-    """A writer that opens the file while we ask is delayed for no time, and we are not killed for it."""
+def test_the_check_for_writers_harms_neither_side(run: Path) -> None:
+    """A writer that opens the file during the check is not delayed, and the daemon is not killed."""
     write_files(run / "checkpoint-5", {"a": b"1"})
     files = _files(run / "checkpoint-5")
     ended: list[int] = []
@@ -555,7 +557,7 @@ def test_asking_for_writers_harms_neither_side(run: Path) -> None:
 def test_a_metric_that_is_not_a_number_voids_its_set_alone(
     run: Path, scanner: Scanner, value: str
 ) -> None:
-    """An integer of 400 digits cannot become a float: that set is rejected, and the others are found."""
+    """An integer of 400 digits is not a valid float: that set is rejected, and the others are found."""
     write_set(run, 5, "good")
     bad = write_set(run, 6, "bad") / "rank-00000.json"
     text = bad.read_text()
@@ -569,7 +571,7 @@ def test_a_metric_that_is_not_a_number_voids_its_set_alone(
 def test_a_fault_in_one_set_does_not_hide_the_others(
     run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even an error that no check foresaw concerns one set only."""
+    """An unexpected error affects one set only."""
     write_set(run, 5, "good")
     write_set(run, 6, "bad")
     listing = scan.listing
@@ -590,7 +592,7 @@ def test_a_fault_in_one_set_does_not_hide_the_others(
 def test_rank_manifests_are_counted_before_they_are_read(
     run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set with 200 manifests where one rank wrote is rejected after the first of them."""
+    """A set of one rank with 200 manifests is rejected after the first."""
     directory = write_set(run, ranks=1)
     for rank in range(1, 200):
         (directory / f"rank-{rank:05d}.json").write_bytes(b"[" * 1000)
@@ -607,10 +609,10 @@ def test_rank_manifests_are_counted_before_they_are_read(
 
 
 @pytest.mark.fault("S7")
-def test_manifests_have_a_limit_together(
+def test_the_manifests_of_a_set_have_a_common_limit(
     run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may be large, but not all of them: memory is bounded by the set."""
+    """One may be large, but not all of them: memory is bounded for each set."""
     monkeypatch.setattr(seal, "MANIFESTS_MAX_BYTES", 300)
     write_set(run, ranks=2)
     assert "over 300 bytes together" in why_rejected(scanner)
@@ -620,21 +622,21 @@ def test_manifests_have_a_limit_together(
 def test_only_the_newest_sets_are_examined(
     run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With too many entries the newest by step count, and one line reports the rest."""
+    """Of too many entries those with the highest steps count, and one line reports the rest."""
     monkeypatch.setattr(seal, "SETS_MAX", 3)
     for step in range(1, 6):
         write_set(run, step)
     scanned = scanner.scan()
     assert [staged.id.step for staged in scanned.staged] == [3, 4, 5]
     ((name, reason),) = scanned.rejected
-    assert (name, "oldest are passed over" in reason) == (seal.ALL, True)
+    assert (name, "oldest are ignored" in reason) == (seal.ALL, True)
 
 
 @pytest.mark.fault("S14")
 def test_many_rejections_are_few_lines(run: Path, scanner: Scanner) -> None:
-    """Each rejection is a line of the log: at most 20 of one scan, and one for the rest."""
+    """Each rejection is a line of the log: at most 20 for one scan, and one for the rest."""
     for step in range(60):
         (run / protocol.sealed_name(step, "empty")).mkdir()
     scanned = scanner.scan()
     assert len(scanned.rejected) == seal.REJECTIONS_MAX + 1
-    assert scanned.rejected[-1] == (seal.ALL, "more entries are not sound")
+    assert scanned.rejected[-1] == (seal.ALL, "further entries are rejected as well")
