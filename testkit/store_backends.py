@@ -254,7 +254,7 @@ def server_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def wants(server_name: str) -> Callable[[str], None]:
+def requires(server_name: str) -> Callable[[str], None]:
     """Skip the test if the server lacks a feature."""
 
     def check(what: str) -> None:

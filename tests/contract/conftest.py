@@ -12,16 +12,26 @@ from testkit.store_backends import (
     is_wanted,
     open_cloud,
     proxy,
+    requires,
     s3_server,
     server_name,
     store,
     store_servers,
-    wants,
 )
 
 __all__ = [
-    "bare_store", "certificates", "cloud", "cloud_environment", "gcs_server", "open_cloud", "proxy",
-    "s3_server", "server_name", "store", "store_servers", "wants",
+    "bare_store",
+    "certificates",
+    "cloud",
+    "cloud_environment",
+    "gcs_server",
+    "open_cloud",
+    "proxy",
+    "requires",
+    "s3_server",
+    "server_name",
+    "store",
+    "store_servers",
 ]  # fmt: skip
 
 

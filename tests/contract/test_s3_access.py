@@ -461,7 +461,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
 
 
 @pytest.fixture
-def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
+def responding(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
     """A store with a server that sends the same response to every request."""
     servers: list[RawServer] = []
 
@@ -482,10 +482,10 @@ def said(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
 @pytest.mark.fault("O04")
 @pytest.mark.parametrize(("wait", "seconds"), [("7", 7.0), ("soon", None), ("-1", None)])
 def test_retry_after_of_slow_down(
-    said: Callable[..., S3Store], wait: str, seconds: float | None
+    responding: Callable[..., S3Store], wait: str, seconds: float | None
 ) -> None:
     """SlowDown has the store's Retry-After, if it is valid."""
-    store = said(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
+    store = responding(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
     for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
@@ -493,9 +493,9 @@ def test_retry_after_of_slow_down(
 
 
 @pytest.mark.fault("O13")
-def test_the_store_returns_another_checksum(said: Callable[..., S3Store]) -> None:
+def test_the_store_returns_another_checksum(responding: Callable[..., S3Store]) -> None:
     """The bytes do not count as stored: Transient."""
-    store = said(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
+    store = responding(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
         store.put_shard("key", CountedBody(b"something"))
 
@@ -510,10 +510,10 @@ def test_the_store_returns_another_checksum(said: Callable[..., S3Store]) -> Non
     ],
 )
 def test_another_range_than_requested(
-    said: Callable[..., S3Store], answer: tuple[object, ...]
+    responding: Callable[..., S3Store], answer: tuple[object, ...]
 ) -> None:
     """The whole object, another range, a shorter one: Permanent, and the sink gets nothing."""
     sink = CountedSink()
     with pytest.raises(Permanent):
-        said(*answer).get_range("key", 5, 10, sink)
+        responding(*answer).get_range("key", 5, 10, sink)
     assert (sink.data, sink.passes) == (b"", 0)

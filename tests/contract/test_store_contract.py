@@ -50,10 +50,10 @@ def test_put_replaces(store: ObjectStore) -> None:
 
 @pytest.mark.fault("O08")
 def test_create_if_absent_refuses_an_existing_key(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """The second create raises Exists and changes nothing; after a delete it succeeds."""
-    wants("create if absent")
+    requires("create if absent")
     store.put("claim", b"first", if_absent=True)
     with pytest.raises(Exists):
         store.put("claim", b"second", if_absent=True)
@@ -65,10 +65,10 @@ def test_create_if_absent_refuses_an_existing_key(
 
 @pytest.mark.fault("O08")
 def test_of_many_creators_exactly_one_wins(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """Eight threads create one key: one succeeds, and the object has its bytes."""
-    wants("create if absent")
+    requires("create if absent")
     winners: list[int] = []
 
     def create(number: int) -> None:
@@ -94,9 +94,9 @@ def test_missing_objects(store: ObjectStore) -> None:
     store.delete("absent")
 
 
-def test_an_object_is_not_a_directory(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_an_object_is_not_a_directory(store: ObjectStore, requires: Callable[[str], None]) -> None:
     """A prefix of a key is not an object, and a key below an object is not one either."""
-    wants("flat keys")
+    requires("flat keys")
     store.put("a/b/c", b"1")
     assert store.head("a/b") is None
     assert store.head("a/b/c/d") is None
@@ -137,7 +137,7 @@ def test_get_refuses_a_large_object(
     "key",
     ["plain", "with space/a b", "ümläut/日本", "a+b=c@d,e.f-g_h", "per%20cent/100%", "(x)'&y!"],
 )
-def test_keys_of_every_kind(store: ObjectStore, key: str, wants: Callable[[str], None]) -> None:
+def test_keys_of_every_kind(store: ObjectStore, key: str, requires: Callable[[str], None]) -> None:
     """A listing returns the key that was stored, and the key names one object only."""
     store.put(key, b"content")
     assert list(store.list("")) == [ObjectInfo(key, 7)]
@@ -153,7 +153,7 @@ def test_keys_of_every_kind(store: ObjectStore, key: str, wants: Callable[[str],
 # ---------------------------------------------------------------- ranges
 
 
-def test_ranges(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_ranges(store: ObjectStore, requires: Callable[[str], None]) -> None:
     """Exactly the requested bytes, anywhere in the object."""
     content = os.urandom(300_000)
     store.put("shard", content)
@@ -165,7 +165,7 @@ def test_ranges(store: ObjectStore, wants: Callable[[str], None]) -> None:
         (300_000, 0),
     ):
         assert get_range(store, "shard", offset, count) == content[offset : offset + count]
-    wants("first byte")
+    requires("first byte")
     assert get_range(store, "shard", 0, 1) == content[:1]
 
 
@@ -215,10 +215,10 @@ def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:
 
 
 def test_a_listing_of_more_than_one_page(
-    bare_store: ObjectStore, wants: Callable[[str], None]
+    bare_store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """More than a thousand keys are listed completely, for any order of "/" and "."."""
-    wants("pages of directories")
+    requires("pages of directories")
     keys = [f"shard-{number // 100}/{number:05d}" for number in range(995)]
     keys = sorted([*keys, *(f"shard-{number}.json" for number in range(10))])
 

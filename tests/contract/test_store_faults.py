@@ -74,7 +74,7 @@ CALLS = {
     "complete": ("uploadId", "POST"),
     "get_range": ("old", "GET"),
 }
-"""By call: what its target holds, and the method where that does not tell enough."""
+"""By call: a part of the target of its requests, and the method if that is ambiguous."""
 
 
 @pytest.mark.fault("O01", "O11")

@@ -48,10 +48,10 @@ def test_parts_from_many_threads_in_any_order(store: ObjectStore) -> None:
 
 
 def test_a_part_sent_again_replaces_the_first(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """The object contains a retried part once, with its last content."""
-    wants("parts again")
+    requires("parts again")
     content = os.urandom(PART + 10)
     upload = store.begin("shard", len(content), PART)
     send_part(store, upload, 1, bytes(PART))
@@ -100,9 +100,11 @@ def test_a_part_has_the_length_of_its_place(
 
 
 @pytest.mark.fault("O11")
-def test_completing_twice_is_not_an_error(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_completing_twice_is_not_an_error(
+    store: ObjectStore, requires: Callable[[str], None]
+) -> None:
     """A completion whose reply was lost is repeated, and finds the object."""
-    wants("completion again")
+    requires("completion again")
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
     store.complete(upload, receipts)
@@ -111,10 +113,10 @@ def test_completing_twice_is_not_an_error(store: ObjectStore, wants: Callable[[s
 
 
 @pytest.mark.fault("O11")
-def test_completing_an_unknown_upload(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_completing_an_unknown_upload(store: ObjectStore, requires: Callable[[str], None]) -> None:
     """Without the object, or with one of another size, the upload is NotFound."""
-    wants("abort")
-    wants("unknown completion")
+    requires("abort")
+    requires("unknown completion")
     upload = store.begin("shard", 10, PART)
     receipts = send_parts(store, upload, b"0123456789")
     store.abort(upload.key, upload.upload_id)
@@ -126,9 +128,9 @@ def test_completing_an_unknown_upload(store: ObjectStore, wants: Callable[[str],
     assert store.get("shard") == b"another"
 
 
-def test_an_aborted_upload_is_gone(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_an_aborted_upload_is_gone(store: ObjectStore, requires: Callable[[str], None]) -> None:
     """It accepts no more parts, never becomes visible, and can be aborted again."""
-    wants("abort")
+    requires("abort")
     upload = store.begin("shard", 10, PART)
     send_parts(store, upload, b"0123456789")
     store.abort(upload.key, upload.upload_id)
@@ -154,10 +156,10 @@ def test_two_uploads_of_one_key_do_not_mix(store: ObjectStore) -> None:
 
 @pytest.mark.fault("O19")
 def test_parts_lists_the_parts_of_the_store(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """Sorted by number; a stored receipt is valid if it is among them."""
-    wants("list of parts")
+    requires("list of parts")
     content = os.urandom(2 * PART + 1)
     upload = store.begin("shard", len(content), PART)
     assert list(store.parts(upload)) == []
@@ -173,9 +175,9 @@ def test_parts_lists_the_parts_of_the_store(
         store.parts(upload)
 
 
-def test_parts_of_an_unknown_upload(store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_parts_of_an_unknown_upload(store: ObjectStore, requires: Callable[[str], None]) -> None:
     """NotFound."""
-    wants("list of parts")
+    requires("list of parts")
     upload = store.begin("shard", 10, PART)
     store.abort(upload.key, upload.upload_id)
     with pytest.raises(NotFound):
@@ -184,10 +186,10 @@ def test_parts_of_an_unknown_upload(store: ObjectStore, wants: Callable[[str], N
 
 @pytest.mark.fault("O19")
 def test_uploads_lists_uploads_in_progress(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """Below the prefix only, with an age; a listed upload can be aborted."""
-    wants("list of uploads")
+    requires("list of uploads")
     first = store.begin("run/a", 10, PART)
     second = store.begin("run/b c+d%20e", 10, PART)
     other = store.begin("runs", 10, PART)
@@ -207,9 +209,9 @@ def test_uploads_lists_uploads_in_progress(
     assert under_way("") == []
 
 
-def test_the_age_of_an_upload(bare_store: ObjectStore, wants: Callable[[str], None]) -> None:
+def test_the_age_of_an_upload(bare_store: ObjectStore, requires: Callable[[str], None]) -> None:
     """By the store's own clock, so that uploads in progress are not swept."""
-    wants("ages")
+    requires("ages")
     bare_store.begin("shard", 10, PART)
     (found,) = bare_store.uploads("")
     assert 0 <= found.age_s < 60
@@ -236,10 +238,10 @@ def test_put_shard(store: ObjectStore, size_bytes: int) -> None:
 @pytest.mark.fault("O11")
 @pytest.mark.parametrize("size_bytes", [5, 2**20 + 5])
 def test_put_shard_overwrites_nothing(
-    store: ObjectStore, size_bytes: int, wants: Callable[[str], None]
+    store: ObjectStore, size_bytes: int, requires: Callable[[str], None]
 ) -> None:
     """An object with other bytes, of the same or another size, does not count as ours and is not replaced."""
-    wants("spent names")
+    requires("spent names")
     content = os.urandom(size_bytes)
     store.put_shard("shard", CountedBody(content))
     for other in (content[1:] + bytes([content[0] ^ 1]), content + b"1"):
@@ -277,7 +279,7 @@ class _BrokenSink(CountedSink):
 
 @pytest.mark.fault("S5")
 def test_an_exception_of_a_body_reaches_the_caller(
-    store: ObjectStore, wants: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """Unchanged and without a retry; no object and no part exist, and the store works."""
     content = os.urandom(PART)
@@ -290,7 +292,7 @@ def test_an_exception_of_a_body_reaches_the_caller(
         with pytest.raises(_Trouble):
             send(body)
         assert body.passes == 1
-    wants("cut bodies")
+    requires("cut bodies")
     assert store.head("whole") is None
     store.complete(upload, [send_part(store, upload, 1, content)])
     assert store.get("shard") == content

@@ -96,7 +96,7 @@ def refusal_is_classified(
             call()
         kind = next(kind for kind in KINDS if isinstance(caught.value, kind))
         assert kind is wanted, caught.value
-        # GCS's JSON interface gives no code to tell a bucket by, so the hint comes with any 404.
+        # The JSON interface of GCS has no code for a missing bucket, so every 404 has the hint.
         assert hint in caught.value.hint
 
 

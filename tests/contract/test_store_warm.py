@@ -86,14 +86,14 @@ class Rig:
         self.metadata = metadata
         self._path = {"s3": ROLE, "gs": TOKEN}[kind]
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        kept = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
+        inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
         where = f"{kind}://{BUCKET}/{uuid.uuid4().hex}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", CLIENT, where, cloud.server.url, str(cloud.ca)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**kept, "NO_PROXY": "127.0.0.1", **env},
+            env={**inherited, "NO_PROXY": "127.0.0.1", **env},
         )
 
     def __call__(self, order: str) -> str:
@@ -221,19 +221,19 @@ def test_credentials_are_used_until_they_expire() -> None:
     found = RefreshableCredentials(
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
-    kept = CredentialCache(
+    cache = CredentialCache(
         "S3", load=lambda: found, fetch=access._aws_credentials, has_expired=access._has_expired
     )
-    first = kept.get()
-    assert len(calls) == 1, "what has expired is replaced"
-    assert kept.get() == first
-    assert len(calls) == 1, "what has not is used"
-    with pytest.raises(Transient, match="gone"):
-        kept.renew()
-    assert kept.get() == first
-    kept.renew()
-    kept.renew()
-    assert len(calls) == 3, "what lasts is not renewed"
+    first = cache.get()
+    assert len(calls) == 1, "expired credentials are replaced"
+    assert cache.get() == first
+    assert len(calls) == 1, "valid credentials are used"
+    with pytest.raises(Transient, match="does not respond"):
+        cache.renew()
+    assert cache.get() == first
+    cache.renew()
+    cache.renew()
+    assert len(calls) == 3, "credentials that last are not renewed"
 
 
 # ---------------------------------------------------------------- the thread

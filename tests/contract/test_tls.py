@@ -144,7 +144,7 @@ def test_unread_bytes_are_detected(pem: Path, records: tuple[bytes, ...]) -> Non
         tls = Tls(sock, trusting(pem), HOST)
         overhead_bytes = 22
         sent_bytes = sum(len(record) + overhead_bytes for record in records)
-        # Ahead of them come the server's tickets, of some hundred bytes.
+        # The server's tickets precede them, with a few hundred bytes.
         until(lambda: queued_bytes(sock) >= sent_bytes + 200, what="all of it in the socket")
         assert received(tls, 1) == b"a"
         assert tls.has_more

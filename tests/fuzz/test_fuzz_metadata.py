@@ -114,7 +114,7 @@ answers = st.builds(
 
 
 def learnt(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; None where that is unknown, for a reason that fits into a log."""
+    """The result of ``call``; None if it is unknown, for a reason that fits into a log."""
     try:
         return call()
     except MetadataUnavailable as error:

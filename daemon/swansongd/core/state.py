@@ -415,7 +415,7 @@ class State:
         return self._covers(self.last_commit, checkpoint)
 
     def is_whole(self, checkpoint: CheckpointId) -> bool:
-        """Whether a commit at or after this place in the order of readers exists, with the parts of all VMs."""
+        """Whether a whole commit at or after this place in the order of readers exists."""
         return self._covers(self.last_complete, checkpoint)
 
     def _covers(self, last: CommitRef | None, checkpoint: CheckpointId) -> bool:

@@ -28,13 +28,16 @@ class Altered(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.flipped = self.hidden = "no such key"
+        self._flipping = threading.Lock()
+        """Two readers of one key would flip its first byte back."""
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        whole = self.objects[key]
-        if self.flipped in key:
-            self.objects[key] = bytes([whole[0] ^ 1]) + whole[1:]
-        super().get_range(key, offset, size_bytes, sink)
-        self.objects[key] = whole
+        with self._flipping:
+            whole = self.objects[key]
+            if self.flipped in key:
+                self.objects[key] = bytes([whole[0] ^ 1]) + whole[1:]
+            super().get_range(key, offset, size_bytes, sink)
+            self.objects[key] = whole
 
     def page(self, prefix: str, token: str | None) -> Page:
         page = super().page(prefix, token)
