@@ -54,7 +54,7 @@ def test_a_store_that_lists_in_another_order(
 
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", ["cut", "empty", "half", "foreign"])
-def test_a_truncated_listing_is_no_fresh_start(
+def test_a_truncated_listing_causes_no_fresh_start(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path, how: str
 ) -> None:
     """``restore --fresh-ok`` finds the commit behind a truncated listing, and never starts from scratch."""
