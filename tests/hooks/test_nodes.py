@@ -133,7 +133,11 @@ class Job:
         seconds_left: float = 60.0,
         urgency: str = "emergency",
     ) -> None:
-        """Send a request of the daemon of one VM to its ranks."""
+        """Send a request of the daemon of one VM to its ranks, after their rendezvous."""
+        for rank in self.on(node):
+            rank.rendezvous.wait(
+                60.0
+            )  # a request waits at most 5 s, too short for a loaded machine
         for rank in self.on(node):
             rank.rounds.request(Request(request_id, "test", seconds_left, urgency))
 
